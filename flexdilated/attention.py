@@ -1,0 +1,223 @@
+"""`dilated_attention`: check the arguments, choose the engine, run it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from flexdilated import backends, reference
+from flexdilated.backends import Request
+from flexdilated.hardware import detect
+from flexdilated.mixture import mixture
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["dilated_attention"]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    key_padding_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Segment-local dilated attention, its branches mixed by log-sum-exp.
+
+    Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
+    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of the
+    branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query that no
+    key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept for them.
+    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+    Source: LongNet, arXiv 2307.02486, section 2.
+
+    Args:
+        q: Queries, `(B, N, H, D)`, float64, float32, bfloat16 or float16, any strides.
+        k: Keys, `(B, N, Hkv, D)`, `H % Hkv == 0`. Key/value head `j` serves the query heads `j H / Hkv` and following, which share
+            its offset and branch.
+        v: Values, the shape of k.
+        pattern: Which positions attend to which.
+        is_causal: Whether a query sees only keys at its own position and before.
+        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
+        dropout_p: Probability of dropping an attention weight, in [0, 1). Active whenever it is above 0: pass 0 in evaluation.
+            Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights.
+        key_padding_mask: `(B, N)` bool, True where a key is ignored, as in `nn.MultiheadAttention`. What ignored keys and values
+            hold, NaN included, has no effect.
+        cu_seqlens: `(num_documents + 1,)` int32 or int64, for `B = 1`: documents packed one after another begin and end at these
+            tokens. Each is computed exactly as if it were alone: segments and offsets start anew. Reading it waits for the device.
+        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"reference"`. A named engine runs or raises, it is never replaced.
+        return_lse: Whether to return `lse` too. It is differentiable.
+
+    Returns:
+        `out` `(B, N, H, D)` in the dtype of q; with `return_lse`, `(out, lse)`, `lse` `(B, H, N)`, natural log, float32 (float64
+        for float64 inputs).
+
+    Raises:
+        ValueError: If a shape, length, probability or name is wrong.
+        TypeError: If an argument has the wrong type or dtype.
+        NotImplementedError: If the named backend cannot run the call, or on a double backward.
+    """
+    _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens)
+    q, k, v = _autocast(q, k, v)
+    _check_dtypes(q, k, v)
+    request = Request(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        group=q.shape[2] // k.shape[2],
+        masked=key_padding_mask is not None,
+        dropout=dropout_p > 0.0,
+    )
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if backends.choose(backend, request) == "reference":
+        out, lse = reference.dilated_attention(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        out, lse = out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    else:
+        out, lse = mixture(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+    return (out, lse) if return_lse else out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the dtype that autocast gives a matrix product; float64 is left alone, as there."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, N, H, D), got {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q={q.device}, got {x.device}")
+    if q.shape[1] < 1 or q.shape[2] < 1 or q.shape[3] < 1:
+        raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
+            raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")
+    if k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(f"k must have a number of heads that divides that of q={q.shape[2]}, got {k.shape[2]}")
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if key_padding_mask is not None:
+        _check_key_padding_mask(key_padding_mask, q)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, q)
+
+
+def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}")
+    if mask.shape != q.shape[:2]:
+        raise ValueError(f"key_padding_mask must have shape (B, N)={tuple(q.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != q.device:
+        raise ValueError(f"key_padding_mask must be on the device of q={q.device}, got {mask.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """What can be said without reading it; its values are checked where they are read, before any work."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape (num_documents + 1,), got {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens must come with q of batch size 1, got batch size {q.shape[0]}; pack the batch in one row")
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")

@@ -1,0 +1,53 @@
+"""The table of engines and the one choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flexdilated.backends import sdpa
+from flexdilated.backends.request import Request as Request
+
+__all__ = ["BACKENDS", "Request", "choose", "why_not"]
+
+
+def _reference_why_not(request: Request) -> str | None:
+    if request.dropout:
+        return "the oracle has no dropout; use backend='sdpa'"
+    return None
+
+
+# In order of preference for backend="auto". Each entry says why it cannot run a request, or None.
+BACKENDS: dict[str, Callable[[Request], str | None]] = {
+    "sdpa": sdpa.why_not,
+    "reference": _reference_why_not,
+}
+
+
+def why_not(backend: str, request: Request) -> str | None:
+    """The reason why an engine cannot run a request, or None.
+
+    Raises:
+        ValueError: If there is no engine of that name.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
+    return BACKENDS[backend](request)
+
+
+def choose(backend: str, request: Request) -> str:
+    """The engine that runs a request: the named one, or for `"auto"` the first that can.
+
+    Raises:
+        ValueError: If there is no engine of that name.
+        NotImplementedError: If the named engine cannot run the request; the message has its reason.
+    """
+    if backend == "auto":
+        for name in BACKENDS:
+            if BACKENDS[name](request) is None:
+                return name
+        reasons = "; ".join(f"{name}: {BACKENDS[name](request)}" for name in BACKENDS)
+        raise NotImplementedError(f"no backend can run this on {request.hardware}: {reasons}")
+    reason = why_not(backend, request)
+    if reason is not None:
+        raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware}: {reason}")
+    return backend

@@ -1,0 +1,419 @@
+"""The kernels behind `scaled_dot_product_attention`, called by their aten names because those return and take the lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexdilated.backends.request import Request
+from flexdilated.merge import safe_lse
+
+__all__ = ["KERNELS", "Dropout", "Kernel", "Options", "choose_kernel", "why_not"]
+
+aten = torch.ops.aten
+
+# Scores that the math kernel holds at once: 64 MiB in float32.
+MATH_SCORES = 1 << 24
+
+
+class Dropout(NamedTuple):
+    """Attention dropout: the probability, and a seed that gives the same mask in forward and backward."""
+
+    p: float
+    seed: int
+
+
+class Options(NamedTuple):
+    """What a kernel call needs besides its tensors.
+
+    `ignored` is `(batch, rows)` bool, True for a key that no query may see. Ignored keys and values hold zeros.
+    """
+
+    is_causal: bool
+    scale: float
+    ignored: Tensor | None = None
+    dropout: Dropout | None = None
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Dense attention on `(batch, heads, rows, D)` tensors of equal rows.
+
+    `forward` gives `out` and `lse`, `backward` the gradients for a given `out` and `lse`: these may be the mixture's instead of
+    the kernel's own, which makes the sum over all pieces the exact gradient of the mixture.
+    """
+
+    name: str
+    why_not: Callable[[Request], str | None]
+    run_forward: Forward
+    run_backward: Backward
+    head_dim_multiple: int = 1
+    shares_kv: bool = True  # whether k and v may have fewer heads than q
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
+        head_dim = q.shape[-1]
+        k, v = self._repeat(k, q), self._repeat(v, q)
+        out, lse = self.run_forward(*(self._pad(x) for x in (q, k, v)), options)
+        out = out[..., :head_dim]
+        if options.ignored is not None:
+            # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
+            empty = _empty_rows(options.ignored, options.is_causal)
+            lse = lse.masked_fill(empty[:, None], -math.inf)
+            out = out.masked_fill(empty[:, None, :, None], 0.0)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`dq, dk, dv` for `dout` and, where given, `dlse`.
+
+        The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
+        one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
+        """
+        head_dim, kv_heads = q.shape[-1], k.shape[1]
+        if dlse is not None:
+            q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
+            out = F.pad(out, (0, 1), value=-1.0)
+            dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
+        k, v = self._repeat(k, q), self._repeat(v, q)
+        padded = (self._pad(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(*padded, safe_lse(lse), options))
+        if dk.shape[1] != kv_heads:
+            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
+        return dq, dk, dv
+
+    def _pad(self, x: Tensor) -> Tensor:
+        missing = -x.shape[-1] % self.head_dim_multiple
+        return F.pad(x, (0, missing)) if missing else x
+
+    def _repeat(self, x: Tensor, q: Tensor) -> Tensor:
+        group = q.shape[1] // x.shape[1]
+        return x if self.shares_kv or group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def choose_kernel(request: Request) -> Kernel:
+    """The first kernel of the table that can run a request.
+
+    Raises:
+        NotImplementedError: If none can, with every reason.
+    """
+    for kernel in KERNELS:
+        if kernel.why_not(request) is None:
+            return kernel
+    raise NotImplementedError(f"backend 'sdpa' cannot run this on {request.hardware}: {why_not(request)}")
+
+
+def why_not(request: Request) -> str | None:
+    """Why no kernel of this engine can run a request, or None."""
+    reasons = [(kernel.name, kernel.why_not(request)) for kernel in KERNELS]
+    if any(reason is None for _, reason in reasons):
+        return None
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+
+
+def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:
+    """`(batch, rows)`: the queries that see no key."""
+    visible = ~ignored
+    if is_causal:
+        return visible.cumsum(dim=1) == 0
+    return ~visible.any(dim=1, keepdim=True).expand_as(visible)
+
+
+def _bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
+    """`ignored` as an additive mask `(batch, 1, 1, rows)` in the dtype of the queries."""
+    if ignored is None:
+        return None
+    return torch.zeros_like(ignored, dtype=q.dtype).masked_fill_(ignored, -math.inf)[:, None, None, :]
+
+
+# -- aten's flash attention for CPU -------------------------------------------------------------------------------------------
+
+
+def _cpu_flash_why_not(request: Request) -> str | None:
+    if request.hardware.device_type != "cpu":
+        return "it runs on CPU only"
+    if request.dropout:
+        return "it has no dropout"
+    return _disabled("flash_sdp_enabled")
+
+
+def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, options.is_causal, attn_mask=_bias(options.ignored, q), scale=options.scale
+    )
+    return out, lse
+
+
+def _cpu_flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=_bias(options.ignored, q), scale=options.scale
+    )
+    return dq, dk, dv
+
+
+# -- flash attention on CUDA --------------------------------------------------------------------------------------------------
+
+
+def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> str | None:
+    hardware = request.hardware
+    if hardware.device_type != "cuda" or hardware.capability is None:
+        return "it runs on CUDA only"
+    if hardware.capability < level:
+        return f"it needs sm_{level[0]}{level[1]} or newer"
+    if request.dtype not in dtypes:
+        return f"it has no {_name(request.dtype)} kernel there"
+    if request.dropout:
+        return "its attention dropout is not used here: the math kernel's is"
+    return None
+
+
+def _flash_why_not(request: Request) -> str | None:
+    reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
+    if reason is not None:
+        return reason
+    if request.masked:
+        return "it has no key padding mask"
+    if request.head_dim > 248:  # 256, less the column that a gradient of lse adds
+        return f"head_dim must be at most 248, got {request.head_dim}"
+    return _disabled("flash_sdp_enabled")
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, options.is_causal, False, scale=options.scale)
+    return result[0], result[1]
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only under dropout
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        options.is_causal,
+        seed,
+        seed,
+        scale=options.scale,
+    )
+    return dq, dk, dv
+
+
+# -- cuDNN attention ----------------------------------------------------------------------------------------------------------
+
+
+def _cudnn_why_not(request: Request) -> str | None:
+    reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
+    if reason is not None:
+        return reason
+    if request.masked:
+        return "its key padding mask is not used here: the memory-efficient kernel's is"
+    if request.head_dim > 120:  # 128, less the column that a gradient of lse adds
+        return f"head_dim must be at most 120, got {request.head_dim}"
+    return _disabled("cudnn_sdp_enabled")
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    result = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
+    )
+    return result[0], result[1].view(q.shape[:3])  # cuDNN's lse has a trailing dim of 1
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous()[..., None],
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        options.is_causal,
+        scale=options.scale,
+    )
+    return dq, dk, dv
+
+
+# -- memory-efficient attention -----------------------------------------------------------------------------------------------
+
+
+def _efficient_why_not(request: Request) -> str | None:
+    dtypes = (torch.float32, torch.float16)
+    if request.hardware.has_fast_bfloat16:
+        dtypes += (torch.bfloat16,)
+    return _cuda_why_not(request, (5, 0), dtypes) or _disabled("mem_efficient_sdp_enabled")
+
+
+def _efficient_bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
+    """The additive mask as `(batch, heads, rows, rows)`; its batch stride must be a multiple of 16 bytes, hence the padding."""
+    bias = _bias(ignored, q)
+    if bias is None:
+        return None
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % 16))[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _efficient_bias(options.ignored, q), True, 0.0, options.is_causal, scale=options.scale
+    )
+    return out, lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
+
+
+def _efficient_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros((), dtype=torch.int64)  # read only under dropout
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        _efficient_bias(options.ignored, q),
+        out,
+        F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf),
+        seed,
+        seed,
+        0.0,
+        (True, True, True, False),
+        options.is_causal,
+        scale=options.scale,
+    )
+    return dq, dk, dv
+
+
+# -- plain tensor operations --------------------------------------------------------------------------------------------------
+
+
+def _math_why_not(request: Request) -> str | None:
+    if request.hardware.device_type == "mps" and request.dtype == torch.float64:
+        return "MPS has no float64"
+    return _disabled("math_sdp_enabled")
+
+
+def _math_rows(q: Tensor, k: Tensor) -> range:
+    """Starts of the query chunks whose scores fit in `MATH_SCORES`."""
+    step = max(1, MATH_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return range(0, q.shape[2], step)
+
+
+def _math_scores(q: Tensor, k: Tensor, start: int, options: Options) -> Tensor:
+    """Masked scores of the queries `start...` against all keys."""
+    scores = q @ k.transpose(-1, -2) * options.scale
+    rows, keys = torch.arange(start, start + q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    if options.is_causal:
+        scores = scores.masked_fill(keys > rows[:, None], -math.inf)
+    if options.ignored is not None:
+        scores = scores.masked_fill(options.ignored[:, None, None, :], -math.inf)
+    return scores
+
+
+def _math_masks(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) -> list[Callable[[Tensor], Tensor]]:
+    """Per chunk, the function that applies attention dropout to its weights; the same for the same seed."""
+    if dropout is None:
+        return [torch.positive for _ in starts]  # the weights themselves
+
+    def apply(weights: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator(device=q.device).manual_seed(seed)
+        kept = torch.rand(weights.shape, generator=generator, device=q.device) >= dropout.p
+        return weights * kept / (1.0 - dropout.p)
+
+    return [partial(apply, seed=dropout.seed + start) for start in starts]
+
+
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype
+    q, k, v = (_accumulated(x) for x in (q, k, v))
+    outs, lses = [], []
+    starts = _math_rows(q, k)
+    for start, drop in zip(starts, _math_masks(q, k, starts, options.dropout)):
+        scores = _math_scores(q[:, :, start : start + starts.step], k, start, options)
+        lse = torch.logsumexp(scores, dim=-1)
+        outs.append(drop(torch.exp(scores - safe_lse(lse)[..., None])) @ v)
+        lses.append(lse)
+    return torch.cat(outs, dim=2).to(dtype), torch.cat(lses, dim=2)
+
+
+def _math_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = q.dtype
+    dout, q, k, v, out = (_accumulated(x) for x in (dout, q, k, v, out))
+    delta = (dout * out).sum(dim=-1, keepdim=True)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    starts = _math_rows(q, k)
+    for start, drop in zip(starts, _math_masks(q, k, starts, options.dropout)):
+        rows = slice(start, start + starts.step)
+        q_i, dout_i = q[:, :, rows], dout[:, :, rows]
+        weights = torch.exp(_math_scores(q_i, k, start, options) - lse[:, :, rows, None])
+        dv += drop(weights).transpose(-1, -2) @ dout_i
+        dscores = weights * (drop(dout_i @ v.transpose(-1, -2)) - delta[:, :, rows]) * options.scale
+        dq[:, :, rows] = dscores @ k
+        dk += dscores.transpose(-1, -2) @ q_i
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _disabled(flag: str) -> str | None:
+    """Why the user has switched a kernel off (`torch.nn.attention.sdpa_kernel`), or None."""
+    if getattr(torch.backends.cuda, flag)():
+        return None
+    return "it is switched off (torch.nn.attention.sdpa_kernel)"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# In order of preference.
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward),
+    Kernel("flash", _flash_why_not, _flash_forward, _flash_backward, head_dim_multiple=8),
+    Kernel("cudnn", _cudnn_why_not, _cudnn_forward, _cudnn_backward, head_dim_multiple=8, shares_kv=False),
+    Kernel("efficient", _efficient_why_not, _efficient_forward, _efficient_backward, head_dim_multiple=8, shares_kv=False),
+    Kernel("math", _math_why_not, _math_forward, _math_backward, shares_kv=False),
+)

@@ -1,0 +1,76 @@
+"""What this device can run, and in which dtype."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Hardware", "detect", "recommended_dtype", "simulate"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device by what matters for attention kernels.
+
+    Args:
+        device_type: `"cpu"`, `"cuda"`, `"mps"` or another torch device type.
+        capability: CUDA compute capability `(major, minor)`; None elsewhere.
+        has_fast_bfloat16: Whether bfloat16 matrix products run faster than float32 ones.
+    """
+
+    device_type: str
+    capability: tuple[int, int] | None = None
+    has_fast_bfloat16: bool = False
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.device_type
+        major, minor = self.capability
+        return f"{self.device_type} sm_{major}{minor}"
+
+
+def detect(device: torch.device | str) -> Hardware:
+    """The hardware behind a torch device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
+    if device.type == "cpu":
+        return Hardware("cpu", has_fast_bfloat16=_cpu_has_bfloat16_matmul())
+    return Hardware(device.type)
+
+
+def simulate(name: str) -> Hardware:
+    """The hardware that a name stands for, without having it: `"cpu"`, `"mps"`, or a CUDA level such as `"sm_75"`.
+
+    Raises:
+        ValueError: If the name is none of these.
+    """
+    if name in ("cpu", "mps"):
+        return Hardware(name)
+    match = re.fullmatch(r"sm_(\d+)(\d)", name)
+    if match is None:
+        raise ValueError(f"name must be 'cpu', 'mps' or a CUDA level like 'sm_80', got {name!r}")
+    capability = int(match[1]), int(match[2])
+    return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
+
+
+def recommended_dtype(hardware: Hardware) -> torch.dtype:
+    """The fastest dtype that trains well: bfloat16 where it runs natively, else float16 on tensor cores (sm_70 up), else float32.
+
+    float16 needs a gradient scaler; P100 (sm_60) computes it fast but has no tensor cores that accumulate in float32, so it and
+    everything older use float32.
+    """
+    if hardware.has_fast_bfloat16:
+        return torch.bfloat16
+    if hardware.capability is not None and hardware.capability >= (7, 0):
+        return torch.float16
+    return torch.float32
+
+
+def _cpu_has_bfloat16_matmul() -> bool:
+    # Private in torch, and younger than the oldest torch supported: ask for them by name.
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(probe() for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)

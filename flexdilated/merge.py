@@ -1,0 +1,44 @@
+"""All log-sum-exp arithmetic: partial attentions over disjoint keys become one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_zero_keys_", "merge_", "safe_lse"]
+
+
+def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
+    """Merge the partial attention `(out_i, lse_i)` into the running `(out, lse)`, in place.
+
+    `lse' = logaddexp(lse, lse_i)`, `out' = out + sigmoid(lse_i - lse) (out_i - out)`. A row that neither side reaches stays
+    `out = 0`, `lse = -inf`; merging into such a row copies the other side. The result does not depend on the order of merges.
+
+    Args:
+        out: Running output, `(..., D)`, the dtype of the accumulation.
+        lse: Running log-sum-exp, `(...)`, natural log.
+        out_i: Partial output, `(..., D)`, any floating dtype.
+        lse_i: Partial log-sum-exp, `(...)`.
+    """
+    weight = torch.sigmoid(lse_i - lse)
+    # -inf - -inf is NaN where neither side reaches the row. A genuine NaN still travels through `out_i`.
+    weight = torch.where(lse_i == -math.inf, 0.0, weight)
+    out.lerp_(out_i.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, lse_i, out=lse)
+
+
+def add_zero_keys_(out: Tensor, lse: Tensor, count: int) -> None:
+    """Let `count` keys of logit 0 and value 0 take part in a softmax that is already computed, in place.
+
+    `lse' = logaddexp(lse, log count)`, `out' = out exp(lse - lse')`.
+    """
+    total = torch.logaddexp(lse, torch.full_like(lse, math.log(count)))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def safe_lse(lse: Tensor) -> Tensor:
+    """`lse` for a backward kernel: `+inf` instead of `-inf`, so that `exp(score - lse)` is 0, not NaN, in an empty row."""
+    return lse.masked_fill(lse == -math.inf, math.inf)

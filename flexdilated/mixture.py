@@ -1,0 +1,320 @@
+"""The one differentiable operation: all pieces of a pattern, forward and backward, by a kernel of the sdpa engine.
+
+Only q, k, v, out and lse are kept for the backward. Every piece's backward is called with the output and the log-sum-exp of the
+whole mixture; since `exp(score - lse)` is then the pair's weight in the one softmax over all branches, the gradients of the pieces
+add up to the exact gradient. Under `detach_weights` a piece needs its own output and log-sum-exp instead: they are computed again.
+
+Both directions are opaque custom operators: `torch.compile` and `torch.export` see one node each, so nothing in here is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.request import Request
+from flexdilated.backends.sdpa import Dropout, Kernel, Options, choose_kernel
+from flexdilated.hardware import detect
+from flexdilated.merge import add_zero_keys_, merge_
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import Piece, box, covers_everything, fold, plan_pieces, slabs, unfold
+
+__all__ = ["mixture"]
+
+# Bytes of one packed tensor of a slab. On CPU what glibc serves from its heap again and again costs no page faults: the first touch
+# of fresh memory costs as much as the arithmetic of a merge. On other devices large launches win.
+SLAB_BYTES = {"cpu": 8 << 20}
+WHOLE = 1 << 62
+
+GRADIENT_MESSAGE = (
+    "dilated_attention must not be differentiated twice, got a backward through its own backward: the fused attention kernels have "
+    "no second derivative; use backend='reference' where one is needed"
+)
+
+
+def mixture(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, both differentiable."""
+    # Drawn here and not inside the operator: activation checkpointing then draws the same seed again.
+    seed = torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
+    out, lse = _forward_op(
+        q,
+        k,
+        v,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        pattern.heads,
+        pattern.offsets,
+        pattern.zero_padding,
+        pattern.detach_weights,
+        is_causal,
+        scale,
+        dropout_p,
+    )
+    return out, lse
+
+
+class _Run:
+    """One walk over the slabs of a pattern: which rows, under which options."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        seed: Tensor | None,
+        pattern: DilatedPattern,
+        is_causal: bool,
+        scale: float,
+        dropout_p: float,
+    ) -> None:
+        self.pattern = pattern
+        self.group = q.shape[2] // k.shape[2]
+        self.pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), k.shape[2], is_causal)
+        self.kernel: Kernel = choose_kernel(
+            Request(
+                hardware=detect(q.device),
+                dtype=q.dtype,
+                head_dim=q.shape[3],
+                group=self.group,
+                masked=key_padding_mask is not None,
+                dropout=dropout_p > 0.0,
+            )
+        )
+        self._batch = q.shape[0]
+        self._row_bytes = q.shape[2] // k.shape[2] * q.shape[3] * q.element_size()
+        self._slab_bytes = SLAB_BYTES.get(q.device.type, WHOLE)
+        # The mask has no heads: every head reads the same column.
+        self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
+        self._options = Options(is_causal, scale)
+        self._dropout = None if seed is None else Dropout(dropout_p, int(seed.item()))
+
+    def slabs(self) -> Iterator[tuple[int, Piece, tuple[slice, slice], Options]]:
+        """Every slab: the branch-major number of its piece, the piece, its part of (batch, segments), and the kernel's options."""
+        ordinal = 0
+        for number, piece in enumerate(self.pieces):
+            per_segment = piece.offsets * piece.heads * piece.rows * self._row_bytes
+            for part in slabs(piece, self._batch, per_segment, self._slab_bytes):
+                options = self._options
+                if self._ignored is not None:
+                    rows = box(self._ignored, piece)[part][:, :, :, :1]
+                    options = options._replace(ignored=fold(rows, piece.rows)[:, 0, :, 0])
+                if self._dropout is not None:
+                    options = options._replace(dropout=self._dropout._replace(seed=_spread(self._dropout.seed, ordinal)))
+                ordinal += 1
+                yield number, piece, part, options
+
+    def inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: tuple[slice, slice], options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
+        q = fold(box(q, piece, group=self.group)[part], piece.rows)
+        k, v = (fold(box(x, piece)[part], piece.rows) for x in (k, v))
+        if options.ignored is not None:
+            k, v = (x.masked_fill(options.ignored[:, None, :, None], 0.0) for x in (k, v))
+        return q, k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: tuple[slice, slice], options: Options
+    ) -> tuple[Tensor, Tensor]:
+        """A slab's own output and lse."""
+        out, lse = self.kernel.forward(*self.inputs(q, k, v, piece, part, options), options)
+        if piece.zero_keys:
+            add_zero_keys_(out, lse, piece.zero_keys)
+        return out, lse
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
+    accumulated = _accumulated(q.dtype)
+    out = torch.zeros(q.shape, dtype=accumulated, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulated, device=q.device)
+    lse_rows = lse.transpose(1, 2)[..., None]
+    for _, piece, part, options in run.slabs():
+        out_i, lse_i = run.attend(q, k, v, piece, part, options)
+        out_box = box(out, piece, group=run.group, output=True)[part]
+        lse_box = box(lse_rows, piece, group=run.group, output=True)[part]
+        merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, run: _Run
+) -> tuple[Tensor, Tensor, Tensor]:
+    accumulated = _accumulated(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulated, device=x.device) for x in (q, k, v))
+    lse_rows = lse.transpose(1, 2)[..., None]
+    dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
+    for _, piece, part, options in run.slabs():
+
+        def gather(x: Tensor, fill: float = 0.0, piece: Piece = piece, part: tuple[slice, slice] = part) -> Tensor:
+            return fold(box(x, piece, group=run.group, output=True)[part], piece.rows, fill)
+
+        q_i, k_i, v_i = run.inputs(q, k, v, piece, part, options)
+        # Rows without an output have no gradient either: -inf takes them out of the backward.
+        dout_i, lse_i = gather(dout), gather(lse_rows, -torch.inf)[..., 0]
+        dlse_i = None if dlse_rows is None else gather(dlse_rows)[..., 0]
+        if run.pattern.detach_weights:
+            total = lse_i
+            out_i, lse_i = run.attend(q, k, v, piece, part, options)
+            weight = torch.exp(lse_i - total).masked_fill(total == -torch.inf, 0.0)
+            dout_i = dout_i * weight[..., None].to(dout_i.dtype)
+            dlse_i = None if dlse_i is None else dlse_i * weight
+        else:
+            out_i = gather(out)
+        grads = run.kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options)
+        for total_grad, grad, group in zip((dq, dk, dv), grads, (run.group, 1, 1)):
+            rows = box(total_grad, piece, group=group)[part]
+            rows.add_(unfold(grad, rows))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """`(first token, number of tokens)` of each packed document.
+
+    Raises:
+        ValueError: If the borders do not rise from 0 to `num_tokens`.
+    """
+    if cu_seqlens is None:
+        return ((0, num_tokens),)
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in zip(borders, borders[1:])):
+        shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}, got {shown}")
+    return tuple((a, b - a) for a, b in zip(borders, borders[1:]))
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _spread(seed: int, ordinal: int) -> int:
+    """A seed for each slab, far from its neighbours'."""
+    return (seed + ordinal * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+# -- the operators ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("flexdilated::mixture", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: str,
+    offsets: str,
+    zero_padding: bool,
+    detach_weights: bool,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
+    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p)
+    return _forward(*(_rows_contiguous(x) for x in (q, k, v)), run)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulated(q.dtype))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+@torch.library.custom_op("flexdilated::mixture_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: str,
+    offsets: str,
+    zero_padding: bool,
+    detach_weights: bool,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
+    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p)
+    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
+    return _backward(dout, dlse, q, k, v, out, lse, run)
+
+
+@_backward_op.register_fake
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, key_padding_mask, cu_seqlens, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, cu_seqlens, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv = _backward_op(dout, dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed, *ctx.options)
+    return dq, dk, dv, *(None for _ in range(12))
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(GRADIENT_MESSAGE)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(_refuse)
+
+
+def _pattern(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: Any,
+    offsets: Any,
+    zero_padding: bool,
+    detach_weights: bool,
+) -> DilatedPattern:
+    return DilatedPattern(
+        tuple(segment_lengths),
+        tuple(dilation_rates),
+        heads=heads,
+        offsets=offsets,
+        zero_padding=zero_padding,
+        detach_weights=detach_weights,
+    )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """The kernels read any strides but the last."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,225 @@
+"""What attends to what: the dilated pattern, its branches and their offsets, in plain integers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, cast
+
+__all__ = ["Branch", "DilatedPattern", "HeadRun"]
+
+Heads = Literal["all", "grouped"]
+Offsets = Literal["blocked", "interleaved"]
+
+HEADS: tuple[Heads, ...] = ("all", "grouped")
+OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
+
+
+class Branch(NamedTuple):
+    """One (segment length, dilation rate) pair of a pattern."""
+
+    segment_length: int
+    dilation_rate: int
+
+
+class HeadRun(NamedTuple):
+    """The heads of one branch that keep the same offset: `start, start + step, ...`, `count` of them."""
+
+    offset: int
+    start: int
+    step: int
+    count: int
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """Segment-local dilated attention with one or more branches, as a frozen value of plain integers.
+
+    Branch `i` cuts the sequence in segments of `segment_lengths[i]` tokens and keeps, for head `h`, the positions `p` with
+    `(p % w_i) % r_i == offset(i, h)`. Inside a branch, kept queries attend to kept keys of their own segment; the branches are
+    mixed by log-sum-exp, which is one softmax over the multiset union of their keys.
+    Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
+
+    Args:
+        segment_lengths: Tokens per segment, one per branch, each at least 1. A segment longer than the sequence means one
+            segment as long as the sequence.
+        dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
+        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
+            branch, the first `H % K` groups one head larger; a group runs its own branch alone with offset `i % r_i`, and what
+            it does not keep is 0. With fewer heads than branches the last branches have no head.
+        offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
+            `"interleaved"`: `h % r` (the text of the paper).
+        zero_padding: Reproduce torchscale's zero keys: the projected keys and values are padded with zeros to whole segments
+            and whole rates, and those keys take part in non-causal softmaxes. Where a rate does not divide its segment and
+            there are several segments, torchscale's shifted output positions are reproduced too.
+        detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
+
+    Raises:
+        ValueError: If the tuples are empty or differ in length, a length is below 1, a rate is outside `[1, segment_length]`, or
+            a rule is unknown.
+        TypeError: If a length or a rate is not an integer, or a flag is not a bool.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    heads: Heads = field(default="all", kw_only=True)
+    offsets: Offsets = field(default="blocked", kw_only=True)
+    zero_padding: bool = field(default=False, kw_only=True)
+    detach_weights: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", _integers("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", _integers("dilation_rates", self.dilation_rates))
+        if not self.segment_lengths:
+            raise ValueError("segment_lengths must hold at least one length, got ()")
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"dilation_rates must hold one rate per segment length={len(self.segment_lengths)}, got {self.dilation_rates}"
+            )
+        for i, (length, rate) in enumerate(self.branches):
+            if length < 1:
+                raise ValueError(f"segment_lengths[{i}] must be at least 1, got {length}")
+            if not 1 <= rate <= length:
+                raise ValueError(f"dilation_rates[{i}] must be in [1, segment_lengths[{i}]={length}], got {rate}")
+        if self.heads not in HEADS:
+            raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
+        if self.offsets not in OFFSETS:
+            raise ValueError(f"offsets must be one of {OFFSETS}, got {self.offsets!r}")
+        for name in ("zero_padding", "detach_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    # -- presets ------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def longnet(cls) -> DilatedPattern:
+        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12."""
+        return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+    @classmethod
+    def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), zero_padding=True, detach_weights=True)
+
+    @classmethod
+    def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), heads="grouped")
+
+    @classmethod
+    def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
+        """The pattern of Prov-GigaPath's slide encoder for slides of `max_wsi_size` pixels cut in tiles of `tile_size` pixels.
+
+        Five lengths, evenly spaced in log2 from 1024 to the largest number of tiles, rounded down; rates 1, 2, 4, 8, 16;
+        torchscale's rules. The default gives 1024, 5792, 32768, 185363, 1048576.
+
+        Raises:
+            ValueError: If the slide is not at least one tile wide.
+        """
+        if not 1 <= tile_size <= max_wsi_size:
+            raise ValueError(f"tile_size must be in [1, max_wsi_size={max_wsi_size}], got {tile_size}")
+        last = int(math.log2((max_wsi_size // tile_size) ** 2))
+        lengths = [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
+        return cls.torchscale(lengths, (1, 2, 4, 8, 16))
+
+    # -- plain data ---------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pattern as JSON types; `from_dict` is the inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
+        """The pattern that `to_dict` wrote.
+
+        Raises:
+            ValueError: If a key is unknown, or the lengths or rates are missing.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"pattern keys must be among {sorted(known)}, got {unknown}")
+        missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
+        if missing:
+            raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
+        return cls(**values)
+
+    # -- what is kept -------------------------------------------------------------------------------------------------------
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The (segment length, dilation rate) pairs, in order."""
+        return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+
+    def head_range(self, branch: int, num_heads: int) -> range:
+        """The heads that run a branch. Under grouped-query attention these are key/value heads."""
+        if self.heads == "all":
+            return range(num_heads)
+        size, larger = divmod(num_heads, len(self.segment_lengths))
+        start = branch * size + min(branch, larger)
+        return range(start, start + size + (branch < larger))
+
+    def offset(self, branch: int, head: int, num_heads: int) -> int:
+        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`."""
+        rate = self.dilation_rates[branch]
+        if self.heads == "grouped":
+            return branch % rate
+        if self.offsets == "interleaved":
+            return head % rate
+        return head // _ceil_div(num_heads, rate)
+
+    def head_runs(self, branch: int, num_heads: int) -> tuple[HeadRun, ...]:
+        """The heads of a branch gathered by offset, in ascending order of the offset."""
+        by_offset: dict[int, list[int]] = {}
+        for head in self.head_range(branch, num_heads):
+            by_offset.setdefault(self.offset(branch, head, num_heads), []).append(head)
+        return tuple(
+            HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
+            for offset, heads in sorted(by_offset.items())
+        )
+
+    def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
+        """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
+
+        The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
+        `zero_padding` are not counted.
+        """
+        total = 0
+        for branch, (length, rate) in enumerate(self.branches):
+            for offset, _, _, count in self.head_runs(branch, num_heads):
+                for segment, repeats in _segments(num_tokens, length):
+                    kept = num_kept(segment, rate, offset)
+                    total += count * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+        return total
+
+
+def num_kept(length: int, rate: int, offset: int) -> int:
+    """How many positions `offset, offset + rate, ...` lie below `length`."""
+    return max(0, _ceil_div(length - offset, rate))
+
+
+def _segments(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
+    """(length, how many segments have it): the whole segments, then the shorter last one."""
+    whole, rest = divmod(num_tokens, segment_length)
+    if whole:
+        yield segment_length, whole
+    if rest:
+        yield rest, 1
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    result = []
+    for i, value in enumerate(cast("Iterable[Any]", values)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}[{i}] must be an integer, got {value!r}")
+        result.append(operator.index(value))
+    return tuple(result)

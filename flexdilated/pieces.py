@@ -1,0 +1,207 @@
+"""A branch as strided boxes of q, k, v: segments x offsets x heads x rows, read as views of the original tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.pattern import DilatedPattern, HeadRun, num_kept
+
+__all__ = ["Piece", "box", "fold", "plan_pieces", "slabs", "unfold"]
+
+
+class Piece(NamedTuple):
+    """Dense attention over one box of rows: `segments x offsets x heads` independent softmaxes of `rows` queries and keys.
+
+    Row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
+    `head + c * offset_head_step + j * head_step`. Its output belongs to the token that `out_token` and `out_segment_stride` give,
+    which differs from its source only under torchscale's shifted positions.
+    """
+
+    token: int
+    segments: int
+    segment_stride: int
+    offsets: int
+    offset_head_step: int
+    head: int
+    heads: int
+    head_step: int
+    rows: int
+    row_stride: int
+    out_token: int
+    out_segment_stride: int
+    out_rows: int  # the first rows whose outputs exist; the rest would fall behind the end
+    zero_row: bool  # one row of zeros, query and key, follows the real rows (torchscale's second padding)
+    zero_keys: int  # zero keys that take part in every softmax, beside `zero_row`
+
+
+class _Rows(NamedTuple):
+    """Segments of one branch and offset that look alike."""
+
+    first: int
+    count: int
+    rows: int
+    out_rows: int
+    zero_row: bool
+    zero_keys: int
+
+
+@lru_cache(maxsize=64)
+def plan_pieces(
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool
+) -> tuple[Piece, ...]:
+    """The boxes that make up a pattern over packed documents.
+
+    A branch that keeps every position of every head comes first: its pieces tile the output.
+
+    Args:
+        pattern: The pattern.
+        documents: `(first token, number of tokens)` of each document.
+        num_heads: Key/value heads.
+        is_causal: Zero keys lie behind every real query, so a causal pattern has none.
+    """
+    order = sorted(range(len(pattern.branches)), key=lambda i: not covers_everything(pattern, i))
+    return tuple(
+        piece
+        for i in order
+        for start, num_tokens in documents
+        if num_tokens
+        for piece in _branch_pieces(pattern, i, start, num_tokens, num_heads, is_causal)
+    )
+
+
+def covers_everything(pattern: DilatedPattern, branch: int) -> bool:
+    """Whether every head keeps every position in this branch, for any sequence length."""
+    return pattern.dilation_rates[branch] == 1 and (pattern.heads == "all" or len(pattern.branches) == 1)
+
+
+def _branch_pieces(
+    pattern: DilatedPattern, branch: int, start: int, num_tokens: int, num_heads: int, is_causal: bool
+) -> Iterator[Piece]:
+    length, rate = pattern.branches[branch]
+    length = min(length, num_tokens)
+    out_stride = length + -length % rate if pattern.zero_padding else length
+    alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
+    for run in pattern.head_runs(branch, num_heads):
+        for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
+            alike.setdefault((rows, run.count, run.step), []).append(run)
+    for (rows, count, step), runs in alike.items():
+        for first, offsets, head_step in _affine(runs):
+            yield Piece(
+                token=start + rows.first * length + first.offset,
+                segments=rows.count,
+                segment_stride=length,
+                offsets=offsets,
+                offset_head_step=head_step,
+                head=first.start,
+                heads=count,
+                head_step=step,
+                rows=rows.rows,
+                row_stride=rate,
+                out_token=start + rows.first * out_stride + first.offset,
+                out_segment_stride=out_stride,
+                out_rows=rows.out_rows,
+                zero_row=rows.zero_row,
+                zero_keys=rows.zero_keys,
+            )
+
+
+def _segment_rows(
+    pattern: DilatedPattern, offset: int, length: int, rate: int, out_stride: int, num_tokens: int, is_causal: bool
+) -> Iterator[_Rows]:
+    """The rows that one offset keeps: whole segments first, then what the end of the sequence cuts."""
+    whole, rest = divmod(num_tokens, length)
+    padded = num_kept(out_stride, rate, offset)
+    shifted = out_stride != length and num_tokens > length
+    for first, count, size in ((0, whole, length), (whole, 1, rest)):
+        real = num_kept(size, rate, offset)
+        # Only a shifted output can show the padding row of a whole segment; elsewhere it is one more zero key.
+        zero_row = shifted and size == length and padded > real
+        zero_keys = padded - real - zero_row if pattern.zero_padding and not is_causal else 0
+        rows = real + zero_row
+        inside = [min(rows, num_kept(num_tokens - s * out_stride, rate, offset)) for s in _last(first, count, shifted)]
+        full = count - len(inside) + sum(n == rows for n in inside)
+        if full and rows:
+            yield _Rows(first, full, rows, rows, zero_row, zero_keys)
+        for s, n in zip(_last(first, count, shifted), inside):
+            if 0 < n < rows:
+                yield _Rows(s, 1, rows, n, zero_row, zero_keys)
+
+
+def _last(first: int, count: int, shifted: bool) -> range:
+    """The segments whose outputs may fall behind the end of the sequence: none, unless positions shift."""
+    return range(first, first + count) if shifted else range(0)
+
+
+def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
+    """Cut runs of ascending offset where the step in offset is not 1 or the step in heads changes: (first, count, head step)."""
+    i = 0
+    while i < len(runs):
+        j = i + 1
+        step = runs[j].start - runs[i].start if j < len(runs) else 0
+        while j < len(runs) and runs[j].offset == runs[j - 1].offset + 1 and runs[j].start - runs[j - 1].start == step:
+            j += 1
+        yield runs[i], j - i, step if j - i > 1 else 0
+        i = j
+
+
+def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the (batch, segments) of a piece so that one packed tensor of a slab holds about `limit` bytes."""
+    per_slab = max(1, limit // max(1, bytes_per_segment))
+    batch_step = max(1, per_slab // piece.segments)
+    segment_step = min(piece.segments, per_slab)
+    for b in range(0, batch, batch_step):
+        for s in range(0, piece.segments, segment_step):
+            yield slice(b, b + batch_step), slice(s, s + segment_step)
+
+
+def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Tensor:
+    """The rows of a piece in `x` `(B, N, H, D)` as one affine view `(B, S, C, G, group, R, D)`.
+
+    Args:
+        x: Any strides; `H` is `group` times the key/value heads.
+        piece: The box; its real rows, without `zero_row`.
+        group: Query heads per key/value head: 1 for k and v.
+        output: Whether `x` is indexed by output tokens (out, lse and their gradients) instead of source tokens.
+    """
+    batch, token, head, dim = x.stride()
+    first, segment, rows = (
+        (piece.out_token, piece.out_segment_stride, piece.out_rows)
+        if output
+        else (piece.token, piece.segment_stride, piece.rows - piece.zero_row)
+    )
+    head *= group
+    return x.as_strided(
+        (x.shape[0], piece.segments, piece.offsets, piece.heads, group, rows, x.shape[3]),
+        (
+            batch,
+            segment * token,
+            token + piece.offset_head_step * head,
+            piece.head_step * head,
+            x.stride(2),
+            piece.row_stride * token,
+            dim,
+        ),
+        x.storage_offset() + first * token + piece.head * head,
+    )
+
+
+def fold(rows: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
+    """A slab `(b, s, C, G, group, R, D)` as a kernel's `(b s C, G group, num_rows, D)`: a view where strides allow.
+
+    Rows that the slab lacks (`zero_row`, outputs behind the end) are filled.
+    """
+    b, s, c, g, group, r, d = rows.shape
+    if r < num_rows:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, num_rows - r), value=fill)
+    return rows.reshape(b * s * c, g * group, num_rows, d)
+
+
+def unfold(rows: Tensor, like: Tensor) -> Tensor:
+    """A kernel's `(b s C, G group, R, D)` in the shape of the slab `like` `(b, s, C, G, group, R', D)`, `R' <= R`."""
+    b, s, c, g, group, r, d = like.shape
+    return rows[:, :, :r].view(b, s, c, g, group, r, d)
