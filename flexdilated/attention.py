@@ -66,9 +66,9 @@ def dilated_attention(
     """Segment-local dilated attention, its branches mixed by log-sum-exp.
 
     Branch `i` of the pattern is softmax attention among the positions `p` with `(p % w) % r == offset`, inside segments of `w`
-    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of the
-    branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query that no
-    key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept for them.
+    tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of
+    the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
+    that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
     Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
     Source: LongNet, arXiv 2307.02486, section 2.
 

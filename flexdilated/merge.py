@@ -17,15 +17,17 @@ def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
     `out = 0`, `lse = -inf`; merging into such a row copies the other side. The result does not depend on the order of merges.
 
     Args:
-        out: Running output, `(..., D)`, the dtype of the accumulation.
-        lse: Running log-sum-exp, `(...)`, natural log.
+        out: Running output, `(..., D)`, any floating dtype; merged in the dtype of lse and rounded once.
+        lse: Running log-sum-exp, `(...)`, natural log, float32 or float64.
         out_i: Partial output, `(..., D)`, any floating dtype.
         lse_i: Partial log-sum-exp, `(...)`.
     """
     weight = torch.sigmoid(lse_i - lse)
     # -inf - -inf is NaN where neither side reaches the row. A genuine NaN still travels through `out_i`.
     weight = torch.where(lse_i == -math.inf, 0.0, weight)
-    out.lerp_(out_i.to(out.dtype), weight.unsqueeze(-1))
+    merged = out.to(lse.dtype).lerp_(out_i.to(lse.dtype), weight.unsqueeze(-1))
+    if merged is not out:
+        out.copy_(merged)
     torch.logaddexp(lse, lse_i, out=lse)
 
 

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Branch", "DilatedPattern", "HeadRun"]
 
@@ -25,12 +25,12 @@ class Branch(NamedTuple):
 
 
 class HeadRun(NamedTuple):
-    """The heads of one branch that keep the same offset: `start, start + step, ...`, `count` of them."""
+    """The heads of one branch that keep the same offset: `start, start + step, ...`, `heads` of them."""
 
     offset: int
     start: int
     step: int
-    count: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,10 @@ class DilatedPattern:
         """
         total = 0
         for branch, (length, rate) in enumerate(self.branches):
-            for offset, _, _, count in self.head_runs(branch, num_heads):
+            for offset, _, _, heads in self.head_runs(branch, num_heads):
                 for segment, repeats in _segments(num_tokens, length):
                     kept = num_kept(segment, rate, offset)
-                    total += count * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+                    total += heads * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
         return total
 
 
@@ -218,7 +218,7 @@ def _integers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
     result = []
-    for i, value in enumerate(cast("Iterable[Any]", values)):
+    for i, value in enumerate(values):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{name}[{i}] must be an integer, got {value!r}")
         result.append(operator.index(value))

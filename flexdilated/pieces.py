@@ -37,13 +37,14 @@ class Piece(NamedTuple):
     out_rows: int  # the first rows whose outputs exist; the rest would fall behind the end
     zero_row: bool  # one row of zeros, query and key, follows the real rows (torchscale's second padding)
     zero_keys: int  # zero keys that take part in every softmax, beside `zero_row`
+    tiles: bool  # belongs to the pieces that come first and, together, hold every position of every head once
 
 
 class _Rows(NamedTuple):
     """Segments of one branch and offset that look alike."""
 
     first: int
-    count: int
+    segments: int
     rows: int
     out_rows: int
     zero_row: bool
@@ -56,7 +57,7 @@ def plan_pieces(
 ) -> tuple[Piece, ...]:
     """The boxes that make up a pattern over packed documents.
 
-    A branch that keeps every position of every head comes first: its pieces tile the output.
+    A branch that keeps every position of every head comes first, and its pieces say so.
 
     Args:
         pattern: The pattern.
@@ -64,19 +65,15 @@ def plan_pieces(
         num_heads: Key/value heads.
         is_causal: Zero keys lie behind every real query, so a causal pattern has none.
     """
-    order = sorted(range(len(pattern.branches)), key=lambda i: not covers_everything(pattern, i))
+    everything = [i for i, rate in enumerate(pattern.dilation_rates) if rate == 1 and pattern.heads == "all"][:1]
+    order = everything + [i for i in range(len(pattern.branches)) if i not in everything]
     return tuple(
-        piece
+        piece._replace(tiles=i in everything)
         for i in order
         for start, num_tokens in documents
         if num_tokens
         for piece in _branch_pieces(pattern, i, start, num_tokens, num_heads, is_causal)
     )
-
-
-def covers_everything(pattern: DilatedPattern, branch: int) -> bool:
-    """Whether every head keeps every position in this branch, for any sequence length."""
-    return pattern.dilation_rates[branch] == 1 and (pattern.heads == "all" or len(pattern.branches) == 1)
 
 
 def _branch_pieces(
@@ -88,17 +85,17 @@ def _branch_pieces(
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads):
         for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
-            alike.setdefault((rows, run.count, run.step), []).append(run)
-    for (rows, count, step), runs in alike.items():
+            alike.setdefault((rows, run.heads, run.step), []).append(run)
+    for (rows, heads, step), runs in alike.items():
         for first, offsets, head_step in _affine(runs):
             yield Piece(
                 token=start + rows.first * length + first.offset,
-                segments=rows.count,
+                segments=rows.segments,
                 segment_stride=length,
                 offsets=offsets,
                 offset_head_step=head_step,
                 head=first.start,
-                heads=count,
+                heads=heads,
                 head_step=step,
                 rows=rows.rows,
                 row_stride=rate,
@@ -107,6 +104,7 @@ def _branch_pieces(
                 out_rows=rows.out_rows,
                 zero_row=rows.zero_row,
                 zero_keys=rows.zero_keys,
+                tiles=False,
             )
 
 

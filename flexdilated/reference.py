@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def dilated_attention(
 
     borders = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
     outs, lses = [], []
-    for a, b in zip(borders[:-1], borders[1:]):
+    for a, b in pairwise(borders):
         if a == b:
             continue
         parts = [

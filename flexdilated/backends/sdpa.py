@@ -65,7 +65,7 @@ class Kernel:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
         head_dim = q.shape[-1]
         k, v = self._repeat(k, q), self._repeat(v, q)
-        out, lse = self.run_forward(*(self._pad(x) for x in (q, k, v)), options)
+        out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options)
         out = out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
@@ -96,8 +96,8 @@ class Kernel:
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         k, v = self._repeat(k, q), self._repeat(v, q)
-        padded = (self._pad(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(*padded, safe_lse(lse), options))
+        dout, q, k, v, out = (self._pad(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options))
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
         return dq, dk, dv
@@ -244,9 +244,7 @@ def _cudnn_why_not(request: Request) -> str | None:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    result = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
-    )
+    result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale)
     return result[0], result[1].view(q.shape[:3])  # cuDNN's lse has a trailing dim of 1
 
 
@@ -279,9 +277,8 @@ def _cudnn_backward(
 
 
 def _efficient_why_not(request: Request) -> str | None:
-    dtypes = (torch.float32, torch.float16)
-    if request.hardware.has_fast_bfloat16:
-        dtypes += (torch.bfloat16,)
+    half = (torch.float16, torch.bfloat16) if request.hardware.has_fast_bfloat16 else (torch.float16,)
+    dtypes = (torch.float32, *half)
     return _cuda_why_not(request, (5, 0), dtypes) or _disabled("mem_efficient_sdp_enabled")
 
 
