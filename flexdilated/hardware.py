@@ -38,7 +38,7 @@ def detect(device: torch.device | str) -> Hardware:
         capability = torch.cuda.get_device_capability(device)
         return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
     if device.type == "cpu":
-        return Hardware("cpu", has_fast_bfloat16=_cpu_has_bfloat16_matmul())
+        return _CPU
     return Hardware(device.type)
 
 
@@ -74,3 +74,7 @@ def _cpu_has_bfloat16_matmul() -> bool:
     # Private in torch, and younger than the oldest torch supported: ask for them by name.
     names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(probe() for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
+
+
+# Asked once: the probes cannot be traced by torch.compile.
+_CPU = Hardware("cpu", has_fast_bfloat16=_cpu_has_bfloat16_matmul())

@@ -397,6 +397,8 @@ def _accumulated(x: Tensor) -> Tensor:
 
 def _disabled(flag: str) -> str | None:
     """Why the user has switched a kernel off (`torch.nn.attention.sdpa_kernel`), or None."""
+    if torch.compiler.is_compiling():  # the switches cannot be traced; the kernel is chosen when the compiled graph runs
+        return None
     if getattr(torch.backends.cuda, flag)():
         return None
     return "it is switched off (torch.nn.attention.sdpa_kernel)"

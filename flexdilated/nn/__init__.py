@@ -1,0 +1,10 @@
+"""Modules: dilated attention, its multi-head layer, positions, and LongNet."""
+
+from flexdilated.nn.attention import DilatedAttention as DilatedAttention
+from flexdilated.nn.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
+from flexdilated.nn.longnet import LongNetConfig as LongNetConfig
+from flexdilated.nn.longnet import LongNetLM as LongNetLM
+from flexdilated.nn.position import Rotary as Rotary
+from flexdilated.nn.position import XPos as XPos
+from flexdilated.nn.transformer import Block as Block
+from flexdilated.nn.transformer import FeedForward as FeedForward

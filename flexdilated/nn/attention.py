@@ -1,0 +1,311 @@
+"""Dilated attention as modules: the bare mixture, and the multi-head layer around it."""
+
+from __future__ import annotations
+
+import math
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdilated.attention import dilated_attention
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` with its options held by a module; dropout is active in training mode only.
+
+    Args:
+        pattern: Which positions attend to which.
+        is_causal: Whether a query sees only keys at its own position and before.
+        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
+        dropout_p: Probability of dropping an attention weight in training, in [0, 1).
+        backend: `"auto"` or the name of an engine.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        self.pattern, self.is_causal, self.scale, self.dropout_p, self.backend = pattern, is_causal, scale, dropout_p, backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`; see `flexdilated.dilated_attention`.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            is_causal: Replaces the module's own setting for this call.
+            key_padding_mask: `(B, N)` bool, True where a key is ignored.
+            cu_seqlens: Borders of packed documents.
+        """
+        return dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=self.is_causal if is_causal is None else is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, is_causal={self.is_causal}, dropout_p={self.dropout_p}, backend={self.backend!r}"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Multi-head dilated self-attention, a drop-in for `nn.MultiheadAttention(batch_first=True)`.
+
+    `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
+    length. When they are one tensor, their projections run as one matrix product.
+    Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423.
+
+    Args:
+        embed_dim: Elements of an input token.
+        num_heads: Query heads; must divide `embed_dim`.
+        pattern: Which positions attend to which.
+        num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
+        dropout_p: Probability of dropping an attention weight in training.
+        bias: Whether the four projections have a bias.
+        layer_norm: Whether a LayerNorm (`inner_attn_ln`) stands before the output projection.
+        layer_norm_eps: Its epsilon.
+        gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
+        is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.
+        position: A module `(q, k, positions) -> (q, k)` applied after projection, such as `flexdilated.nn.Rotary`.
+        backend: `"auto"` or the name of an engine.
+        device: Where the parameters live.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: If a number does not divide, or a probability is out of range.
+    """
+
+    # What nn.TransformerEncoderLayer reads before it takes its fused path: these values send it to `forward`.
+    batch_first = True
+    _qkv_same_embed_dim = False
+    in_proj_weight = None
+    in_proj_bias = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        num_kv_heads: int | None = None,
+        dropout_p: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        is_causal: bool = False,
+        position: nn.Module | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim={embed_dim}, got {num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
+        if not gamma_init > 0.0:
+            raise ValueError(f"gamma_init must be above 0, got {gamma_init}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim, self.gamma_init = embed_dim // num_heads, gamma_init
+        kv_dim = num_kv_heads * self.head_dim
+
+        def linear(width: int) -> nn.Linear:
+            return nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = linear(embed_dim), linear(kv_dim), linear(kv_dim), linear(embed_dim)
+        self.inner_attn_ln = (
+            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
+        )
+        self.position = position
+        self.attention = DilatedAttention(pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-normal projections, those of values and output with gain `gamma_init`; zero biases."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            gain = self.gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
+            nn.init.xavier_normal_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if isinstance(self.inner_attn_ln, nn.LayerNorm):
+            self.inner_attn_ln.reset_parameters()
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: nn.MultiheadAttention,
+        pattern: DilatedPattern,
+        *,
+        dropout_p: float | None = None,
+        is_causal: bool = False,
+        position: nn.Module | None = None,
+        backend: str = "auto",
+    ) -> MultiheadDilatedAttention:
+        """A dilated layer with the weights of an `nn.MultiheadAttention`, on its device and in its dtype.
+
+        It has no `inner_attn_ln` and the same dropout, so under a pattern that keeps everything it computes the same.
+
+        Args:
+            module: The layer to convert, with `batch_first=True`.
+            pattern: Which positions attend to which.
+            dropout_p: Replaces the module's own.
+            is_causal: As in the constructor.
+            position: As in the constructor.
+            backend: As in the constructor.
+
+        Raises:
+            ValueError: If the module is sequence-first, projects keys or values from another width, or adds keys of its own.
+        """
+        if not module.batch_first:
+            raise ValueError("module must have batch_first=True, got batch_first=False")
+        if module.in_proj_weight is None:
+            raise ValueError(f"module must project from one width={module.embed_dim}, got kdim={module.kdim}, vdim={module.vdim}")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("module must not add keys of its own, got add_bias_kv or add_zero_attn")
+        weight = module.in_proj_weight
+        converted = cls(
+            module.embed_dim,
+            module.num_heads,
+            pattern,
+            dropout_p=module.dropout if dropout_p is None else dropout_p,
+            bias=module.in_proj_bias is not None,
+            layer_norm=False,
+            is_causal=is_causal,
+            position=position,
+            backend=backend,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        projections = (converted.q_proj, converted.k_proj, converted.v_proj)
+        with torch.no_grad():
+            for projection, part in zip(projections, weight.chunk(3)):
+                projection.weight.copy_(part)
+            converted.out_proj.weight.copy_(module.out_proj.weight)
+            if module.in_proj_bias is not None:
+                for projection, part in zip(projections, module.in_proj_bias.chunk(3)):
+                    projection.bias.copy_(part)
+                converted.out_proj.bias.copy_(module.out_proj.bias)
+        return converted.train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """The call of `nn.MultiheadAttention`; returns `(out, None)`.
+
+        Args:
+            query: `(B, N, embed_dim)`, or `(N, embed_dim)` without a batch.
+            key: As query, of the same length.
+            value: As key.
+            key_padding_mask: `(B, N)`, or `(N,)` without a batch: bool, True where a key is ignored; or a float mask of 0 and -inf.
+            need_weights: Must be False: the weights are never formed.
+            attn_mask: Must be None, unless `is_causal=True` says that it is the causal mask.
+            average_attn_weights: Has no effect, since no weights are returned.
+            is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
+            cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
+            positions: `(N,)` positions for the position module. Default: 0, 1, ...
+
+        Returns:
+            `out`, the shape of query, and None.
+
+        Raises:
+            NotImplementedError: If weights or an arbitrary mask are asked for.
+            ValueError: If a shape is wrong.
+        """
+        if need_weights:
+            raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
+        if attn_mask is not None and not is_causal:
+            raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}) or (N, {self.embed_dim}), got {tuple(x.shape)}")
+        if key_padding_mask is not None and key_padding_mask.is_floating_point():
+            key_padding_mask = _ignored(key_padding_mask)
+        if query.dim() == 2:
+            mask = None if key_padding_mask is None else key_padding_mask[None]
+            # One tensor stays one tensor, for the fused projection.
+            batched = {id(x): x[None] for x in (query, key, value)}
+            query, key, value = (batched[id(x)] for x in (query, key, value))
+            return self._attend(query, key, value, mask, is_causal, cu_seqlens, positions)[0], None
+        return self._attend(query, key, value, key_padding_mask, is_causal, cu_seqlens, positions), None
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cu_seqlens: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, H, D)
+        if self.position is not None:
+            positions = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+            q, k = self.position(q, k, positions)
+        out = self.attention(
+            q,
+            k,
+            v,
+            is_causal=is_causal or self.attention.is_causal,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        return self.out_proj(self.inner_attn_ln(out.flatten(2)))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if query is not key or key is not value:
+            return tuple(projection(x) for projection, x in zip(projections, (query, key, value)))
+        weight = torch.cat([projection.weight for projection in projections])
+        bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in projections])
+        return F.linear(query, weight, bias).split([projection.out_features for projection in projections], dim=-1)
+
+
+def _ignored(mask: Tensor) -> Tensor:
+    """The bool mask that a float mask of 0 and -inf stands for (`nn.TransformerEncoderLayer` passes such)."""
+    ignored = mask == -math.inf
+    if not torch.compiler.is_compiling() and bool((~ignored & (mask != 0)).any()):
+        raise ValueError("key_padding_mask must be bool, or float with only 0 and -inf, got other values")
+    return ignored

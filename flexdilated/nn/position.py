@@ -1,0 +1,107 @@
+"""Relative positions for queries and keys: rotary, and xPos, which adds a decay with distance."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["Rotary", "XPos", "token_positions"]
+
+
+class Rotary(nn.Module):
+    """Rotary positions: each pair of elements is turned by `position * base ** (-2 i / D)`.
+
+    The score of a query and a key depends on their distance alone. Angles are computed for the positions at hand, in float64, so
+    that position 1,000,001 is told from 1,000,000: there is no table and no longest length.
+    Source: RoFormer, arXiv 2104.09864, section 3.2.
+
+    Args:
+        head_dim: Elements per head, even.
+        base: The longest wavelength is about `2 pi base` tokens.
+    """
+
+    def __init__(self, head_dim: int, *, base: float = 10000.0) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {head_dim}")
+        if not base > 1.0:
+            raise ValueError(f"base must be above 1, got {base}")
+        self.head_dim, self.base = head_dim, base
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each `(N, 1, D / 2)`, float32, of `(N,)` positions."""
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
+        pairs = torch.arange(0, self.head_dim, 2, dtype=exact, device=positions.device)
+        angle = positions.to(exact)[:, None] * self.base ** (-pairs / self.head_dim)
+        return torch.cos(angle).float()[:, None], torch.sin(angle).float()[:, None]
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned by their `(N,)` positions, in their own dtype."""
+        cos, sin = self.angles(positions)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, base={self.base}"
+
+
+class XPos(Rotary):
+    """Rotary positions whose scores also decay with distance: pair `i` by `zeta_i ** (distance / scale_base)`.
+
+    `zeta_i = (2 i / D + 0.4) / 1.4`. Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows
+    for positions far from 0. Only their distance counts, and only inside a segment: so positions are counted from the middle of
+    the longest segment, exactly, wherever the other segments divide it.
+    Source: xPos, arXiv 2212.10554, section 3.2.
+
+    Args:
+        head_dim: Elements per head, even.
+        pattern: The pattern that the scores are used under.
+        base: As in `Rotary`.
+        scale_base: Tokens over which the decay is `zeta`.
+    """
+
+    def __init__(self, head_dim: int, pattern: DilatedPattern, *, base: float = 10000.0, scale_base: float = 512.0) -> None:
+        super().__init__(head_dim, base=base)
+        if not scale_base > 0.0:
+            raise ValueError(f"scale_base must be above 0, got {scale_base}")
+        longest = max(pattern.segment_lengths)
+        nested = all(longest % length == 0 for length in pattern.segment_lengths)
+        self.scale_base, self.period = scale_base, longest if nested else None
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Rotary.forward`, with q multiplied and k divided by the decay.
+
+        Raises:
+            ValueError: If the decay over the reach of the positions leaves float32.
+        """
+        reach = positions.shape[0] if self.period is None else min(positions.shape[0], self.period)
+        if reach / 2 / self.scale_base * math.log(1.4 / 0.4) > 80.0:
+            least = math.ceil(reach / 160 * math.log(1.4 / 0.4))
+            raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
+        middle = reach // 2
+        centred = (positions if self.period is None else positions % self.period) - middle
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device)
+        zeta = (pairs / self.head_dim + 0.4) / 1.4
+        decay = (zeta ** (centred.float()[:, None] / self.scale_base))[:, None]
+        cos, sin = self.angles(positions)
+        return _turn(q, cos * decay, sin * decay), _turn(k, cos / decay, sin / decay)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale_base={self.scale_base}"
+
+
+def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """`(N,)` positions of the tokens, counted from the beginning of their document."""
+    positions = torch.arange(num_tokens, device=device)
+    if cu_seqlens is None:
+        return positions
+    starts = cu_seqlens.to(device)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(dim=-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

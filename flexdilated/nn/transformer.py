@@ -1,0 +1,62 @@
+"""The transformer block of LongNet: pre-norm with sub-LayerNorm."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdilated.nn.attention import MultiheadDilatedAttention
+
+__all__ = ["Block", "FeedForward"]
+
+
+class FeedForward(nn.Module):
+    """`fc2(norm(gelu(fc1(x))))`. Source: MAGNETO, arXiv 2210.06423, figure 2.
+
+    Args:
+        embed_dim: Elements of a token.
+        ffn_dim: Elements between the two projections.
+        gamma_init: Gain of the initial weights.
+        layer_norm_eps: Epsilon of the LayerNorm.
+    """
+
+    def __init__(self, embed_dim: int, ffn_dim: int, *, gamma_init: float = 1.0, layer_norm_eps: float = 1e-5) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.ffn_layernorm = nn.LayerNorm(ffn_dim, eps=layer_norm_eps)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        for projection in (self.fc1, self.fc2):
+            nn.init.xavier_normal_(projection.weight, gain=gamma_init)
+            nn.init.zeros_(projection.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., embed_dim)` to `(..., embed_dim)`."""
+        return self.fc2(self.ffn_layernorm(F.gelu(self.fc1(x))))
+
+
+class Block(nn.Module):
+    """`x + attention(norm(x))`, then `x + ffn(norm(x))`.
+
+    Args:
+        attention: The self-attention.
+        ffn: The feed-forward network.
+        dropout_p: Probability of dropping an element of either branch in training.
+        layer_norm_eps: Epsilon of the LayerNorms.
+    """
+
+    def __init__(
+        self, attention: MultiheadDilatedAttention, ffn: FeedForward, *, dropout_p: float = 0.0, layer_norm_eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.self_attn_layer_norm = nn.LayerNorm(attention.embed_dim, eps=layer_norm_eps)
+        self.self_attn = attention
+        self.final_layer_norm = nn.LayerNorm(attention.embed_dim, eps=layer_norm_eps)
+        self.ffn = ffn
+        self.dropout = nn.Dropout(dropout_p)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, positions: Tensor) -> Tensor:
+        """`(B, N, embed_dim)` to the same; the arguments are those of the attention."""
+        h = self.self_attn_layer_norm(x)
+        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, positions=positions)
+        x = x + self.dropout(h)
+        return x + self.dropout(self.ffn(self.final_layer_norm(x)))
