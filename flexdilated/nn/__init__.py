@@ -5,6 +5,7 @@ from flexdilated.nn.attention import MultiheadDilatedAttention as MultiheadDilat
 from flexdilated.nn.longnet import LongNetConfig as LongNetConfig
 from flexdilated.nn.longnet import LongNetLM as LongNetLM
 from flexdilated.nn.position import Rotary as Rotary
+from flexdilated.nn.position import Rotation as Rotation
 from flexdilated.nn.position import XPos as XPos
 from flexdilated.nn.transformer import Block as Block
 from flexdilated.nn.transformer import FeedForward as FeedForward

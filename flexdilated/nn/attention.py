@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
@@ -95,7 +97,6 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: Its epsilon.
         gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
         is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.
-        position: A module `(q, k, positions) -> (q, k)` applied after projection, such as `flexdilated.nn.Rotary`.
         backend: `"auto"` or the name of an engine.
         device: Where the parameters live.
         dtype: Of the parameters.
@@ -123,7 +124,6 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         is_causal: bool = False,
-        position: nn.Module | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -147,7 +147,6 @@ class MultiheadDilatedAttention(nn.Module):
         self.inner_attn_ln = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
         )
-        self.position = position
         self.attention = DilatedAttention(pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
         self.reset_parameters()
 
@@ -169,7 +168,6 @@ class MultiheadDilatedAttention(nn.Module):
         *,
         dropout_p: float | None = None,
         is_causal: bool = False,
-        position: nn.Module | None = None,
         backend: str = "auto",
     ) -> MultiheadDilatedAttention:
         """A dilated layer with the weights of an `nn.MultiheadAttention`, on its device and in its dtype.
@@ -181,7 +179,6 @@ class MultiheadDilatedAttention(nn.Module):
             pattern: Which positions attend to which.
             dropout_p: Replaces the module's own.
             is_causal: As in the constructor.
-            position: As in the constructor.
             backend: As in the constructor.
 
         Raises:
@@ -202,7 +199,6 @@ class MultiheadDilatedAttention(nn.Module):
             bias=module.in_proj_bias is not None,
             layer_norm=False,
             is_causal=is_causal,
-            position=position,
             backend=backend,
             device=weight.device,
             dtype=weight.dtype,
@@ -230,7 +226,7 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal: bool = False,
         *,
         cu_seqlens: Tensor | None = None,
-        positions: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, None]:
         """The call of `nn.MultiheadAttention`; returns `(out, None)`.
 
@@ -244,7 +240,7 @@ class MultiheadDilatedAttention(nn.Module):
             average_attn_weights: Has no effect, since no weights are returned.
             is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
-            positions: `(N,)` positions for the position module. Default: 0, 1, ...
+            rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
 
         Returns:
             `out`, the shape of query, and None.
@@ -267,8 +263,8 @@ class MultiheadDilatedAttention(nn.Module):
             # One tensor stays one tensor, for the fused projection.
             batched = {id(x): x[None] for x in (query, key, value)}
             query, key, value = (batched[id(x)] for x in (query, key, value))
-            return self._attend(query, key, value, mask, is_causal, cu_seqlens, positions)[0], None
-        return self._attend(query, key, value, key_padding_mask, is_causal, cu_seqlens, positions), None
+            return self._attend(query, key, value, mask, is_causal, cu_seqlens, rotation)[0], None
+        return self._attend(query, key, value, key_padding_mask, is_causal, cu_seqlens, rotation), None
 
     def _attend(
         self,
@@ -278,12 +274,11 @@ class MultiheadDilatedAttention(nn.Module):
         key_padding_mask: Tensor | None,
         is_causal: bool,
         cu_seqlens: Tensor | None,
-        positions: Tensor | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, H, D)
-        if self.position is not None:
-            positions = torch.arange(q.shape[1], device=q.device) if positions is None else positions
-            q, k = self.position(q, k, positions)
+        if rotation is not None:
+            q, k = rotation.apply(q, k)
         out = self.attention(
             q,
             k,

@@ -121,13 +121,13 @@ class LongNetLM(nn.Module):
                 dropout_p=config.attention_dropout_p,
                 gamma_init=gamma,
                 is_causal=True,
-                position=Rotary(head_dim) if config.position == "rotary" else XPos(head_dim, config.pattern),
                 backend=config.backend,
             )
             ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim, gamma_init=gamma)
             return Block(attention, ffn, dropout_p=config.dropout_p)
 
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.position = Rotary(head_dim) if config.position == "rotary" else XPos(head_dim, config.pattern)
         self.layers = nn.ModuleList(block() for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
@@ -143,10 +143,10 @@ class LongNetLM(nn.Module):
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
-        positions = token_positions(tokens.shape[1], cu_seqlens, tokens.device)
+        rotation = self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, positions=positions)
+            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation)
         x = self.layer_norm(x)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 

@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Rotary", "XPos", "token_positions"]
+__all__ = ["Rotary", "Rotation", "XPos", "token_positions"]
+
+
+class Rotation(NamedTuple):
+    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers."""
+
+    q_cos: Tensor
+    q_sin: Tensor
+    k_cos: Tensor
+    k_sin: Tensor
+
+    def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned, in their own dtype."""
+        return _turn(q, self.q_cos, self.q_sin), _turn(k, self.k_cos, self.k_sin)
 
 
 class Rotary(nn.Module):
-    """Rotary positions: each pair of elements is turned by `position * base ** (-2 i / D)`.
+    """Rotary positions: elements `i` and `i + D / 2` are turned together by `position * base ** (-2 i / D)`.
 
     The score of a query and a key depends on their distance alone. Angles are computed for the positions at hand, in float64, so
     that position 1,000,001 is told from 1,000,000: there is no table and no longest length.
-    Source: RoFormer, arXiv 2104.09864, section 3.2.
+    Source: RoFormer, arXiv 2104.09864, section 3.2; pairs of elements as in GPT-NeoX and Llama.
 
     Args:
         head_dim: Elements per head, even.
         base: The longest wavelength is about `2 pi base` tokens.
+
+    Raises:
+        ValueError: If the head dim is odd or the base is not above 1.
     """
 
     def __init__(self, head_dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {head_dim}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be even and at least 2, got {head_dim}")
         if not base > 1.0:
             raise ValueError(f"base must be above 1, got {base}")
         self.head_dim, self.base = head_dim, base
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each `(N, 1, D / 2)`, float32, of `(N,)` positions."""
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of `(N,)` positions."""
+        cos, sin = self._angles(positions)
+        return Rotation(cos, sin, cos, sin)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
         pairs = torch.arange(0, self.head_dim, 2, dtype=exact, device=positions.device)
         angle = positions.to(exact)[:, None] * self.base ** (-pairs / self.head_dim)
         return torch.cos(angle).float()[:, None], torch.sin(angle).float()[:, None]
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned by their `(N,)` positions, in their own dtype."""
-        cos, sin = self.angles(positions)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"
@@ -61,6 +77,9 @@ class XPos(Rotary):
         pattern: The pattern that the scores are used under.
         base: As in `Rotary`.
         scale_base: Tokens over which the decay is `zeta`.
+
+    Raises:
+        ValueError: As `Rotary`, or if `scale_base` is not above 0.
     """
 
     def __init__(self, head_dim: int, pattern: DilatedPattern, *, base: float = 10000.0, scale_base: float = 512.0) -> None:
@@ -71,8 +90,8 @@ class XPos(Rotary):
         nested = all(longest % length == 0 for length in pattern.segment_lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Rotary.forward`, with q multiplied and k divided by the decay.
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of `(N,)` positions, with the decay in it.
 
         Raises:
             ValueError: If the decay over the reach of the positions leaves float32.
@@ -81,13 +100,12 @@ class XPos(Rotary):
         if reach / 2 / self.scale_base * math.log(1.4 / 0.4) > 80.0:
             least = math.ceil(reach / 160 * math.log(1.4 / 0.4))
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
-        middle = reach // 2
-        centred = (positions if self.period is None else positions % self.period) - middle
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device)
+        centred = (positions if self.period is None else positions % self.period) - reach // 2
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
         zeta = (pairs / self.head_dim + 0.4) / 1.4
         decay = (zeta ** (centred.float()[:, None] / self.scale_base))[:, None]
-        cos, sin = self.angles(positions)
-        return _turn(q, cos * decay, sin * decay), _turn(k, cos / decay, sin / decay)
+        cos, sin = self._angles(positions)
+        return Rotation(cos * decay, sin * decay, cos / decay, sin / decay)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale_base={self.scale_base}"
@@ -103,5 +121,5 @@ def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.de
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(dim=-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

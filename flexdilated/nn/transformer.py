@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.position import Rotation
 
 __all__ = ["Block", "FeedForward"]
 
@@ -54,9 +55,11 @@ class Block(nn.Module):
         self.ffn = ffn
         self.dropout = nn.Dropout(dropout_p)
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, positions: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, rotation: Rotation | None
+    ) -> Tensor:
         """`(B, N, embed_dim)` to the same; the arguments are those of the attention."""
         h = self.self_attn_layer_norm(x)
-        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, positions=positions)
+        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation)
         x = x + self.dropout(h)
         return x + self.dropout(self.ffn(self.final_layer_norm(x)))

@@ -1,0 +1,5 @@
+"""`python -m flexdilated`."""
+
+from flexdilated.cli import main
+
+main()

@@ -1,0 +1,229 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from flexdilated import __version__
+from flexdilated.doctor import doctor
+from flexdilated.draw import show
+from flexdilated.hardware import detect, recommended_dtype
+from flexdilated.nn.longnet import LongNetConfig
+from flexdilated.pattern import DilatedPattern
+from flexdilated.train import (
+    BYTES,
+    CHECKPOINT_FILE,
+    Corpus,
+    Trainer,
+    TrainOptions,
+    UserError,
+    dense,
+    draw_losses,
+    load_corpus,
+    sample,
+)
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="flexdilated",
+    help="Dilated attention (LongNet) for PyTorch: train a model, draw a pattern, check this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(show)
+app.command()(doctor)
+
+PROMPT_BYTES, SAMPLE_BYTES = 64, 240
+
+
+def main() -> None:
+    """The entry point of `flexdilated`."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files or folders to learn, as bytes; repeatable. [default: the sources of Python's standard library]"),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for checkpoint, weights, picture and sample.")] = Path("runs/longnet"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output, with the same options.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier run in --output.")] = False,
+    dense_too: Annotated[bool, typer.Option("--dense", help="Then train the same model with dense attention, to compare.")] = False,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 160,
+    segment_lengths: Annotated[str, typer.Option(help="Bytes per segment, one per branch.")] = "256,512,1024,2048,4096",
+    dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch.")] = "1,2,4,6,12",
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
+    embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate of AdamW.")] = 3e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up; then a cosine to a tenth.")] = 20,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Decay of the weight matrices.")] = 0.1,
+    clip: Annotated[float, typer.Option(min=1e-6, help="Largest norm of the gradient.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    eval_every: Annotated[int, typer.Option(min=1, help="Steps between measurements on held-out text.")] = 20,
+    eval_sequences: Annotated[int, typer.Option(min=1, help="Held-out sequences per measurement.")] = 8,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 40,
+    device: Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where it is fast.")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
+) -> None:
+    """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
+
+    The default run takes about 3 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
+    """
+    console = Console()
+    try:
+        place = _device(device)
+        pattern = DilatedPattern(_integers(segment_lengths, "--segment-lengths"), _integers(dilation_rates, "--dilation-rates"))
+        options = TrainOptions(
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            steps=steps,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            clip=clip,
+            seed=seed,
+            eval_every=eval_every,
+            eval_sequences=eval_sequences,
+            checkpoint_every=checkpoint_every,
+            dtype=_dtype(dtype, place),
+            compile=compiled,
+        )
+        patterns = {"dilated": pattern} | ({"dense": dense(pattern, sequence_length)} if dense_too else {})
+        configs = {
+            name: LongNetConfig(vocab_size=BYTES, embed_dim=embed_dim, num_layers=layers, num_heads=heads, pattern=each)
+            for name, each in patterns.items()
+        }
+        corpus = load_corpus(text or [], sequence_length)
+        _prepare(output, resume=resume, overwrite=overwrite)
+        console.print(
+            f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
+            f"{place} in {options.dtype}, torch {torch.__version__}"
+        )
+        trainers = {
+            name: _train(Trainer(config, options, corpus, output / name, place), name, resume, console)
+            for name, config in configs.items()
+        }
+        _finish(trainers, corpus, output, console)
+    except (UserError, ValueError, TypeError) as error:
+        _fail(error)
+    except RuntimeError as error:
+        if not compiled or "compiler" not in str(error).lower():
+            raise
+        _fail(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
+
+
+def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
+    """Run a trainer to its end under a progress bar."""
+    # The dense run, which comes second, may not have begun when the first was stopped.
+    if resume and (name == "dilated" or (trainer.folder / CHECKPOINT_FILE).exists()):
+        trainer.resume()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        status = "compiling" if trainer.options.compile else ""
+        task = progress.add_task(name, total=trainer.options.steps, completed=trainer.step, status=status)
+
+        def report(now: Trainer) -> None:
+            held_out = "" if now.held_out is None else f", held out {now.held_out:.2f}"
+            status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
+            progress.update(task, completed=now.step, status=status)
+
+        finished = trainer.run(report)
+    if not finished:
+        console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
+        raise typer.Exit(130)
+    return trainer
+
+
+def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console: Console) -> None:
+    """Save the models, the picture and a sample, and print the result."""
+    table = Table("attention", "bits per held-out byte", "kB/s", "minutes")
+    for name, trainer in trainers.items():
+        trainer.model.save_pretrained(trainer.folder)
+        speed, minutes = f"{trainer.bytes_per_second / 1e3:.1f}", f"{trainer.seconds / 60:.1f}"
+        table.add_row(name, f"{trainer.held_out:.3f}", speed, minutes)
+    draw_losses(trainers, output / "loss.png")
+    model, options = trainers["dilated"].model, trainers["dilated"].options
+    prompt = bytes(corpus.held_out[:PROMPT_BYTES].tolist())
+    written = sample(model, prompt, num_bytes=SAMPLE_BYTES, temperature=0.7, seed=options.seed)
+    (output / "sample.txt").write_bytes(written)
+    console.print(table)
+    console.print("sample (prompt in bold):")
+    shown = Text(prompt.decode("utf-8", "replace"), style="bold")
+    console.print(shown.append(written[len(prompt) :].decode("utf-8", "replace"), style="not bold"))
+    console.print(f"saved in {output}: dilated/model.safetensors, loss.png, sample.txt", soft_wrap=True)
+
+
+def _prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to write over an earlier run that nobody said to resume or discard."""
+    if resume and overwrite:
+        raise UserError("--resume must come without --overwrite, got both")
+    if resume:
+        return
+    earlier = [output / name for name in ("dilated", "dense") if (output / name / CHECKPOINT_FILE).exists()]
+    if earlier and not overwrite:
+        raise UserError(f"--output must hold no earlier run, got {earlier[0]}; use --resume, --overwrite or another folder")
+    for folder in earlier:
+        shutil.rmtree(folder)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device must be one that torch can use here, got {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> str:
+    if name not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"--dtype must be 'auto', 'float32' or 'bfloat16', got {name!r}")
+    if name != "auto":
+        return name
+    return "bfloat16" if recommended_dtype(detect(device)) == torch.bfloat16 else "float32"
+
+
+def _integers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{option} must be integers joined by commas, got {text!r}") from None
+
+
+def _fail(message: object) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
