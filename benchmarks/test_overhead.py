@@ -1,0 +1,80 @@
+"""What the library adds to the kernels: against the bare calls on tensors that are already packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.attention import (
+    HEAD_DIM,
+    NUM_HEADS,
+    SMALL_LONGNET,
+    assert_matches_definition,
+    assert_rows_match_definition,
+    forward,
+    forward_backward,
+    random_inputs,
+)
+from benchmarks.conftest import Sizes
+from benchmarks.timing import Ratio, side_by_side
+from flexdilated import DilatedPattern
+
+DTYPES = (torch.float32, torch.bfloat16)
+PATTERN = DilatedPattern.longnet()
+
+bare_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+bare_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def packed_branches(num_tokens: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """q, k, v, dout `(N/w, H, w/r, D)` of each branch, contiguous: the pattern's work, with nothing left to gather."""
+    shapes = [(num_tokens // w, NUM_HEADS, w // r, HEAD_DIM) for w, r in ((min(w, num_tokens), r) for w, r in PATTERN.branches)]
+    pairs = sum(segments * heads * rows * rows for segments, heads, rows, _ in shapes)
+    # Offsets below w % r keep one row more than w // r.
+    assert pairs == pytest.approx(PATTERN.count_pairs(num_tokens, NUM_HEADS), rel=2e-3)
+    return [tuple(torch.randn(shape, dtype=dtype) for _ in range(4)) for shape in shapes]
+
+
+def assert_same_softmax(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The bare call computes attention too: its first segment and head against float64."""
+    out, _ = bare_forward(q[:1, :1], k[:1, :1], v[:1, :1], 0.0, False)
+    q, k, v = (x[0, 0].double() for x in (q, k, v))
+    expected = torch.softmax(q[:8] @ k.T * HEAD_DIM**-0.5, dim=-1) @ v
+    torch.testing.assert_close(out[0, 0, :8].double(), expected, atol=1e-2 * expected.std().item(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_overhead(benchmark: Any, sizes: Sizes, record: Callable[..., None], dtype: torch.dtype) -> None:
+    x = random_inputs(sizes.overhead, dtype)
+    packed = packed_branches(sizes.overhead, dtype)
+
+    def bare() -> None:
+        for q, k, v, _ in packed:
+            bare_forward(q, k, v, 0.0, False)
+
+    assert_same_softmax(*packed[0][:3])
+    out, ratio = side_by_side(benchmark, lambda: forward(x, PATTERN), bare, rounds=sizes.rounds + 2)
+    assert_rows_match_definition(x, PATTERN, out)
+    name = f"overhead/forward/{str(dtype).removeprefix('torch.')}/N={sizes.overhead}"
+    record(Ratio(name, ratio, 1.12, "lower"), shape=x.q.shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_backward_overhead(benchmark: Any, sizes: Sizes, record: Callable[..., None], dtype: torch.dtype) -> None:
+    x = random_inputs(sizes.overhead, dtype)
+    packed = packed_branches(sizes.overhead, dtype)
+
+    def bare() -> None:
+        for q, k, v, dout in packed:
+            out, lse = bare_forward(q, k, v, 0.0, False)
+            bare_backward(dout, q, k, v, out, lse, 0.0, False)
+
+    assert_matches_definition(SMALL_LONGNET, dtype)
+    results, ratio = side_by_side(benchmark, lambda: forward_backward(x, PATTERN), bare, rounds=sizes.rounds)
+    assert_rows_match_definition(x, PATTERN, results.out, results.dq)
+    name = f"overhead/forward+backward/{str(dtype).removeprefix('torch.')}/N={sizes.overhead}"
+    record(Ratio(name, ratio, 1.08, "lower"), shape=x.q.shape, dtype=dtype)

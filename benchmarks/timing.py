@@ -1,0 +1,48 @@
+"""Two functions timed side by side, and the ratio that comes of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class Ratio(NamedTuple):
+    """A quotient of two measurements of one run: what may be compared with another run."""
+
+    name: str
+    value: float
+    target: float | None
+    better: Literal["lower", "higher"]
+
+
+def side_by_side(benchmark: Any, ours: Callable[[], T], other: Callable[[], object], *, rounds: int) -> tuple[T, float]:
+    """The result of `ours`, and the median over `rounds` of time(ours) / time(other).
+
+    The two alternate, so that what else the machine does strikes both; pytest-benchmark reports the times of `ours`.
+    """
+    if benchmark.disabled:
+        pytest.skip("a ratio needs timings, --benchmark-disable was given")
+    other_seconds: list[float] = []
+    result = benchmark.pedantic(ours, setup=lambda: other_seconds.append(seconds(other)), rounds=rounds, warmup_rounds=1)
+    pairs = zip(benchmark.stats.stats.data, other_seconds[-rounds:])
+    benchmark.extra_info["other_seconds"] = statistics.median(other_seconds[-rounds:])
+    return result, statistics.median(a / b for a, b in pairs)
+
+
+def median_ratio(ours: Callable[[], object], other: Callable[[], object], *, rounds: int) -> float:
+    """The median of time(ours) / time(other), alternating, after one call of each that is not counted."""
+    ours(), other()
+    return statistics.median(seconds(ours) / seconds(other) for _ in range(rounds))
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """The wall-clock time of one call on the CPU."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

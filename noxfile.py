@@ -1,0 +1,88 @@
+"""Sessions for trying, testing and measuring flexdilated. `nox -l` lists them."""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+nox.options.default_venv_backend = "virtualenv"
+
+TORCH = "2.13.0"  # what development and CI use
+TORCH_VERSIONS = ("2.6.0", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
+CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
+
+
+def _install(session: nox.Session, torch: str = TORCH) -> None:
+    """torch first and by its exact version, so that nothing installed later brings another."""
+    session.install(f"torch=={torch}")
+    session.install("-e", ".[test]", f"torch=={torch}")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small LongNet on the sources of Python's standard library (a few minutes on 2 cores)."""
+    _install(session)
+    session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The proof: everything against the float64 oracle, the golden files and itself."""
+    _install(session)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types, strictly."""
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1")
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """The tests under one version of torch."""
+    _install(session, torch)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("capability", CAPABILITIES)
+def tests_capability(session: nox.Session, capability: str) -> None:
+    """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
+    _install(session)
+    session.run("pytest", "tests/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The tests on the lowest declared versions."""
+    lowest = [f"{name}=={version}" for name, version in _declared_minimums(session).items()]
+    session.install(next(pin for pin in lowest if pin.startswith("torch==")))
+    session.install("-e", ".[test]", *lowest)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device, in the Python that runs nox (its torch is taken as it is)."""
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
+
+
+def _declared_minimums(session: nox.Session) -> dict[str, str]:
+    """Name and lowest version of every dependency in pyproject.toml."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    return dict(requirement.split(">=") for requirement in requirements)

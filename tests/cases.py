@@ -1,0 +1,138 @@
+"""One attention call as a plain value, drawn by hypothesis, and its outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from flexdilated import DilatedPattern
+
+HEAD_DIMS = (1, 3, 24, 48)
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of one call; `seed` fixes every number in its tensors."""
+
+    pattern: DilatedPattern
+    batch: int = 1
+    num_tokens: int = 43
+    kv_heads: int = 5
+    group: int = 1
+    head_dim: int = 3
+    is_causal: bool = False
+    ignored: float | None = None  # share of keys that key_padding_mask ignores
+    borders: tuple[int, ...] | None = None  # cu_seqlens
+    strided: bool = False
+    lse_gradient: bool = True
+    seed: int = 0
+
+    def tensors(
+        self, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v, dout, dlse."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = self.kv_heads * self.group
+
+        def draw(num_heads: int) -> Tensor:
+            x = torch.randn(self.batch, self.num_tokens, num_heads, self.head_dim, generator=generator).to(device, dtype)
+            return x.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1) if self.strided else x
+
+        q, k, v, dout = draw(heads), draw(self.kv_heads), draw(self.kv_heads), draw(heads)
+        dlse = torch.randn(self.batch, heads, self.num_tokens, generator=generator).to(device)
+        dlse = dlse.double() if dtype == torch.float64 else dlse
+        return q, k, v, dout, dlse if self.lse_gradient else None
+
+    def options(self, device: str = "cpu") -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        if self.ignored is not None:
+            generator = torch.Generator().manual_seed(self.seed + 1)
+            draw = torch.rand(self.batch, self.num_tokens, generator=generator)
+            options["key_padding_mask"] = (draw < self.ignored).to(device)
+        if self.borders is not None:
+            options["cu_seqlens"] = torch.tensor(self.borders, dtype=torch.int32, device=device)
+        return options
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> DilatedPattern:
+    """One to three short branches under any rules."""
+    lengths = draw(st.lists(st.integers(1, 19), min_size=1, max_size=3))
+    return DilatedPattern(
+        tuple(lengths),
+        tuple(draw(st.integers(1, min(length, 7))) for length in lengths),
+        heads=draw(st.sampled_from(("all", "grouped"))),
+        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+        zero_padding=draw(st.booleans()),
+        detach_weights=draw(st.booleans()),
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Case:
+    """A call of `dilated_attention` in which every option may meet every other."""
+    batch = draw(st.integers(1, 3))
+    num_tokens = draw(st.integers(1, 43))
+    borders = None
+    if batch == 1 and draw(st.booleans()):
+        inner = draw(st.lists(st.integers(0, num_tokens), max_size=4))  # repeats are empty documents
+        borders = (0, *sorted(inner), num_tokens)
+    return Case(
+        pattern=draw(patterns()),
+        batch=batch,
+        num_tokens=num_tokens,
+        kv_heads=draw(st.integers(1, 7)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        is_causal=draw(st.booleans()),
+        ignored=draw(st.sampled_from((None, 0.2, 0.7, 1.0))),
+        borders=borders,
+        strided=draw(st.booleans()),
+        lse_gradient=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` of `attend(q, k, v)`, which returns `out, lse`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves)
+    outputs, weights = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, leaves, weights)
+    return out.detach(), lse.detach(), *grads
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
+    """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
+    num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    p = torch.arange(num_tokens)
+    joined = torch.zeros(kv_heads, num_tokens, num_tokens)
+    for i, (w, r) in enumerate(pattern.branches):
+        for h in pattern.head_range(i, kv_heads):
+            kept = p % w % r == pattern.offset(i, h, kv_heads)
+            joined[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
+    if is_causal:
+        joined = joined.tril()
+    bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5 + bias
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` holds NaN inside: an output that is never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

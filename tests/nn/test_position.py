@@ -1,0 +1,229 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern
+from flexdilated.nn import Rotary, XPos
+from flexdilated.nn.position import token_positions
+from tests.tolerances import SINGLE
+
+TOKENS, HEAD_DIM = 23, 14
+NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
+RAGGED = DilatedPattern((7, 11), (1, 3))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(2307)
+
+
+def draw(tokens: int = TOKENS, heads: int = 3) -> Tensor:
+    """Rows of norm about 1, so that scores are of order 1."""
+    return torch.randn(2, tokens, heads, HEAD_DIM) * HEAD_DIM**-0.5
+
+
+def pairs(x: Tensor) -> Tensor:
+    """Elements `i` and `i + D / 2` as one complex number, in float64."""
+    return torch.complex(x.double()[..., : HEAD_DIM // 2], x.double()[..., HEAD_DIM // 2 :])
+
+
+def turned(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Each pair times `exp(i p theta)`."""
+    theta = torch.tensor([base ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)], dtype=torch.float64)
+    angle = positions.double()[:, None, None] * theta
+    result = pairs(x) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([result.real, result.imag], dim=-1)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
+
+
+def xpos_scores(q: Tensor, k: Tensor, positions: Tensor, scale_base: float) -> Tensor:
+    """`Re sum_i q_i conj(k_i) zeta_i ** ((p - s) / scale_base) exp(i (p - s) theta_i)`, pair by pair, in float64."""
+    q, k = pairs(turned(q, positions)), pairs(turned(k, positions))
+    zeta = torch.tensor([(2 * i / HEAD_DIM + 0.4) / 1.4 for i in range(HEAD_DIM // 2)], dtype=torch.float64)
+    distance = (positions[:, None] - positions).double()
+    decay = zeta ** (distance[..., None] / scale_base)
+    return torch.einsum("bqhi,bkhi,qki->bhqk", q, k.conj(), decay.to(q.dtype)).real
+
+
+# -- rotary -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [100.0, 10000.0])
+def test_rotary_turns_pairs_by_the_definition(base: float) -> None:
+    q, k = draw(heads=5), draw(heads=1)
+    positions = torch.randperm(1009)[:TOKENS]
+    for actual, x in zip(Rotary(HEAD_DIM, base=base)(positions).apply(q, k), (q, k)):
+        torch.testing.assert_close(actual.double(), turned(x, positions, base), **SINGLE)
+
+
+def test_rotary_score_depends_on_distance_only() -> None:
+    q, k = (draw(1).expand(-1, TOKENS, -1, -1) for _ in range(2))
+    result = scores(*Rotary(HEAD_DIM)(torch.arange(TOKENS) + 4099).apply(q, k))
+    for distance in range(1 - TOKENS, TOKENS):
+        diagonal = result.diagonal(distance, dim1=-2, dim2=-1)
+        torch.testing.assert_close(diagonal, diagonal[..., :1].expand_as(diagonal), **SINGLE)
+    # The direction matters too: query after key is not key after query.
+    assert not torch.allclose(result, result.mT, atol=1e-2)
+
+
+def test_rotary_at_position_zero_changes_nothing() -> None:
+    q, k = draw(1), draw(1)
+    torch.testing.assert_close(Rotary(HEAD_DIM)(torch.zeros(1, dtype=torch.long)).apply(q, k), (q, k), atol=0.0, rtol=0.0)
+
+
+def test_rotary_tells_position_1000001_from_1000000() -> None:
+    q, k = draw(), draw()
+    positions = torch.arange(TOKENS) + 1_000_000
+    rotary = Rotary(HEAD_DIM)
+    for actual, x in zip(rotary(positions).apply(q, k), (q, k)):
+        torch.testing.assert_close(actual.double(), turned(x, positions), **SINGLE)
+    torch.testing.assert_close(scores(*rotary(positions).apply(q, k)), scores(*rotary(torch.arange(TOKENS)).apply(q, k)), **SINGLE)
+
+
+@pytest.mark.parametrize("position", [Rotary(HEAD_DIM), XPos(HEAD_DIM, NESTED)], ids=["rotary", "xpos"])
+def test_position_keeps_dtype_and_has_no_state(position: nn.Module) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        q, k = position(torch.arange(TOKENS)).apply(draw().to(dtype), draw().to(dtype))
+        assert q.dtype == k.dtype == dtype
+    assert not position.state_dict()
+
+
+@pytest.mark.parametrize("head_dim", [-2, 0, 1, 13])
+def test_rotary_rejects_odd_head_dim(head_dim: int) -> None:
+    for build in (Rotary, lambda d: XPos(d, NESTED)):
+        with pytest.raises(ValueError, match=rf"^head_dim must be even and at least 2, got {head_dim}$"):
+            build(head_dim)
+        build(2)
+
+
+@pytest.mark.parametrize("base", [1.0, 0.0, -3.0, math.nan])
+def test_rotary_rejects_base_of_one_or_less(base: float) -> None:
+    for build in (lambda b: Rotary(2, base=b), lambda b: XPos(2, NESTED, base=b)):
+        with pytest.raises(ValueError, match=rf"^base must be above 1, got {base}$"):
+            build(base)
+        build(1.001)
+
+
+def test_position_shows_its_options() -> None:
+    assert repr(Rotary(6, base=7.0)) == "Rotary(head_dim=6, base=7.0)"
+    assert repr(XPos(6, NESTED, base=7.0, scale_base=3.0)) == "XPos(head_dim=6, base=7.0, scale_base=3.0)"
+
+
+# -- xPos -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_base", [13.0, 512.0])
+@pytest.mark.parametrize("start", [0, 3, 1_000_003])
+def test_xpos_scores_equal_the_definition_inside_every_segment(scale_base: float, start: int) -> None:
+    q, k = draw(), draw()
+    positions = torch.arange(TOKENS) + start
+    actual = scores(*XPos(HEAD_DIM, NESTED, scale_base=scale_base)(positions).apply(q, k))
+    expected = xpos_scores(q, k, positions, scale_base)
+    together = positions[:, None] // 16 == positions // 16
+    torch.testing.assert_close(actual[..., together], expected[..., together], **SINGLE)
+
+
+def test_xpos_scores_equal_the_definition_everywhere_where_segments_do_not_nest() -> None:
+    q, k, positions = draw(), draw(), torch.arange(TOKENS)
+    actual = scores(*XPos(HEAD_DIM, RAGGED, scale_base=13.0)(positions).apply(q, k))
+    torch.testing.assert_close(actual, xpos_scores(q, k, positions, 13.0), **SINGLE)
+
+
+def test_xpos_scores_decay_with_the_distance_of_query_after_key() -> None:
+    position = XPos(HEAD_DIM, DilatedPattern((64,), (1,)), base=1e30, scale_base=8.0)
+    x = torch.zeros(1, TOKENS, 1, HEAD_DIM)
+    x[..., 1] = 1.0  # the second pair, which hardly turns at this base
+    result = scores(*position(torch.arange(TOKENS)).apply(x, x))[0, 0]
+    zeta = (2 / HEAD_DIM + 0.4) / 1.4
+    expected = zeta ** (torch.arange(TOKENS).double() / 8.0)
+    turn = torch.cos(torch.arange(TOKENS).double() * 1e30 ** (-2 / HEAD_DIM))
+    torch.testing.assert_close(result[:, 0], expected * turn, **SINGLE)
+    assert (result[:, 0].diff() < 0).all()
+
+
+def test_xpos_is_the_same_in_every_segment_of_a_long_sequence() -> None:
+    tokens, longest = 100_003, 16
+    position = XPos(HEAD_DIM, NESTED, scale_base=3.0)
+    row = torch.randn(1, longest, 1, HEAD_DIM) * HEAD_DIM**-0.5
+    segments = -(-tokens // longest)
+    x = row.repeat(1, segments, 1, 1)[:, :tokens]
+    q, k = position(torch.arange(tokens)).apply(x, x)
+    assert q.isfinite().all()
+    assert k.isfinite().all()
+    whole = tokens // longest
+    q, k = (y[0, : whole * longest, 0].view(whole, longest, HEAD_DIM).double() for y in (q, k))
+    result = q @ k.mT
+    expected = xpos_scores(row, row, torch.arange(longest), 3.0)[0]
+    torch.testing.assert_close(result, expected.expand_as(result), **SINGLE)
+
+
+def test_xpos_gradients_are_finite_at_the_edge_of_its_range() -> None:
+    tokens = 1009
+    least = math.ceil(tokens / 160 * math.log(3.5))
+    q, k = (draw(tokens, 1).requires_grad_() for _ in range(2))
+    out = XPos(HEAD_DIM, DilatedPattern((tokens,), (1,)), scale_base=least)(torch.arange(tokens)).apply(q, k)
+    (out[0].tanh().sum() + out[1].tanh().sum()).backward()
+    for x in (*out, q.grad, k.grad):
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "pattern", [DilatedPattern((100_003,), (1,)), DilatedPattern((7, 100_003), (1, 2))], ids=["nested", "ragged"]
+)
+def test_xpos_rejects_a_decay_that_leaves_float32_and_accepts_the_base_it_names(pattern: DilatedPattern) -> None:
+    tokens = 1009
+    x = draw(tokens, 1)
+    message = r"^scale_base must be at least 8 where segments reach over 1009 tokens, got 7.0$"
+    with pytest.raises(ValueError, match=message):
+        XPos(HEAD_DIM, pattern, scale_base=7.0)(torch.arange(tokens)).apply(x, x)
+    for y in XPos(HEAD_DIM, pattern, scale_base=8.0)(torch.arange(tokens)).apply(x, x):
+        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("scale_base", [0.0, -1.0, math.nan])
+def test_xpos_rejects_scale_base_that_is_not_positive(scale_base: float) -> None:
+    with pytest.raises(ValueError, match=rf"^scale_base must be above 0, got {scale_base}$"):
+        XPos(HEAD_DIM, NESTED, scale_base=scale_base)
+
+
+@pytest.mark.xfail(reason="the decay is checked for as many tokens as there are, not for where they stand", strict=True)
+@pytest.mark.parametrize("pattern", [RAGGED, DilatedPattern((1_000_000,), (1,))], ids=["ragged", "long"])
+def test_xpos_of_positions_far_from_zero_is_the_same_as_near_zero(pattern: DilatedPattern) -> None:
+    q, k = draw(5), draw(5)
+    position = XPos(HEAD_DIM, pattern)
+    expected = xpos_scores(q, k, torch.arange(5) + 999_000, 512.0)
+    torch.testing.assert_close(scores(*position(torch.arange(5) + 999_000).apply(q, k)), expected, **SINGLE)
+
+
+@pytest.mark.xfail(reason="the decay is checked against the range of float32 only", strict=True)
+def test_xpos_in_float16_stays_finite_or_is_refused() -> None:
+    tokens = 32_768
+    x = draw(tokens, 1).half()
+    position = XPos(HEAD_DIM, DilatedPattern.longnet())
+    try:
+        q, k = position(torch.arange(tokens)).apply(x, x)
+    except ValueError:
+        return
+    assert q.isfinite().all()
+    assert k.isfinite().all()
+
+
+# -- positions of packed documents ------------------------------------------------------------------------------------------------
+
+
+def test_token_positions_count_from_zero() -> None:
+    assert torch.equal(token_positions(7, None, torch.device("cpu")), torch.arange(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("borders", [(0, 7), (0, 3, 7), (0, 1, 6, 7), (0, 0, 3, 3, 3, 7, 7)], ids=str)
+def test_token_positions_begin_anew_in_every_document(borders: tuple[int, ...], dtype: torch.dtype) -> None:
+    expected = [p for a, b in pairwise(borders) for p in range(b - a)]
+    actual = token_positions(7, torch.tensor(borders, dtype=dtype), torch.device("cpu"))
+    assert torch.equal(actual, torch.tensor(expected))

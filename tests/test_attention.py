@@ -1,0 +1,305 @@
+"""`dilated_attention` against the oracle, and the laws it keeps."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from torch import Tensor
+
+from flexdilated import DilatedPattern, dilated_attention, reference
+from tests.cases import Case, calls, dense_attention, differentiate, poisoned_memory
+from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
+
+THREE = DilatedPattern((11, 23, 47), (1, 3, 5))
+
+
+def run(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of the sdpa engine."""
+    options = {**case.options(), "return_lse": True, "backend": "sdpa"}
+    return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype))
+
+
+def run_reference(case: Case) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of the definition."""
+    attend = reference.dilated_attention
+    return differentiate(lambda q, k, v: attend(q, k, v, case.pattern, **case.options()), *case.tensors())
+
+
+# -- the oracle ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120)
+@given(calls())
+@example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1))
+@example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), num_tokens=29, kv_heads=3, ignored=1.0))
+@example(Case(DilatedPattern.torchscale((7,), (5,)), num_tokens=15, kv_heads=5, borders=(0, 0, 15, 15)))
+def test_attention_equals_the_reference_with_all_gradients(case: Case) -> None:
+    expected = run_reference(case)
+    with poisoned_memory():
+        actual = run(case)
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DilatedPattern((31, 101, 257), (1, 3, 7)), num_tokens=263, kv_heads=7, head_dim=24),
+        Case(DilatedPattern((67, 131), (3, 5)), batch=2, num_tokens=211, kv_heads=2, group=3, head_dim=48, ignored=0.3),
+        Case(DilatedPattern((61, 127), (2, 3), heads="grouped"), batch=2, num_tokens=137, kv_heads=5, head_dim=17),
+    ],
+    ids=["blocked", "gqa_mask", "grouped"],
+)
+def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Case, is_causal: bool) -> None:
+    case = replace(case, is_causal=is_causal)
+    actual, expected = run(case, torch.float32), run_reference(case)
+    for a, e in zip(actual, expected):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0, 0.0, 1.3])
+def test_scale_multiplies_the_scores(scale: float) -> None:
+    q, k, v, _, _ = Case(THREE).tensors()
+    expected = reference.dilated_attention(q, k, v, THREE, scale=scale)
+    actual = dilated_attention(q, k, v, THREE, scale=scale, return_lse=True)
+    torch.testing.assert_close(actual, expected, **EXACT)
+
+
+def test_scale_defaults_to_the_root_of_the_head_dim() -> None:
+    q, k, v, _, _ = Case(THREE, head_dim=7).tensors()
+    assert torch.equal(dilated_attention(q, k, v, THREE), dilated_attention(q, k, v, THREE, scale=7**-0.5))
+
+
+def test_attention_reads_expanded_inputs() -> None:
+    q, k, v, _, _ = Case(THREE, kv_heads=1).tensors()
+    q, k, v = (x.expand(3, -1, 5, -1) for x in (q, k, v))
+    expected = dilated_attention(q.contiguous(), k.contiguous(), v.contiguous(), THREE)
+    torch.testing.assert_close(dilated_attention(q, k, v, THREE), expected, **EXACT)
+
+
+def test_attention_changes_no_argument() -> None:
+    case = Case(THREE, batch=2, ignored=0.3)
+    q, k, v, _, _ = case.tensors()
+    options = case.options()
+    before = [x.clone() for x in (q, k, v, options["key_padding_mask"])]
+    dilated_attention(q, k, v, THREE, **options)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v, options["key_padding_mask"]), before))
+
+
+def test_attention_of_an_empty_batch_is_empty() -> None:
+    q = torch.zeros(0, 43, 5, 3)
+    out, lse = dilated_attention(q, q, q, THREE, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 43, 5, 3), (0, 5, 43))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_out_has_the_dtype_of_q_and_lse_is_float32_or_float64(dtype: torch.dtype, backend: str) -> None:
+    q, k, v, _, _ = Case(THREE).tensors(dtype)
+    out, lse = dilated_attention(q, k, v, THREE, return_lse=True, backend=backend)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(out, dilated_attention(q, k, v, THREE, backend=backend))
+
+
+# -- laws ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("segment_length", [43, 47])
+def test_one_whole_segment_is_scaled_dot_product_attention(segment_length: int, is_causal: bool) -> None:
+    case = Case(DilatedPattern((segment_length,), (1,)), batch=2, group=2, is_causal=is_causal, lse_gradient=False)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+        return out, out
+
+    expected, actual = differentiate(sdpa, *case.tensors()), run(case)
+    for i in (0, 2, 3, 4):
+        torch.testing.assert_close(actual[i], expected[i], **EXACT)
+
+
+def test_the_same_branch_twice_changes_lse_by_log_2_alone() -> None:
+    q, k, v, _, _ = Case(THREE).tensors()
+    out, lse = dilated_attention(q, k, v, DilatedPattern((13,), (2,)), return_lse=True)
+    out_2, lse_2 = dilated_attention(q, k, v, DilatedPattern((13, 13), (2, 2)), return_lse=True)
+    torch.testing.assert_close(out_2, out, **EXACT)
+    torch.testing.assert_close(lse_2, lse + math.log(2), **EXACT)
+
+
+def test_causal_attention_does_not_see_the_future() -> None:
+    q, k, v, _, _ = Case(THREE).tensors()
+    out = dilated_attention(q, k, v, THREE, is_causal=True)
+    for x in (q, k, v):
+        x[:, 29:] = 5.0
+    torch.testing.assert_close(dilated_attention(q, k, v, THREE, is_causal=True)[:, :29], out[:, :29], **EXACT)
+
+
+@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_padding: bool) -> None:
+    pattern = DilatedPattern((7, 13, 29), (1, 3, 5), zero_padding=zero_padding)
+    case = Case(pattern, num_tokens=53, group=2, is_causal=is_causal, borders=(0, 0, 1, 18, 18, 48, 53))
+    q, k, v, dout, dlse = case.tensors()
+    whole = run(case)
+    for a, b in pairwise(case.borders or ()):
+        if a < b:
+            alone = differentiate(
+                lambda q, k, v: dilated_attention(q, k, v, pattern, is_causal=is_causal, return_lse=True),
+                *(x[:, a:b] for x in (q, k, v, dout)),
+                dlse[:, :, a:b],
+            )
+            for i, (packed, expected) in enumerate(zip(whole, alone)):
+                part = packed[:, :, a:b] if i == 1 else packed[:, a:b]
+                torch.testing.assert_close(part, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_documents_take_a_padding_mask_too(dtype: torch.dtype) -> None:
+    case = Case(THREE, num_tokens=53, borders=(0, 17, 53), ignored=0.4)
+    q, k, v, _, _ = case.tensors()
+    options = case.options()
+    options["cu_seqlens"] = options["cu_seqlens"].to(dtype)
+    expected = reference.dilated_attention(q, k, v, THREE, **options)
+    torch.testing.assert_close(dilated_attention(q, k, v, THREE, return_lse=True, **options), expected, **EXACT)
+
+
+# -- empty rows ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) -> None:
+    case = Case(THREE, batch=2, is_causal=is_causal)
+    q, k, v, dout, dlse = case.tensors()
+    ignored = torch.tensor([[True], [False]]).expand(2, case.num_tokens)
+    out, lse, dq, dk, dv = differentiate(
+        lambda q, k, v: dilated_attention(q, k, v, THREE, is_causal=is_causal, key_padding_mask=ignored, return_lse=True),
+        *(q, k, v, dout, dlse),
+    )
+    zero = torch.zeros_like(q[0])
+    assert all(torch.equal(x[0], zero) for x in (out, dq, dk, dv))
+    assert torch.equal(lse[0], torch.full_like(lse[0], -math.inf))
+    assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
+
+
+def test_positions_that_no_branch_keeps_are_zero() -> None:
+    pattern = DilatedPattern((13,), (3,))
+    q, k, v, _, _ = Case(pattern, kv_heads=3).tensors()
+    out, lse = dilated_attention(q, k, v, pattern, return_lse=True)
+    p = torch.arange(43) % 13 % 3
+    kept = torch.stack([p == h for h in range(3)])  # blocked, 3 heads at rate 3: head h keeps residue h
+    assert torch.equal(lse[0] > -math.inf, kept)
+    assert torch.equal((out[0] != 0).all(-1), kept.T)
+
+
+# -- what must not leak -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("zero_padding", [False, True])
+def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> None:
+    case = Case(DilatedPattern((11, 23), (1, 3), zero_padding=zero_padding), batch=3)
+    tensors = case.tensors()
+    clean = run(case)
+    for x in tensors[:3]:
+        x[1] = value
+    broken = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True), *tensors)
+    for c, b in zip(clean, broken):
+        torch.testing.assert_close(b[[0, 2]], c[[0, 2]], **EXACT)
+    assert broken[0][1].isnan().any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_broken_document_stays_alone(value: float) -> None:
+    case = Case(THREE, num_tokens=53, borders=(0, 17, 31, 53))
+    tensors = case.tensors()
+    clean = run(case)
+    for x in tensors[:3]:
+        x[:, 17:31] = value
+    attend = lambda q, k, v: dilated_attention(q, k, v, THREE, return_lse=True, **case.options())  # noqa: E731
+    broken = differentiate(attend, *tensors)
+    others = [*range(17), *range(31, 53)]
+    for i, (c, b) in enumerate(zip(clean, broken)):
+        torch.testing.assert_close(
+            b[:, :, others] if i == 1 else b[:, others], c[:, :, others] if i == 1 else c[:, others], **EXACT
+        )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("detach_weights", [False, True])
+def test_what_ignored_keys_hold_has_no_effect(value: float, is_causal: bool, detach_weights: bool) -> None:
+    pattern = DilatedPattern((11, 23), (2, 3), detach_weights=detach_weights)
+    case = Case(pattern, batch=2, ignored=0.4, is_causal=is_causal, group=2)
+    q, k, v, dout, dlse = case.tensors()
+    clean = run(case)
+    ignored = case.options()["key_padding_mask"]
+    k[ignored], v[ignored] = value, value
+    broken = differentiate(
+        lambda q, k, v: dilated_attention(q, k, v, pattern, return_lse=True, **case.options()), q, k, v, dout, dlse
+    )
+    for c, b in zip(clean, broken):
+        torch.testing.assert_close(b, c, **EXACT)
+    assert torch.equal(broken[3][ignored], torch.zeros_like(k[ignored]))
+    assert torch.equal(broken[4][ignored], torch.zeros_like(v[ignored]))
+
+
+# -- low precision ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DilatedPattern((31, 101, 257), (1, 3, 7)), num_tokens=263, kv_heads=7, head_dim=24),
+        Case(DilatedPattern((67, 263), (1, 5)), batch=2, num_tokens=211, kv_heads=2, group=3, head_dim=48),
+        Case(DilatedPattern((13, 31, 67, 131, 257), (1, 2, 3, 4, 5)), num_tokens=263, kv_heads=5, head_dim=17),
+    ],
+    ids=["three", "gqa", "five"],
+)
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(case: Case, is_causal: bool, dtype: torch.dtype) -> None:
+    case = replace(case, is_causal=is_causal, lse_gradient=False)
+    q, k, v, dout, _ = case.tensors(dtype)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = dense_attention(q, k, v, case.pattern, is_causal=is_causal)
+        return out, out
+
+    actual, naive = run(case, dtype), differentiate(plain, q, k, v, dout)
+    attend = reference.dilated_attention
+    expected = differentiate(
+        lambda q, k, v: attend(q, k, v, case.pattern, is_causal=is_causal), *(x.double() for x in (q, k, v, dout))
+    )
+    for i in (0, 2, 3, 4):
+        assert actual[i].dtype == dtype
+        assert_twice_naive(actual[i], naive[i], expected[i])
+    torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
+
+
+# -- autocast -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype: torch.dtype) -> None:
+    q, k, v, dout, _ = Case(THREE).tensors(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype):
+        out = dilated_attention(q, k, v.to(dtype), THREE)  # a mixed call is one dtype under autocast
+    assert out.dtype == dtype
+    assert torch.equal(out, dilated_attention(q.to(dtype), k.to(dtype), v.to(dtype), THREE))
+    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    q, k, v, _, _ = Case(THREE).tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dilated_attention(q, k, v, THREE)
+    assert torch.equal(out, dilated_attention(q, k, v, THREE))

@@ -1,0 +1,198 @@
+"""The table of engines and kernels, the choice, and the two CPU kernels against each other."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexdilated import DilatedPattern, backends, dilated_attention, reference
+from flexdilated.backends import BACKENDS, Request, sdpa
+from flexdilated.backends.sdpa import KERNELS, Dropout, Kernel, Options, choose_kernel
+from flexdilated.hardware import simulate
+from tests.cases import Case, differentiate
+from tests.tolerances import EXACT
+
+PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
+CPU, MPS = simulate("cpu"), simulate("mps")
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+
+
+def request(**changes: object) -> Request:
+    return Request(**{"hardware": CPU, "dtype": torch.float32, "head_dim": 7, **changes})  # type: ignore[arg-type]
+
+
+# -- engines ------------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_engine_that_can() -> None:
+    assert backends.choose("auto", request()) == next(iter(BACKENDS)) == "sdpa"
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert backends.choose("auto", request()) == "reference"
+
+
+def test_auto_gives_every_reason_where_no_engine_can() -> None:
+    asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
+    with pytest.raises(NotImplementedError, match="no backend can run this on mps: ") as error:
+        backends.choose("auto", asked)
+    for name in BACKENDS:
+        reason = backends.why_not(name, asked)
+        assert reason is not None
+        assert f"{name}: {reason}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_named_engine_runs_or_raises_its_own_reason(name: str) -> None:
+    asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
+    reason = backends.why_not(name, asked)
+    with pytest.raises(NotImplementedError) as error:
+        backends.choose(name, asked)
+    assert str(error.value) == f"backend {name!r} cannot run this on mps: {reason}"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_a_named_engine_that_can_is_chosen(name: str) -> None:
+    assert backends.why_not(name, request()) is None
+    assert backends.choose(name, request()) == name
+
+
+def test_unknown_engines_are_rejected() -> None:
+    for ask in (backends.choose, backends.why_not):
+        with pytest.raises(ValueError, match=r"backend must be one of \('auto', 'sdpa', .*\), got 'fast'"):
+            ask("fast", request())
+
+
+def test_attention_never_replaces_a_named_engine() -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    with pytest.raises(NotImplementedError, match=r"backend 'reference' cannot run this on cpu: the oracle has no dropout; use"):
+        dilated_attention(q, k, v, PATTERN, dropout_p=0.1, backend="reference")
+    with (
+        sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        pytest.raises(NotImplementedError, match=r"backend 'sdpa' cannot .* switched off"),
+    ):
+        dilated_attention(q, k, v, PATTERN, backend="sdpa")
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_in_order_of_preference() -> None:
+    assert [kernel.name for kernel in KERNELS] == ["cpu_flash", "flash", "cudnn", "efficient", "math"]
+
+
+def test_kernel_refusal_is_the_text_of_why_not() -> None:
+    asked = request(hardware=MPS, dtype=torch.float64)
+    reason = sdpa.why_not(asked)
+    assert reason == "; ".join(f"{kernel.name}: {kernel.why_not(asked)}" for kernel in KERNELS)
+    with pytest.raises(NotImplementedError) as error:
+        choose_kernel(asked)
+    assert str(error.value) == f"backend 'sdpa' cannot run this on mps: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "message"),
+    [
+        ("cpu_flash", {"hardware": simulate("sm_80")}, "it runs on CPU only"),
+        ("cpu_flash", {"dropout": True}, "it has no dropout"),
+        ("flash", {}, "it runs on CUDA only"),
+        ("flash", {"hardware": simulate("sm_75"), "dtype": torch.float16}, "it needs sm_80 or newer"),
+        ("flash", {"hardware": simulate("sm_80")}, "it has no float32 kernel there"),
+        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "it has no key padding mask"),
+        (
+            "flash",
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 249},
+            "head_dim must be at most 248, got 249",
+        ),
+        (
+            "cudnn",
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 121},
+            "head_dim must be at most 120, got 121",
+        ),
+        ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "its key padding mask is not used"),
+        ("efficient", {"hardware": simulate("sm_75"), "dtype": torch.bfloat16}, "it has no bfloat16 kernel there"),
+        ("efficient", {"hardware": simulate("sm_80"), "dtype": torch.float64}, "it has no float64 kernel there"),
+        ("efficient", {"hardware": simulate("sm_80"), "dropout": True}, "its attention dropout is not used here"),
+        ("math", {"hardware": MPS, "dtype": torch.float64}, "MPS has no float64"),
+    ],
+)
+def test_kernel_says_why_not(kernel: str, changes: dict[str, object], message: str) -> None:
+    assert (KERNEL[kernel].why_not(request(**changes)) or "").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes"),
+    [
+        ("cpu_flash", {"masked": True}),
+        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 248}),
+        ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 120}),
+        ("efficient", {"hardware": simulate("sm_60"), "dtype": torch.float16, "masked": True}),
+        ("math", {"hardware": MPS, "dropout": True}),
+    ],
+)
+def test_kernel_accepts_at_the_boundary(kernel: str, changes: dict[str, object]) -> None:
+    assert KERNEL[kernel].why_not(request(**changes)) is None
+
+
+def test_sdpa_kernel_switches_kernels_off() -> None:
+    assert choose_kernel(request()).name == "cpu_flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert choose_kernel(request()).name == "math"
+        assert KERNEL["cpu_flash"].why_not(request()) == "it is switched off (torch.nn.attention.sdpa_kernel)"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert choose_kernel(request()).name == "cpu_flash"
+        assert KERNEL["math"].why_not(request()) == "it is switched off (torch.nn.attention.sdpa_kernel)"
+    assert choose_kernel(request()).name == "cpu_flash"
+
+
+# -- numerics on CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("math_scores", [1, 1000, 1 << 24])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_math_equals_cpu_flash_and_the_reference_in_chunks(
+    math_scores: int, is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "MATH_SCORES", math_scores)
+    case = Case(PATTERN, batch=2, kv_heads=2, group=3, is_causal=is_causal, ignored=0.4 if masked else None)
+    options = case.options()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PATTERN, return_lse=True, **options)
+
+    expected = differentiate(lambda q, k, v: reference.dilated_attention(q, k, v, PATTERN, **options), *case.tensors())
+    results = []
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kernel):
+            results.append(differentiate(attend, *case.tensors()))
+    for result in results:
+        for a, e in zip(result, expected):
+            torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("kernel", [KERNEL["cpu_flash"], KERNEL["math"]], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernel_gives_minus_infinity_and_zero_for_rows_that_a_mask_empties(kernel: Kernel, is_causal: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 11, 5) for heads in (6, 3, 3))
+    ignored = torch.zeros(2, 11, dtype=torch.bool)
+    ignored[0, :4], ignored[1] = True, True
+    out, lse = kernel.forward(q, k, v, Options(is_causal, 0.4, ignored))
+    empty = ignored.clone()
+    empty[0] &= is_causal
+    assert torch.equal(lse == -math.inf, empty[:, None].expand_as(lse))
+    assert torch.equal((out == 0).all(-1), empty[:, None].expand_as(lse))
+    grads = kernel.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, Options(is_causal, 0.4, ignored))
+    assert all(x.isfinite().all() for x in grads)
+    assert torch.equal(grads[0][1], torch.zeros_like(q[1]))
+
+
+def test_math_dropout_scales_what_it_keeps_by_its_seed() -> None:
+    q, k = torch.zeros(1, 1, 31, 5), torch.zeros(1, 1, 31, 5)
+    v = torch.eye(31)[None, None]
+    out, lse = KERNEL["math"].forward(q, k, v, Options(False, 1.0, dropout=Dropout(0.25, 3)))
+    values = out.unique()
+    torch.testing.assert_close(values, torch.tensor([0.0, 1 / 31 / 0.75]))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(31)))
+    again, _ = KERNEL["math"].forward(q, k, v, Options(False, 1.0, dropout=Dropout(0.25, 3)))
+    assert torch.equal(again, out)

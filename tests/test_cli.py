@@ -1,0 +1,105 @@
+"""The training command: what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexdilated import LongNetLM, __version__
+from flexdilated.cli import app
+
+SMALL = {
+    "sequence-length": 37,
+    "batch-size": 2,
+    "steps": 4,
+    "segment-lengths": "13,26",
+    "dilation-rates": "1,2",
+    "layers": 1,
+    "embed-dim": 24,
+    "heads": 2,
+    "eval-every": 2,
+    "eval-sequences": 2,
+    "checkpoint-every": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 101)
+    return path
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"TERMINAL_WIDTH": "160"}).invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def train(output: Path, text: Path, *more: object) -> tuple[int, str, str]:
+    return run(
+        "train", "--text", text, "--output", output, *(f"--{name}={value}" for name, value in SMALL.items()), "--no-compile", *more
+    )
+
+
+def test_version_and_help() -> None:
+    assert run("--version") == (0, __version__ + "\n", "")
+    code, out, _ = run("train", "--help")
+    assert code == 0
+    assert "Bytes per sequence" in out
+
+
+def test_train_writes_model_picture_and_sample(tmp_path: Path, text: Path) -> None:
+    code, out, _ = train(tmp_path / "run", text, "--dense")
+    assert code == 0
+    assert "bits per held-out byte" in out
+    for name in ("dilated", "dense"):
+        assert LongNetLM.from_pretrained(tmp_path / "run" / name).config.embed_dim == 24
+    assert LongNetLM.from_pretrained(tmp_path / "run" / "dense").config.pattern.dilation_rates == (1,)
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
+    assert len((tmp_path / "run" / "sample.txt").read_bytes()) == 64 + 240
+
+
+def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Path) -> None:
+    assert train(tmp_path / "run", text)[0] == 0
+    code, _, err = train(tmp_path / "run", text)
+    assert code == 2
+    assert err.startswith("error: --output must hold no earlier run, got ")
+    assert train(tmp_path / "run", text, "--resume")[0] == 0
+    assert train(tmp_path / "run", text, "--overwrite")[0] == 0
+    code, _, err = train(tmp_path / "run", text, "--resume", "--seed=3")
+    assert (code, err) == (2, "error: --resume must use the checkpoint's seed=0, got 3\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume must find a checkpoint, none in"),
+        (["--resume", "--overwrite"], "--resume must come without --overwrite, got both"),
+        (["--segment-lengths=13,x"], "--segment-lengths must be integers joined by commas, got '13,x'"),
+        (["--dilation-rates=1"], "dilation_rates must hold one rate per segment length=2, got (1,)"),
+        (["--dilation-rates=1,0"], "dilation_rates[1] must be in [1, segment_lengths[1]=26], got 0"),
+        (["--embed-dim=25"], "embed_dim must be a multiple of 2 * num_heads=4, got 25"),
+        (["--dtype=float8"], "--dtype must be 'auto', 'float32' or 'bfloat16', got 'float8'"),
+        (["--device=nothing"], "--device must be one that torch can use here, got nothing"),
+        (["--sequence-length=5000"], "--text must hold at least 10002 bytes for --sequence-length 5000, got 4545"),
+        (["--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
+    ],
+)
+def test_train_refuses_with_one_line_and_exit_code_2(tmp_path: Path, text: Path, arguments: list[str], message: str) -> None:
+    code, _, err = train(tmp_path / "run", text, *arguments)
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run" / "dilated" / "checkpoint.pt").exists()
+
+
+def test_train_refuses_a_folder_it_cannot_write(tmp_path: Path, text: Path) -> None:
+    code, _, err = train(text / "run", text)
+    assert code == 2
+    assert err.startswith("error: --output must be a folder that can be written, got ")

@@ -1,0 +1,222 @@
+"""The doctor: what it says of this machine, and that it notices wrong numbers."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+from typer.testing import CliRunner
+
+import flexdilated.doctor
+from flexdilated.backends import BACKENDS
+from flexdilated.backends.sdpa import KERNELS
+from flexdilated.doctor import DTYPES, QUANTITIES, SWITCHES, TOLERANCES, Engine, doctor
+from flexdilated.hardware import simulate
+
+app = typer.Typer()
+app.command()(doctor)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    code, text = run("--device", "cpu", "--json")
+    assert code == 0
+    return json.loads(text)
+
+
+def test_doctor_names_the_machine(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    assert machine["torch"] == torch.__version__
+    assert machine["device"] == "cpu"
+    assert machine["capability"] is None
+    assert machine["threads"] == torch.get_num_threads()
+    assert machine["recommended_dtype"] in ("bfloat16", "float32")
+    assert any(device.startswith("cpu") for device in machine["devices"])
+
+
+def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> None:
+    listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["engines"]}
+    kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]
+    assert listed == {(*kernel, str(dtype).removeprefix("torch.")) for kernel in kernels for dtype in DTYPES}
+    flash = next(row for row in report["engines"] if row["kernel"] == "cpu_flash")
+    assert flash["why_not"] == {"plain": None, "masked": None, "dropout": "it has no dropout"}
+
+
+def test_doctor_passes_every_check_on_cpu(report: dict[str, Any]) -> None:
+    assert report["passed"] is True
+    ran = {(row["kernel"], row["dtype"]) for row in report["checks"]}
+    for kernel in ("cpu_flash", "math"):
+        assert {(kernel, dtype) for dtype in ("float64", "float32", "bfloat16", "float16")} <= ran
+    for row in report["checks"]:
+        assert row["passed"] is True
+        assert set(row["worst"]) == set(QUANTITIES)
+        assert all(0.0 <= error <= row["tolerance"] for error in row["worst"].values())
+
+
+def test_doctor_checks_every_kind_of_call(report: dict[str, Any]) -> None:
+    names = [case["case"] for case in report["checks"][0]["cases"]]
+    assert len(set(names)) == len(names) == 24
+    for kind in ("plain", "grouped-query", "grouped by branch", "key padding", "documents", "torchscale"):
+        for rule in ("blocked", "interleaved"):
+            assert sum(kind in name and f"{rule} offsets" in name for name in names) == 2
+
+
+def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.doctor, "DTYPES", (torch.float64,))
+    code, text = run("--device", "cpu")
+    assert code == 0
+    assert torch.__version__ in text
+    assert "it runs on CUDA only" in text
+    assert "sdpa cpu_flash float64" in text
+    assert text.rstrip().endswith("checks pass")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> None:
+    assert torch.get_num_threads() == report["machine"]["threads"]
+
+
+def test_doctor_takes_the_best_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, mps, expected in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=cuda: available)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda available=mps: available)
+        assert flexdilated.doctor._default_device() == expected
+
+
+@pytest.mark.gpu
+def test_doctor_passes_every_check_on_cuda() -> None:
+    code, text = run("--device", "cuda", "--json")
+    assert code == 0, text
+    assert {"efficient", "math"} <= {row["kernel"] for row in json.loads(text)["checks"]}
+
+
+# -- wrong numbers ------------------------------------------------------------------------------------------------------------
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    attend = flexdilated.doctor.dilated_attention
+    monkeypatch.setattr(flexdilated.doctor, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(flexdilated.doctor, "dilated_attention", lambda *args, **kwargs: change(attend, *args, **kwargs))
+
+
+def scaled_output(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out, lse = attend(*args, **kwargs)
+    return out * 1.001, lse
+
+
+def empty_rows_of_zero(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out, lse = attend(*args, **kwargs)
+    return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def constant_keys(attend: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return attend(q, k.detach() + 0.0 * k, v, *args, **kwargs)
+
+
+def nan(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out, lse = attend(*args, **kwargs)
+    return out * math.nan, lse
+
+
+@pytest.mark.parametrize(
+    ("change", "quantity"), [(scaled_output, "out"), (empty_rows_of_zero, "lse"), (constant_keys, "dk"), (nan, "out")]
+)
+def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, change: Any, quantity: str) -> None:
+    plant(monkeypatch, change)
+    code, text = run("--device", "cpu", "--json")
+    assert code == 1
+    report = json.loads(text)
+    assert report["passed"] is False
+    assert {row["kernel"] for row in report["checks"] if not row["passed"]} == {"cpu_flash", "math"}
+    for row in report["checks"]:
+        worst = row["worst"][quantity]
+        assert worst is None or worst > row["tolerance"]
+
+
+def test_doctor_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, scaled_output)
+    code, text = run("--device", "cpu")
+    assert code == 1
+    assert "FAIL sdpa math float32, packed documents, blocked offsets, causal: out 1.0e-03" in text
+    assert "0 of 48 checks pass, 48 FAIL" in text
+
+
+def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    plant(monkeypatch, fail)
+    code, text = run("--device", "cpu")
+    assert code == 1
+    assert "not causal: RuntimeError: no kernel image is available\n" in text
+    code, text = run("--device", "cpu", "--json")
+    assert code == 1
+    assert json.loads(text)["checks"][0]["worst"]["out"] is None
+
+
+def test_doctor_fails_when_nothing_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.doctor, "_engines", lambda: [Engine("reference")])
+    code, text = run("--device", "cpu")
+    assert code == 1
+    assert "0 of 0 checks pass" in text
+
+
+# -- the parts ----------------------------------------------------------------------------------------------------------------
+
+
+def test_switches_cover_every_kernel_of_the_sdpa_engine() -> None:
+    assert set(SWITCHES) == {kernel.name for kernel in KERNELS}
+    assert set(TOLERANCES) == set(DTYPES)
+
+
+def test_reasons_are_told_once_with_what_they_hold_for() -> None:
+    flash = Engine("sdpa", "flash")
+    assert flexdilated.doctor._why(flexdilated.doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
+    assert flexdilated.doctor._why(flexdilated.doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
+        "float32: it has no float32 kernel there",
+        "bfloat16, float16 masked: it has no key padding mask",
+        "bfloat16, float16 dropout: its attention dropout is not used here: the math kernel's is",
+        "float64: it has no float64 kernel there",
+    ]
+
+
+def test_table_fits_every_kind_of_gpu() -> None:
+    for name in ("sm_60", "sm_75", "sm_90", "mps"):
+        table = flexdilated.doctor._engine_table(simulate(name))
+        assert table.row_count == len(flexdilated.doctor._engines())
+
+
+# -- what it refuses ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_rejects_an_unknown_device() -> None:
+    code, text = run("--device", "bogus")
+    assert code == 2
+    assert text.startswith("error: --device must be a device that torch can use here, got 'bogus': ")
+    assert text.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("arguments", [("--device", "cuda"), ("--device", "cuda:99", "--json")])
+def test_doctor_rejects_an_absent_device(arguments: tuple[str, ...]) -> None:
+    code, text = run(*arguments)
+    assert code == 2
+    assert text.startswith(f"error: --device must be a device that torch can use here, got '{arguments[1]}': ")
+    assert text.count("\n") == 1
+
+
+def test_doctor_writes_errors_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        doctor(device="bogus")
+    assert caught.value.exit_code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --device")

@@ -1,0 +1,191 @@
+"""Every CUDA kernel against the oracle: dtypes, masks, grouped queries, odd head dims, gradients of lse, long rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends import Request
+from flexdilated.backends.sdpa import KERNELS, choose_kernel
+from flexdilated.hardware import detect
+from tests.cases import Case, dense_attention, differentiate
+from tests.tolerances import EXACT, SINGLE, assert_twice_naive
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+SWITCHES = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
+CASES = {
+    "plain": Case(PATTERN, batch=2, num_tokens=263, kv_heads=7, head_dim=24),
+    "gqa": Case(PATTERN, num_tokens=263, kv_heads=3, group=2, head_dim=48),
+    "odd_head_dim": Case(PATTERN, num_tokens=263, kv_heads=3, head_dim=17),
+    "head_dim_1": Case(PATTERN, num_tokens=67, kv_heads=3, head_dim=1),
+    "head_dim_64": Case(PATTERN, num_tokens=263, kv_heads=2, head_dim=64),
+    "grouped": Case(DilatedPattern((31, 101), (2, 3), heads="grouped"), batch=2, num_tokens=263, kv_heads=5, head_dim=24),
+    "mask": Case(PATTERN, batch=3, num_tokens=263, kv_heads=3, head_dim=24, ignored=0.3),
+    "mask_gqa": Case(PATTERN, batch=2, num_tokens=131, kv_heads=2, group=3, head_dim=13, ignored=0.7),
+    "mask_all": Case(PATTERN, batch=2, num_tokens=67, kv_heads=3, head_dim=24, ignored=1.0),
+    "documents": Case(PATTERN, num_tokens=263, kv_heads=3, head_dim=24, borders=(0, 1, 1, 130, 263)),
+    "strided": Case(PATTERN, batch=2, num_tokens=131, kv_heads=3, head_dim=24, strided=True),
+    "zero_padding": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=7, head_dim=24),
+}
+
+
+def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> None:
+    request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+    reason = KERNEL[kernel].why_not(request)
+    if reason is not None:
+        pytest.skip(f"{kernel}: {reason}")
+
+
+def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv by one kernel, on CPU."""
+    options = {**case.options("cuda"), "return_lse": True, "backend": "sdpa"}
+    with sdpa_kernel(SWITCHES[kernel]):
+        skip_unless_it_runs(kernel, case, dtype)
+        request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+        assert choose_kernel(request).name == kernel
+        results = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype, "cuda"))
+    return tuple(x.cpu() for x in results)
+
+
+def run_reference(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv by the definition, in float64 from inputs rounded to a dtype."""
+    tensors = (x if x is None else x.double() for x in case.tensors(dtype))
+    attend = reference.dilated_attention
+    return differentiate(lambda q, k, v: attend(q, k, v, case.pattern, **case.options()), *tensors)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "math"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_in_float32_equals_the_reference(name: str, is_causal: bool, kernel: str) -> None:
+    case = replace(CASES[name], is_causal=is_causal)
+    actual, expected = run(kernel, case, torch.float32), run_reference(case, torch.float32)
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_math_in_float64_equals_the_reference(name: str, is_causal: bool) -> None:
+    case = replace(CASES[name], is_causal=is_causal)
+    for a, e in zip(run("math", case, torch.float64), run_reference(case, torch.float64)):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("kernel", SWITCHES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_in_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
+    name: str, is_causal: bool, dtype: torch.dtype, kernel: str
+) -> None:
+    case = replace(CASES[name], is_causal=is_causal, lse_gradient=False)
+    actual, expected = run(kernel, case, dtype), run_reference(case, dtype)
+
+    # The plain error is that of the unmasked whole: one scale of rounding for this shape and dtype, which every option must keep.
+    whole = replace(case, pattern=PATTERN, ignored=None, borders=None)
+    q, k, v, dout, _ = whole.tensors(dtype)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = dense_attention(q, k, v, whole.pattern, is_causal=is_causal)
+        return out, out
+
+    naive, exact = differentiate(plain, q, k, v, dout), run_reference(whole, dtype)
+    for i in (0, 2, 3, 4):
+        assert actual[i].dtype == dtype
+        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
+
+
+@pytest.mark.parametrize("kernel", SWITCHES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_kernel_gives_the_gradient_of_lse(kernel: str, dtype: torch.dtype, is_causal: bool) -> None:
+    case = replace(CASES["gqa"], is_causal=is_causal)
+    with sdpa_kernel(SWITCHES[kernel]):
+        skip_unless_it_runs(kernel, case, dtype)
+        q, k, v, _, dlse = (x.cuda() for x in case.tensors(dtype))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        _, lse = dilated_attention(*leaves, PATTERN, is_causal=is_causal, return_lse=True, backend="sdpa")
+        grads = torch.autograd.grad(lse, leaves, dlse)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    _, expected_lse = reference.dilated_attention(*exact, PATTERN, is_causal=is_causal)
+    expected = torch.autograd.grad(expected_lse, exact[:2], dlse.double())
+    # The gradients are sums of rounded products: three roundings of the largest.
+    for actual, e in zip(grads, expected):
+        torch.testing.assert_close(actual.double(), e, atol=3 * torch.finfo(dtype).eps * e.abs().max().item(), rtol=0.0)
+    assert torch.equal(grads[2], torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_empty_rows_are_zero_with_zero_gradients(dtype: torch.dtype) -> None:
+    case = replace(CASES["mask_all"], ignored=None)
+    ignored = torch.tensor([[True], [False]], device="cuda").expand(2, case.num_tokens)
+    out, lse, dq, dk, dv = differentiate(
+        lambda q, k, v: dilated_attention(q, k, v, PATTERN, key_padding_mask=ignored, return_lse=True), *case.tensors(dtype, "cuda")
+    )
+    assert all(torch.equal(x[0], torch.zeros_like(x[0])) for x in (out, dq, dk, dv))
+    assert (lse[0] == -torch.inf).all()
+    assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
+
+
+def test_what_ignored_keys_hold_has_no_effect() -> None:
+    case = CASES["mask"]
+    q, k, v, dout, dlse = case.tensors(torch.float32, "cuda")
+    options = case.options("cuda")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PATTERN, return_lse=True, **options)
+
+    clean = differentiate(attend, q, k, v, dout, dlse)
+    k[options["key_padding_mask"]] = torch.nan
+    v[options["key_padding_mask"]] = torch.inf
+    for c, b in zip(clean, differentiate(attend, q, k, v, dout, dlse)):
+        torch.testing.assert_close(b, c, **SINGLE)
+
+
+def test_dropout_repeats_under_a_seed_and_keeps_lse(seed: int) -> None:
+    case = CASES["plain"]
+    q, k, v, _, _ = case.tensors(torch.float32, "cuda")
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        runs.append(dilated_attention(q, k, v, PATTERN, dropout_p=0.3, return_lse=True))
+    out, lse = dilated_attention(q, k, v, PATTERN, return_lse=True)
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][0], out)
+    torch.testing.assert_close(runs[0][1], lse, **SINGLE)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    q, k, v, _, _ = CASES["plain"].tensors(torch.float32, "cuda")
+    with torch.autocast("cuda", torch.float16):
+        out = dilated_attention(q, k, v, PATTERN)
+    assert torch.equal(out, dilated_attention(q.half(), k.half(), v.half(), PATTERN))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+def test_compiled_attention_equals_eager() -> None:
+    torch._dynamo.reset()
+    case = CASES["mask_gqa"]
+    options = {**case.options("cuda"), "return_lse": True}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PATTERN, **options)
+
+    tensors = case.tensors(torch.float32, "cuda")
+    for a, e in zip(differentiate(torch.compile(attend, fullgraph=True), *tensors), differentiate(attend, *tensors)):
+        torch.testing.assert_close(a, e, **SINGLE)

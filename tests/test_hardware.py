@@ -1,0 +1,110 @@
+"""Which kernel and dtype each level of hardware gets; `FLEXDILATED_CAPABILITY` (`cpu`, `sm_75`) narrows the run to one level."""
+
+import os
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends import Request
+from flexdilated.backends.sdpa import choose_kernel
+from flexdilated.hardware import Hardware, detect, recommended_dtype, simulate
+from tests.cases import Case, dense_attention
+from tests.tolerances import SINGLE, assert_twice_naive
+
+FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+# level: the kernel for float64, float32, float16, bfloat16; the same with a key padding mask; the recommended dtype.
+CPU = ("cpu_flash", "cpu_flash", "cpu_flash", "cpu_flash")
+BEFORE_AMPERE = ("math", "efficient", "efficient", "math")
+AMPERE = ("math", "efficient", "flash", "flash")
+AMPERE_MASKED = ("math", "efficient", "efficient", "efficient")
+TABLE = {
+    "cpu": (CPU, CPU, FLOAT32),
+    "sm_60": (BEFORE_AMPERE, BEFORE_AMPERE, FLOAT32),
+    "sm_70": (BEFORE_AMPERE, BEFORE_AMPERE, FLOAT16),
+    "sm_75": (BEFORE_AMPERE, BEFORE_AMPERE, FLOAT16),
+    "sm_80": (AMPERE, AMPERE_MASKED, BFLOAT16),
+    "sm_90": (AMPERE, AMPERE_MASKED, BFLOAT16),
+    "sm_100": (AMPERE, AMPERE_MASKED, BFLOAT16),
+}
+ASKED = os.environ.get("FLEXDILATED_CAPABILITY")
+LEVELS = list(TABLE) if ASKED is None else [ASKED]
+DTYPES = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
+
+SWITCHES = {
+    "cpu_flash": SDPBackend.FLASH_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_level_gets_its_kernels(level: str) -> None:
+    plain, masked, _ = TABLE[level]
+    hardware = simulate(level)
+    for dtype, kernel, masked_kernel in zip(DTYPES, plain, masked):
+        assert choose_kernel(Request(hardware, dtype, head_dim=64)).name == kernel
+        assert choose_kernel(Request(hardware, dtype, head_dim=64, group=4, masked=True)).name == masked_kernel
+        assert choose_kernel(Request(hardware, dtype, head_dim=64, dropout=True)).name == "math"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_level_gets_its_dtype(level: str) -> None:
+    assert recommended_dtype(simulate(level)) == TABLE[level][2]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype: torch.dtype, masked: bool) -> None:
+    kernel = choose_kernel(Request(simulate(level), dtype, head_dim=24, masked=masked)).name
+    device = "cpu" if kernel in ("cpu_flash", "math") else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{kernel} runs on CUDA only, torch sees none")
+    pattern = DilatedPattern((31, 101), (1, 3))
+    case = Case(pattern, num_tokens=127, head_dim=24, ignored=0.3 if masked else None)
+    q, k, v, _, _ = case.tensors(dtype, device)
+    with sdpa_kernel(SWITCHES[kernel]):
+        out = dilated_attention(q, k, v, pattern, backend="sdpa", **case.options(device)).cpu()
+    q, k, v = (x.cpu() for x in (q, k, v))
+    expected, _ = reference.dilated_attention(q, k, v, pattern, **case.options())
+    if dtype == FLOAT32:
+        torch.testing.assert_close(out.double(), expected, **SINGLE)
+    else:
+        naive = dense_attention(q, k, v, pattern)
+        plain, _ = reference.dilated_attention(q, k, v, pattern)
+        assert_twice_naive(out.double() - expected, naive.double() - plain, torch.zeros_like(expected))
+
+
+def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
+    for head_dim, kernel in ((120, "flash"), (248, "flash"), (249, "efficient"), (512, "efficient")):
+        assert choose_kernel(Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
+
+
+def test_simulated_levels_are_plain_values() -> None:
+    assert simulate("cpu") == Hardware("cpu")
+    assert simulate("mps") == Hardware("mps")
+    assert simulate("sm_75") == Hardware("cuda", (7, 5), has_fast_bfloat16=False)
+    assert simulate("sm_100") == Hardware("cuda", (10, 0), has_fast_bfloat16=True)
+    assert [str(simulate(name)) for name in ("cpu", "sm_86", "sm_120")] == ["cpu", "cuda sm_86", "cuda sm_120"]
+
+
+@pytest.mark.parametrize("name", ["", "cuda", "sm_", "sm_8", "sm_9a", "80"])
+def test_simulate_rejects_unknown_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"name must be 'cpu', 'mps' or a CUDA level like 'sm_80', got '{name}'"):
+        simulate(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_detect_knows_this_cpu(device: str | torch.device) -> None:
+    hardware = detect(device)
+    assert (hardware.device_type, hardware.capability) == ("cpu", None)
+    assert recommended_dtype(hardware) == (BFLOAT16 if hardware.has_fast_bfloat16 else FLOAT32)
+
+
+def test_detect_knows_other_devices_by_their_type() -> None:
+    assert detect("meta") == Hardware("meta")
+    assert recommended_dtype(simulate("mps")) == FLOAT32

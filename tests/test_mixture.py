@@ -1,0 +1,331 @@
+"""The one differentiable operation: what it keeps, cuts, draws, refuses, and how it traces."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import flexdilated.mixture
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.mixture import documents
+from tests.cases import Case, differentiate
+from tests.tolerances import EXACT
+
+PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
+SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
+
+
+def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    options = {**case.options(), "return_lse": True, **options}
+    return lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options)  # type: ignore[call-overload]
+
+
+# -- slabs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 2000, 5000])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PATTERN, batch=3, group=2, ignored=0.3),
+        Case(PATTERN, is_causal=True, borders=(0, 13, 13, 43)),
+        Case(SHIFTED, batch=2, is_causal=True),
+        Case(DilatedPattern((5, 11), (2, 3), heads="grouped"), batch=3),
+    ],
+    ids=["gqa_mask", "documents", "shifted", "grouped"],
+)
+def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = differentiate(attend(case), *case.tensors())
+    monkeypatch.setattr(flexdilated.mixture, "CPU_SLAB_BYTES", slab_bytes)
+    for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_documents_are_first_tokens_and_sizes() -> None:
+    assert documents(None, 17) == ((0, 17),)
+    assert documents(torch.tensor([0, 0, 5, 17]), 17) == ((0, 0), (0, 5), (5, 12))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, SHIFTED], ids=["exact", "detached"])
+def test_backward_keeps_only_q_k_v_out_and_lse(pattern: DilatedPattern) -> None:
+    q, k, v, _, _ = Case(pattern, group=2).tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    saved: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out, lse = dilated_attention(*leaves, pattern, return_lse=True)
+    assert set(saved) == {x.data_ptr() for x in (q, k, v, out, lse)}
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    with torch.inference_mode():
+        assert not dilated_attention(q.requires_grad_(), k, v, PATTERN).requires_grad
+
+
+def test_only_the_asked_gradients_are_given() -> None:
+    q, k, v, dout, _ = Case(PATTERN).tensors()
+    k.requires_grad_()
+    dilated_attention(q, k, v, PATTERN).backward(dout)
+    assert k.grad is not None
+    assert q.grad is None
+    assert v.grad is None
+
+
+def test_lse_alone_has_a_gradient() -> None:
+    case = Case(PATTERN, group=2)
+    q, k, v, _, dlse = case.tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _, expected = reference.dilated_attention(*leaves, PATTERN)
+    expected_grads = torch.autograd.grad(expected, leaves[:2], dlse)
+    _, lse = dilated_attention(*leaves, PATTERN, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse, leaves, dlse)
+    torch.testing.assert_close((dq, dk), expected_grads, **EXACT)
+    assert torch.equal(dv, torch.zeros_like(v))
+
+
+def test_double_backward_is_refused() -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(dilated_attention(q, k, v, PATTERN).square().sum(), q, create_graph=True)
+    message = r"must not be differentiated twice, .* no second derivative; use backend='reference' where one is needed"
+    with pytest.raises(NotImplementedError, match=message):
+        dq.sum().backward()
+
+
+def test_double_backward_through_the_named_reference_is_accepted() -> None:
+    case = Case(DilatedPattern((5,), (2,)), num_tokens=7, kv_heads=2, head_dim=2)
+    q, k, v, _, _ = case.tensors()
+    assert torch.autograd.gradgradcheck(
+        lambda q: dilated_attention(q, k, v, case.pattern, backend="reference"), q.requires_grad_(), fast_mode=True
+    )
+
+
+# -- dropout ------------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_repeats_under_a_seed_and_differs_under_another(seed: int) -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    outs = []
+    for s in (seed, seed, seed + 1):
+        torch.manual_seed(s)
+        outs.append(dilated_attention(q, k, v, PATTERN, dropout_p=0.3))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+def test_dropout_is_off_by_default_and_draws_nothing() -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    state = torch.get_rng_state()
+    assert torch.equal(dilated_attention(q, k, v, PATTERN), dilated_attention(q, k, v, PATTERN, dropout_p=0.0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, SHIFTED], ids=["exact", "detached"])
+def test_dropout_leaves_lse_alone(pattern: DilatedPattern) -> None:
+    q, k, v, _, _ = Case(pattern).tensors()
+    _, lse = dilated_attention(q, k, v, pattern, return_lse=True)
+    _, dropped = dilated_attention(q, k, v, pattern, dropout_p=0.7, return_lse=True)
+    torch.testing.assert_close(dropped, lse, **EXACT)
+
+
+def test_dropout_keeps_the_expectation() -> None:
+    case = Case(PATTERN, num_tokens=29, kv_heads=2, group=2, ignored=0.2)
+    q, k, v, _, _ = case.tensors()
+    expected = dilated_attention(q, k, v, PATTERN, **case.options())
+    runs = torch.stack([dilated_attention(q, k, v, PATTERN, dropout_p=0.4, **case.options()) for _ in range(400)])
+    error = (runs.mean(0) - expected) / (runs.std(0) / 20).clamp(min=1e-6)
+    assert error.abs().max() < 5.0  # standard errors, over some 350 numbers
+    assert 0.9 < error.square().mean().sqrt() < 1.1
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 1 << 22])
+def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.mixture, "CPU_SLAB_BYTES", slab_bytes)
+    # Uniform weights over unit values: the output shows which keys of its segment a row keeps.
+    pattern = DilatedPattern((101,), (1,))
+    q = torch.zeros(2, 202, 3, 101)
+    v = torch.eye(101).repeat(2, 1)[None, :, None].expand(2, -1, 3, -1)
+    kept = dilated_attention(q, q, v, pattern, dropout_p=0.3) > 0  # (B, N, H, keys of the segment)
+    assert abs(kept.float().mean() - 0.7) < 0.01
+    assert len(kept.flatten(0, 2).unique(dim=0)) == 2 * 202 * 3
+
+
+@pytest.mark.parametrize(
+    "pattern", [DilatedPattern((5, 7), (1, 3)), DilatedPattern.torchscale((5, 7), (1, 3))], ids=["exact", "detached"]
+)
+def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, seed: int) -> None:
+    case = Case(pattern, num_tokens=11, kv_heads=2, head_dim=2)
+    tensors = case.tensors()[:3]
+
+    def dropped(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        return dilated_attention(*inputs, pattern, dropout_p=0.4)
+
+    if pattern.detach_weights:  # not the derivative of a function; but v meets only constants
+        assert torch.autograd.gradcheck(lambda v: dropped(*tensors[:2], v), tensors[2].requires_grad_())
+    else:
+        assert torch.autograd.gradcheck(dropped, [x.requires_grad_() for x in tensors])
+
+
+def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
+    case = Case(PATTERN, group=2)
+    q, k, v, dout, dlse = case.tensors()
+    results = []
+    for wrap in (lambda f: f, lambda f: lambda *x: checkpoint(f, *x, use_reentrant=False)):
+        torch.manual_seed(seed)
+        results.append(differentiate(wrap(attend(case, dropout_p=0.3)), q, k, v, dout, dlse))
+    for a, e in zip(results[1], results[0]):
+        assert torch.equal(a, e)
+
+
+# -- compile and export -------------------------------------------------------------------------------------------------------
+
+CASES = [
+    Case(PATTERN, batch=2, group=2, is_causal=True),
+    Case(PATTERN, batch=2, ignored=0.3),
+    Case(PATTERN, borders=(0, 13, 43)),
+    Case(SHIFTED, batch=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["gqa_causal", "mask", "documents", "shifted"])
+def test_operators_keep_pytorch_s_contract(case: Case) -> None:
+    q, k, v, _, _ = case.tensors(torch.float32)
+    options = case.options()
+    mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
+    rules = [getattr(case.pattern, name) for name in ("heads", "offsets", "zero_padding", "detach_weights")]
+    torch.library.opcheck(
+        torch.ops.flexdilated.mixture.default,
+        (
+            *(x.requires_grad_() for x in (q, k, v)),
+            mask,
+            cu_seqlens,
+            None,
+            case.pattern.segment_lengths,
+            case.pattern.dilation_rates,
+            *rules,
+            case.is_causal,
+            0.5,
+            0.0,
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", CASES, ids=["gqa_causal", "mask", "documents", "shifted"])
+def test_compiled_attention_equals_eager(case: Case, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attend(case), fullgraph=True, dynamic=dynamic)
+    expected = differentiate(attend(case), *case.tensors())
+    for a, e in zip(differentiate(compiled, *case.tensors()), expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_one_dynamic_graph_serves_every_length() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attend(Case(PATTERN)), fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (43, 7, 29, 101, 11, 53):
+        case = Case(PATTERN, num_tokens=num_tokens)
+        expected = differentiate(attend(case), *case.tensors())
+        for a, e in zip(differentiate(compiled, *case.tensors()), expected):
+            torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_compiled_dropout_follows_the_seed(seed: int) -> None:
+    torch._dynamo.reset()
+    case = Case(PATTERN)
+    compiled = torch.compile(attend(case, dropout_p=0.3), fullgraph=True, backend="aot_eager")
+    results = []
+    for s in (seed, seed, seed + 1):
+        torch.manual_seed(s)
+        results.append(differentiate(compiled, *case.tensors()))
+    for a, b in zip(results[0], results[1]):
+        assert torch.equal(a, b)
+    assert not torch.equal(results[0][0], results[2][0])
+
+
+class Attention(nn.Module):
+    """A projection and dilated attention, as a model has them."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
+        return dilated_attention(q, k, v, PATTERN, is_causal=True).flatten(2)
+
+
+def test_exported_attention_serves_every_length() -> None:
+    model = Attention().eval()
+    exported = torch.export.export(
+        model, (torch.randn(2, 43, 6, dtype=torch.float64),), dynamic_shapes={"x": {1: torch.export.Dim("n", min=2)}}
+    )
+    for num_tokens in (43, 7, 101):
+        x = torch.randn(2, num_tokens, 6, dtype=torch.float64)
+        torch.testing.assert_close(exported.module()(x), model(x), **EXACT)
+
+
+# -- data parallel ------------------------------------------------------------------------------------------------------------
+
+WORLD_SIZE = 2
+
+
+def data_parallel_batch() -> tuple[Attention, Tensor]:
+    torch.manual_seed(7)
+    return Attention(), torch.randn(2 * WORLD_SIZE, 43, 6, dtype=torch.float64)
+
+
+def train_rank(rank: int, rendezvous: str, broken_rank: int | None) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+    try:
+        model, x = data_parallel_batch()
+        parallel = DistributedDataParallel(model)
+        parallel(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        if rank == broken_rank:
+            model.qkv.weight.grad += 1.0
+        whole, x = data_parallel_batch()
+        whole(x).square().mean().backward()
+        torch.testing.assert_close(model.qkv.weight.grad, whole.qkv.weight.grad, **EXACT)
+        torch.testing.assert_close(model.qkv.bias.grad, whole.qkv.bias.grad, **EXACT)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_average_to_the_gradient_of_one(tmp_path: Path) -> None:
+    mp.spawn(train_rank, (str(tmp_path / "rendezvous"), None), nprocs=WORLD_SIZE)
+
+
+@pytest.mark.slow
+def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
+    with pytest.raises(mp.ProcessRaisedException, match=r"Process 1 (.|\n)*AssertionError"):
+        mp.spawn(train_rank, (str(tmp_path / "rendezvous"), 1), nprocs=WORLD_SIZE)
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    case = replace(Case(PATTERN), lse_gradient=False)
+    q, k, v, dout, _ = case.tensors()
+    q.requires_grad_()
+    for _ in range(2):
+        dilated_attention(q, k, v, PATTERN).backward(dout)
+    _, _, dq, _, _ = differentiate(attend(case), q, k, v, dout)
+    torch.testing.assert_close(q.grad, 2 * dq, **EXACT)

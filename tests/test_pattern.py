@@ -1,0 +1,203 @@
+import ast
+import copy
+import json
+import pickle
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import flexdilated.pattern
+from flexdilated import DilatedPattern
+from flexdilated.pattern import Branch, num_kept
+from tests.cases import patterns
+
+# -- presets ------------------------------------------------------------------------------------------------------------------
+
+
+def test_longnet_preset_is_the_paper_s() -> None:
+    pattern = DilatedPattern.longnet()
+    assert pattern == DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+
+def test_torchscale_preset_has_its_three_rules() -> None:
+    pattern = DilatedPattern.torchscale([7, 13], [1, 5])
+    assert pattern == DilatedPattern((7, 13), (1, 5), heads="all", offsets="blocked", zero_padding=True, detach_weights=True)
+
+
+def test_grouped_preset_splits_the_heads() -> None:
+    assert DilatedPattern.grouped([7, 13], [1, 5]) == DilatedPattern((7, 13), (1, 5), heads="grouped")
+
+
+def test_gigapath_preset_has_the_published_lengths() -> None:
+    assert DilatedPattern.gigapath() == DilatedPattern.torchscale((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+
+
+def test_gigapath_preset_follows_slide_and_tile_size() -> None:
+    # (16384 / 256)^2 = 2^12 tiles at most: lengths are 2^10, 2^10.5, 2^11, 2^11.5, 2^12, rounded down.
+    assert DilatedPattern.gigapath(max_wsi_size=16384).segment_lengths == (1024, 1448, 2048, 2896, 4096)
+
+
+def test_gigapath_rejects_a_tile_larger_than_the_slide() -> None:
+    with pytest.raises(ValueError, match=r"tile_size must be in \[1, max_wsi_size=4096\], got 4097"):
+        DilatedPattern.gigapath(max_wsi_size=4096, tile_size=4097)
+    with pytest.raises(ValueError, match=r"tile_size must be in \[1, max_wsi_size=4096\], got 0"):
+        DilatedPattern.gigapath(max_wsi_size=4096, tile_size=0)
+
+
+# -- a frozen value -----------------------------------------------------------------------------------------------------------
+
+
+def test_pattern_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        DilatedPattern((7,), (1,)).zero_padding = True  # type: ignore[misc]
+
+
+def test_pattern_takes_any_iterable_of_integers_and_holds_tuples() -> None:
+    pattern = DilatedPattern(iter([7, 13]), range(1, 3))  # type: ignore[arg-type]
+    assert (pattern.segment_lengths, pattern.dilation_rates) == ((7, 13), (1, 2))
+    assert pattern.branches == (Branch(7, 1), Branch(13, 2))
+
+
+@given(patterns())
+def test_pattern_equals_its_copies(pattern: DilatedPattern) -> None:
+    copies = [
+        copy.copy(pattern),
+        copy.deepcopy(pattern),
+        pickle.loads(pickle.dumps(pattern)),
+        DilatedPattern.from_dict(json.loads(json.dumps(pattern.to_dict()))),
+    ]
+    for twin in copies:
+        assert twin == pattern
+        assert hash(twin) == hash(pattern)
+
+
+@pytest.mark.parametrize(
+    "change", [{"heads": "grouped"}, {"offsets": "interleaved"}, {"zero_padding": True}, {"detach_weights": True}], ids=str
+)
+def test_pattern_differs_by_every_field(change: dict[str, object]) -> None:
+    assert DilatedPattern((7,), (2,), **change) != DilatedPattern((7,), (2,))  # type: ignore[arg-type]
+
+
+def test_pattern_module_imports_the_standard_library_only() -> None:
+    tree = ast.parse(Path(flexdilated.pattern.__file__).read_text())
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            roots.add((node.module or "").split(".")[0])
+    assert roots <= sys.stdlib_module_names
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rates", "options", "error", "message"),
+    [
+        ((), (), {}, ValueError, r"segment_lengths must hold at least one length, got \(\)"),
+        ((7, 13), (1,), {}, ValueError, r"dilation_rates must hold one rate per segment length=2, got \(1,\)"),
+        ((7, 0), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at least 1, got 0"),
+        ((7, 13), (1, 0), {}, ValueError, r"dilation_rates\[1\] must be in \[1, segment_lengths\[1\]=13\], got 0"),
+        ((7, 13), (8, 1), {}, ValueError, r"dilation_rates\[0\] must be in \[1, segment_lengths\[0\]=7\], got 8"),
+        ((7,), (1,), {"heads": "some"}, ValueError, r"heads must be one of \('all', 'grouped'\), got 'some'"),
+        ((7,), (1,), {"offsets": "odd"}, ValueError, r"offsets must be one of \('blocked', 'interleaved'\), got 'odd'"),
+        ((7,), (1,), {"zero_padding": 1}, TypeError, r"zero_padding must be a bool, got 1"),
+        ((7,), (1,), {"detach_weights": None}, TypeError, r"detach_weights must be a bool, got None"),
+        (7, (1,), {}, TypeError, r"segment_lengths must be a sequence of integers, got 7"),
+        ((7,), "1", {}, TypeError, r"dilation_rates must be a sequence of integers, got '1'"),
+        ((7.0,), (1,), {}, TypeError, r"segment_lengths\[0\] must be an integer, got 7.0"),
+        ((7,), (True,), {}, TypeError, r"dilation_rates\[0\] must be an integer, got True"),
+    ],
+)
+def test_pattern_rejects(lengths: object, rates: object, options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        DilatedPattern(lengths, rates, **options)  # type: ignore[arg-type]
+
+
+def test_pattern_accepts_the_smallest_branch_and_a_rate_as_long_as_its_segment() -> None:
+    assert DilatedPattern((1, 13), (1, 13)).branches == (Branch(1, 1), Branch(13, 13))
+
+
+def test_pattern_rules_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        DilatedPattern((7,), (1,), "grouped")  # type: ignore[misc]
+
+
+def test_from_dict_rejects_unknown_and_missing_keys() -> None:
+    values = DilatedPattern((7,), (2,)).to_dict()
+    with pytest.raises(ValueError, match=r"pattern keys must be among \[.*\], got \['window'\]"):
+        DilatedPattern.from_dict({**values, "window": 3})
+    del values["dilation_rates"]
+    with pytest.raises(ValueError, match=r"must include segment_lengths and dilation_rates, \['dilation_rates'\] missing"):
+        DilatedPattern.from_dict(values)
+
+
+def test_from_dict_accepts_lengths_and_rates_alone() -> None:
+    assert DilatedPattern.from_dict({"segment_lengths": [7], "dilation_rates": [2]}) == DilatedPattern((7,), (2,))
+
+
+# -- which heads keep what ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 7, 12, 13])
+@pytest.mark.parametrize("rate", [1, 2, 3, 5, 11])
+def test_offset_follows_the_literal_formula(num_heads: int, rate: int) -> None:
+    blocked = DilatedPattern((11,), (rate,))
+    interleaved = DilatedPattern((11,), (rate,), offsets="interleaved")
+    block = (num_heads + rate - 1) // rate
+    heads = range(num_heads)
+    assert [blocked.offset(0, h, num_heads) for h in heads] == [h // block for h in heads]
+    assert [interleaved.offset(0, h, num_heads) for h in heads] == [h % rate for h in heads]
+    assert all(0 <= pattern.offset(0, h, num_heads) < rate for pattern in (blocked, interleaved) for h in heads)
+
+
+def test_offset_of_a_group_is_its_branch() -> None:
+    pattern = DilatedPattern.grouped((11, 13, 17, 19), (1, 2, 3, 2))
+    assert [pattern.offset(i, 0, 8) for i in range(4)] == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "sizes"), [(11, (4, 4, 3)), (12, (4, 4, 4)), (13, (5, 4, 4)), (3, (1, 1, 1)), (2, (1, 1, 0)), (1, (1, 0, 0))]
+)
+def test_grouped_heads_split_in_contiguous_groups_the_first_larger(num_heads: int, sizes: tuple[int, ...]) -> None:
+    pattern = DilatedPattern.grouped((7, 11, 13), (1, 2, 3))
+    ranges = [pattern.head_range(i, num_heads) for i in range(3)]
+    assert tuple(len(r) for r in ranges) == sizes
+    assert [h for r in ranges for h in r] == list(range(num_heads))
+
+
+def test_all_heads_run_every_branch() -> None:
+    pattern = DilatedPattern((7, 11), (1, 2))
+    assert [pattern.head_range(i, 5) for i in range(2)] == [range(5), range(5)]
+
+
+@given(patterns(), st.integers(1, 13))
+def test_head_runs_hold_every_head_once_under_its_offset(pattern: DilatedPattern, num_heads: int) -> None:
+    for i in range(len(pattern.branches)):
+        runs = pattern.head_runs(i, num_heads)
+        found = {run.start + j * run.step: run.offset for run in runs for j in range(run.heads)}
+        assert found == {h: pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads)}
+        assert sum(run.heads for run in runs) == len(found)
+        assert [run.offset for run in runs] == sorted({run.offset for run in runs})
+
+
+@given(st.integers(0, 43), st.integers(1, 7), st.data())
+def test_num_kept_counts(length: int, rate: int, data: st.DataObject) -> None:
+    offset = data.draw(st.integers(0, rate - 1))
+    assert num_kept(length, rate, offset) == len([p for p in range(length) if p % rate == offset])
+
+
+@given(patterns(), st.integers(1, 31), st.integers(1, 5), st.booleans())
+def test_count_pairs_equals_the_count_by_loops(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+    count = 0
+    for i, (w, r) in enumerate(pattern.branches):
+        for h in pattern.head_range(i, num_heads):
+            kept = [p for p in range(num_tokens) if p % w % r == pattern.offset(i, h, num_heads)]
+            count += sum(p // w == other // w and (other <= p or not is_causal) for p in kept for other in kept)
+    assert pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal) == count

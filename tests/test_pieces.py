@@ -1,0 +1,162 @@
+"""The plan by integers alone, and the views by the numbers in them."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from flexdilated import DilatedPattern
+from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
+from tests.cases import patterns
+
+
+def softmaxes(piece: Piece) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(head, source tokens, output tokens) of each softmax of a piece, as the fields of `Piece` are documented."""
+    for s in range(piece.segments):
+        for c in range(piece.offsets):
+            for j in range(piece.heads):
+                head = piece.head + c * piece.offset_head_step + j * piece.head_step
+                source = piece.token + s * piece.segment_stride + c
+                output = piece.out_token + s * piece.out_segment_stride + c
+                rows = range(piece.rows - piece.zero_row)
+                yield (
+                    head,
+                    tuple(source + row * piece.row_stride for row in rows),
+                    tuple(output + row * piece.row_stride for row in range(piece.out_rows)),
+                )
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    sizes = draw(st.lists(st.integers(0, 23), min_size=1, max_size=3))
+    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
+@given(patterns(), documents(), st.integers(1, 11), st.booleans())
+def test_plan_holds_each_kept_segment_of_each_branch_and_head_once(
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool
+) -> None:
+    pattern = DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": False})
+    expected: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for i, (w, r) in enumerate(pattern.branches):
+        for head in pattern.head_range(i, num_heads):
+            for start, size in documents:
+                for segment in range(0, size, w):
+                    inside = range(segment, min(segment + w, size))
+                    kept = tuple(start + p for p in inside if p % w % r == pattern.offset(i, head, num_heads))
+                    expected[head, kept] += bool(kept)
+    found: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for piece in plan_pieces(pattern, documents, num_heads, is_causal):
+        assert (piece.zero_row, piece.zero_keys) == (False, 0)
+        for head, sources, outputs in softmaxes(piece):
+            assert outputs == sources
+            found[head, sources] += 1
+    assert found == +expected
+
+
+@given(patterns(), st.integers(1, 43), st.integers(1, 11), st.booleans())
+def test_plan_of_zero_padding_has_torchscale_s_keys_and_output_positions(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
+) -> None:
+    pattern = DilatedPattern.from_dict({**pattern.to_dict(), "zero_padding": True})
+    expected: Counter[tuple[object, ...]] = Counter()
+    for i, (w, r) in enumerate(pattern.branches):
+        w = min(w, num_tokens)
+        padded = w + -w % r
+        for head in pattern.head_range(i, num_heads):
+            for s in range(-(-num_tokens // w)):
+                rows = range(pattern.offset(i, head, num_heads), padded, r)
+                sources = tuple(s * w + j for j in rows if j < w and s * w + j < num_tokens)
+                outputs = tuple(s * padded + j for j in rows if s * padded + j < num_tokens)
+                # A query row without a source and a key has no keys but zeros, and its output is seen only if shifted.
+                expected[head, sources, outputs, None if is_causal else len(rows) - len(sources)] += bool(outputs)
+    found: Counter[tuple[object, ...]] = Counter()
+    for piece in plan_pieces(pattern, ((0, num_tokens),), num_heads, is_causal):
+        for head, sources, outputs in softmaxes(piece):
+            found[head, sources, outputs, None if is_causal else piece.zero_row + piece.zero_keys] += 1
+        assert not (is_causal and piece.zero_keys)
+    assert found == +expected
+
+
+@given(patterns(), documents(), st.integers(1, 11))
+def test_pieces_that_tile_come_first_and_hold_every_position_of_every_head_once(
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int
+) -> None:
+    pieces = plan_pieces(pattern, documents, num_heads, False)
+    tiling = [piece for piece in pieces if piece.tiles]
+    assert list(pieces[: len(tiling)]) == tiling
+    num_tokens = sum(size for _, size in documents)
+    found = Counter((head, token) for piece in tiling for head, _, outputs in softmaxes(piece) for token in outputs)
+    everything = Counter((head, token) for head in range(num_heads) for token in range(num_tokens))
+    can_tile = pattern.heads == "all" and 1 in pattern.dilation_rates
+    assert found == (everything if can_tile else Counter())
+
+
+def test_plan_of_a_blocked_branch_is_one_piece() -> None:
+    (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
+    assert (piece.segments, piece.offsets, piece.heads, piece.rows) == (3, 4, 2, 3)
+
+
+# -- slabs --------------------------------------------------------------------------------------------------------------------
+
+PIECE = plan_pieces(DilatedPattern((11,), (3,)), ((0, 83),), 2, False)[0]  # 7 whole segments
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("limit", [1, 13, 26, 39, 91, 92, 182, 1 << 62])
+def test_slabs_cover_batch_and_segments_once_within_their_limit(batch: int, limit: int) -> None:
+    assert PIECE.segments == 7
+    found: Counter[tuple[int, int]] = Counter()
+    for batches, segments in slabs(PIECE, batch, 13, limit):
+        slab = [(b, s) for b in range(batch)[batches] for s in range(PIECE.segments)[segments]]
+        assert slab
+        assert 13 * len(slab) <= max(limit, 13)
+        found.update(slab)
+    assert found == Counter((b, s) for b in range(batch) for s in range(PIECE.segments))
+
+
+# -- views --------------------------------------------------------------------------------------------------------------------
+
+
+@given(patterns(), st.integers(1, 29), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
+def test_box_is_a_view_of_the_rows_of_its_piece(
+    pattern: DilatedPattern, num_tokens: int, kv_heads: int, group: int, output: bool, strided: bool
+) -> None:
+    shape = (2, num_tokens, kv_heads * group, 3)
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    if strided:  # another storage order, and a storage offset
+        x = torch.stack([x, x], dim=1)[:, 1].transpose(1, 2).contiguous().transpose(1, 2)
+    for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, False):
+        view = box(x, piece, group=group, output=output)
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        softmax = softmaxes(piece)
+        for s in range(piece.segments):
+            for c in range(piece.offsets):
+                for j in range(piece.heads):
+                    head, sources, outputs = next(softmax)
+                    tokens = list(outputs if output else sources)
+                    heads = slice(head * group, (head + 1) * group)
+                    assert torch.equal(view[:, s, c, j], x[:, tokens, heads].transpose(1, 2))
+
+
+def test_fold_is_a_view_where_strides_allow_and_unfold_undoes_it() -> None:
+    x = torch.randn(1, 36, 8, 3)
+    for pattern in (DilatedPattern((12,), (1,)), DilatedPattern((36,), (4,))):  # one offset, one segment
+        (piece,) = plan_pieces(pattern, ((0, 36),), 8, False)
+        rows = box(x, piece)
+        folded = fold(rows, piece.rows)
+        assert folded.shape == (piece.segments * piece.offsets, piece.heads, piece.rows, 3)
+        assert folded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert torch.equal(unfold(folded, rows), rows)
+
+
+def test_fold_fills_the_rows_that_a_slab_lacks() -> None:
+    (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
+    rows = box(torch.randn(2, 36, 8, 3), piece)
+    folded = fold(rows, piece.rows + 2, fill=-5.0)
+    assert folded.shape == (2 * 3 * 4, 2, 5, 3)
+    assert torch.equal(folded[:, :, 3:], torch.full((24, 2, 2, 3), -5.0))
+    assert torch.equal(unfold(folded, rows), rows)

@@ -1,0 +1,137 @@
+"""Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, dilated_attention
+
+PATTERN = DilatedPattern((7, 13), (1, 3))
+
+
+def call(**changes: Any) -> torch.Tensor:
+    """A valid call on 2 rows of 17 tokens, 6 query and 3 key/value heads of 5, with changes."""
+    arguments = {
+        "q": torch.ones(2, 17, 6, 5),
+        "k": torch.ones(2, 17, 3, 5),
+        "v": torch.ones(2, 17, 3, 5),
+        "pattern": PATTERN,
+        **changes,
+    }
+    return dilated_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("pattern"), **arguments)
+
+
+def one_row(cu_seqlens: object) -> dict[str, object]:
+    x = torch.ones(1, 17, 3, 5)
+    return {"q": x, "k": x, "v": x, "cu_seqlens": cu_seqlens}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype, device="meta")
+
+
+def mask(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bool)
+
+
+REFUSED = [
+    # tensors
+    ({"q": [1.0]}, TypeError, r"q must be a tensor, got list"),
+    ({"v": None}, TypeError, r"v must be a tensor, got NoneType"),
+    ({"q": torch.ones(17, 6, 5)}, ValueError, r"q must have shape \(B, N, H, D\), got \(17, 6, 5\)"),
+    ({"k": torch.ones(1, 2, 17, 3, 5)}, ValueError, r"k must have shape \(B, N, H, D\), got \(1, 2, 17, 3, 5\)"),
+    ({"q": torch.ones(2, 17, 6, 5).int()}, TypeError, r"q must be float64, float32, bfloat16 or float16, got torch.int32"),
+    ({"v": torch.ones(2, 17, 3, 5, dtype=torch.complex64)}, TypeError, r"v must be float64, .* got torch.complex64"),
+    ({"k": torch.ones(2, 17, 3, 5).double()}, TypeError, r"k must have the dtype of q=torch.float32, got torch.float64"),
+    ({"v": torch.ones(2, 17, 3, 5).half()}, TypeError, r"v must have the dtype of q=torch.float32, got torch.float16"),
+    ({"k": meta(2, 17, 3, 5)}, ValueError, r"k must be on the device of q=cpu, got meta"),
+    # shapes
+    ({x: torch.ones(2, 0, 3, 5) for x in "qkv"}, ValueError, r"q must have at least one token, .* got shape \(2, 0, 3, 5\)"),
+    ({"q": torch.ones(2, 17, 0, 5)}, ValueError, r"q must have at least one token, head .* got shape \(2, 17, 0, 5\)"),
+    ({x: torch.ones(2, 17, 3, 0) for x in "qkv"}, ValueError, r"q must have .* element per head, got shape \(2, 17, 3, 0\)"),
+    ({"k": torch.ones(1, 17, 3, 5)}, ValueError, r"k must match q in B, N and D, q=\(2, 17, 6, 5\), got \(1, 17, 3, 5\)"),
+    ({"k": torch.ones(2, 16, 3, 5)}, ValueError, r"k must match q in B, N and D, q=\(2, 17, 6, 5\), got \(2, 16, 3, 5\)"),
+    ({"v": torch.ones(2, 17, 3, 4)}, ValueError, r"v must match q in B, N and D, q=\(2, 17, 6, 5\), got \(2, 17, 3, 4\)"),
+    ({"v": torch.ones(2, 17, 2, 5)}, ValueError, r"v must have as many heads as k=3, got 2"),
+    ({x: torch.ones(2, 17, 4, 5) for x in "kv"}, ValueError, r"k must have a number of heads that divides that of q=6, got 4"),
+    ({x: torch.ones(2, 17, 12, 5) for x in "kv"}, ValueError, r"k must have a number of heads that divides that of q=6, got 12"),
+    ({x: torch.ones(2, 17, 0, 5) for x in "kv"}, ValueError, r"k must have a number of heads that divides that of q=6, got 0"),
+    # options
+    ({"pattern": (7, 1)}, TypeError, r"pattern must be a DilatedPattern, got tuple"),
+    ({"is_causal": 1}, TypeError, r"is_causal must be a bool, got 1"),
+    ({"scale": "1"}, TypeError, r"scale must be a number or None, got '1'"),
+    ({"scale": True}, TypeError, r"scale must be a number or None, got True"),
+    ({"scale": float("inf")}, ValueError, r"scale must be finite, got inf"),
+    ({"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+    ({"dropout_p": None}, TypeError, r"dropout_p must be a number, got None"),
+    ({"dropout_p": False}, TypeError, r"dropout_p must be a number, got False"),
+    ({"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+    ({"dropout_p": float("nan")}, ValueError, r"dropout_p must be in \[0, 1\), got nan"),
+    ({"backend": "fast"}, ValueError, r"backend must be one of \('auto', .*\), got 'fast'"),
+    # key_padding_mask
+    ({"key_padding_mask": [[True]]}, TypeError, r"key_padding_mask must be a tensor, got list"),
+    ({"key_padding_mask": torch.ones(2, 17)}, TypeError, r"key_padding_mask must be bool, .* got torch.float32"),
+    ({"key_padding_mask": mask(2, 16)}, ValueError, r"key_padding_mask must have shape \(B, N\)=\(2, 17\), got \(2, 16\)"),
+    ({"key_padding_mask": mask(17)}, ValueError, r"key_padding_mask must have shape \(B, N\)=\(2, 17\), got \(17,\)"),
+    ({"key_padding_mask": meta(2, 17, dtype=torch.bool)}, ValueError, r"key_padding_mask must be on the device of q=cpu, got meta"),
+    # cu_seqlens
+    (one_row([0, 17]), TypeError, r"cu_seqlens must be a tensor, got list"),
+    (one_row(torch.tensor([0.0, 17.0])), TypeError, r"cu_seqlens must be int32 or int64, got torch.float32"),
+    (one_row(torch.tensor([17])), ValueError, r"cu_seqlens must have shape \(num_documents \+ 1,\), got \(1,\)"),
+    (one_row(torch.tensor([[0, 17]])), ValueError, r"cu_seqlens must have shape \(num_documents \+ 1,\), got \(1, 2\)"),
+    ({"cu_seqlens": torch.tensor([0, 17])}, ValueError, r"cu_seqlens must come with q of batch size 1, got batch size 2; pack"),
+    (one_row(torch.tensor([1, 17])), ValueError, r"cu_seqlens must rise from 0 to the number of tokens=17, got \[1, 17\]"),
+    (one_row(torch.tensor([0, 16])), ValueError, r"cu_seqlens must rise from 0 to the number of tokens=17, got \[0, 16\]"),
+    (one_row(torch.tensor([0, 18])), ValueError, r"cu_seqlens must rise from 0 to the number of tokens=17, got \[0, 18\]"),
+    (one_row(torch.tensor([0, 9, 8, 17])), ValueError, r"cu_seqlens must rise .*, got \[0, 9, 8, 17\]"),
+    (one_row(torch.tensor([0, *range(9, 0, -1), 17])), ValueError, r"got \[0, 9, 8, 7, '...', 2, 1, 17\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=[message[:60] for _, _, message in REFUSED])
+def test_attention_rejects(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("borders", [[1, 17], [0, 16], [0, 18], [0, 9, 8, 17]], ids=str)
+def test_attention_rejects_borders_that_do_not_tile_with_every_backend(borders: list[int], backend: str) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to the number of tokens=17, got \["):
+        call(**one_row(torch.tensor(borders)), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {x: torch.ones(1, 1, 1, 1) for x in "qkv"},
+        {x: torch.ones(2, 17, 6, 5) for x in "kv"},
+        {x: torch.ones(2, 17, 1, 5) for x in "kv"},
+        {"is_causal": True},
+        {"scale": None},
+        {"scale": 0},
+        {"scale": -1.5},
+        {"dropout_p": 0},
+        {"dropout_p": 0.999},
+        {"key_padding_mask": mask(2, 17)},
+        one_row(torch.tensor([0, 17])),
+        one_row(torch.tensor([0, 0, 9, 9, 17, 17], dtype=torch.int32)),
+        {"backend": "auto"},
+        {"backend": "sdpa"},
+        {"backend": "reference"},
+    ],
+    ids=lambda changes: ",".join(changes) or "nothing",
+)
+def test_attention_accepts(changes: dict[str, Any]) -> None:
+    out = call(**changes)
+    assert out.shape == changes.get("q", torch.empty(2, 17, 6, 5)).shape
+    assert out.isfinite().all()
+
+
+def test_options_are_keyword_only() -> None:
+    x = torch.ones(1, 17, 3, 5)
+    with pytest.raises(TypeError, match="positional"):
+        dilated_attention(x, x, x, PATTERN, True)  # type: ignore[call-overload]
