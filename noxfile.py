@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import nox
 
 nox.needs_version = ">=2024.4.15"
@@ -10,7 +12,7 @@ nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
 
 TORCH = "2.13.0"  # what development and CI use
-TORCH_VERSIONS = ("2.6.0", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
+TORCH_VERSIONS = ("2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
 
@@ -64,6 +66,16 @@ def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
     _install(session)
     session.run("pytest", "tests/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial."""
+    _install(session)
+    run = os.path.join(session.create_tmp(), "benchmarks.json")
+    options = [argument for argument in session.posargs if argument != "--keep"]
+    session.run("pytest", "benchmarks", f"--benchmark-json={run}", *options)
+    session.run("python", "benchmarks/compare.py", run, *(["--keep"] if "--keep" in session.posargs else []))
 
 
 @nox.session

@@ -16,8 +16,8 @@ NUM_HEADS = 12
 HEAD_DIM = 64
 
 # The shape of LongNet's pattern, small enough that the dense definition fits in memory.
-SMALL_LONGNET = DilatedPattern((32, 64, 128, 256, 512), (1, 2, 4, 6, 12))
-SMALL_TOKENS = 523
+SMALL_LONGNET = DilatedPattern((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))
+SMALL_TOKENS = 263
 
 # Largest error of any element, in units of the standard deviation of the expected values.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.08}
@@ -81,7 +81,7 @@ def assert_rows_match_definition(
     *,
     is_causal: bool = False,
     cu_seqlens: Tensor | None = None,
-    count: int = 48,
+    count: int = 32,
 ) -> None:
     """Some rows of a result of any length equal one softmax over the keys that the definition lists for them."""
     num_tokens = x.q.shape[1]

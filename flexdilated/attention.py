@@ -11,7 +11,7 @@ from torch import Tensor
 from flexdilated import backends, reference
 from flexdilated.backends import Request
 from flexdilated.hardware import detect
-from flexdilated.mixture import mixture
+from flexdilated.mixture import documents, mixture
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["dilated_attention"]
@@ -111,6 +111,7 @@ def dilated_attention(
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backends.choose(backend, request) == "reference":
+        documents(cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
         out, lse = reference.dilated_attention(
             q,
             k,

@@ -23,7 +23,7 @@ from flexdilated.merge import add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
 
-__all__ = ["mixture"]
+__all__ = ["documents", "mixture"]
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a

@@ -28,15 +28,19 @@ def request(**changes: object) -> Request:
 
 def test_auto_takes_the_first_engine_that_can() -> None:
     assert backends.choose("auto", request()) == next(iter(BACKENDS)) == "sdpa"
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert backends.choose("auto", request()) == "reference"
+
+
+def test_auto_never_takes_the_oracle() -> None:
+    assert backends.why_not("reference", request()) is None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(NotImplementedError, match="no backend can run this on cpu: sdpa"):
+        backends.choose("auto", request())
 
 
 def test_auto_gives_every_reason_where_no_engine_can() -> None:
     asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
     with pytest.raises(NotImplementedError, match="no backend can run this on mps: ") as error:
         backends.choose("auto", asked)
-    for name in BACKENDS:
+    for name in backends.AUTO:
         reason = backends.why_not(name, asked)
         assert reason is not None
         assert f"{name}: {reason}" in str(error.value)

@@ -16,11 +16,12 @@ def _reference_why_not(request: Request) -> str | None:
     return None
 
 
-# In order of preference for backend="auto". Each entry says why it cannot run a request, or None.
+# Each entry says why it cannot run a request, or None.
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
     "reference": _reference_why_not,
 }
+AUTO = ("sdpa",)  # in order of preference; the oracle, which takes O(N^2) memory, is never chosen unasked
 
 
 def why_not(backend: str, request: Request) -> str | None:
@@ -42,11 +43,12 @@ def choose(backend: str, request: Request) -> str:
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        for name in BACKENDS:
-            if BACKENDS[name](request) is None:
+        reasons = {name: BACKENDS[name](request) for name in AUTO}
+        for name, reason in reasons.items():
+            if reason is None:
                 return name
-        reasons = "; ".join(f"{name}: {BACKENDS[name](request)}" for name in BACKENDS)
-        raise NotImplementedError(f"no backend can run this on {request.hardware}: {reasons}")
+        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NotImplementedError(f"no backend can run this on {request.hardware}: {said}")
     reason = why_not(backend, request)
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware}: {reason}")

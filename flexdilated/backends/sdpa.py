@@ -410,7 +410,8 @@ def _name(dtype: torch.dtype) -> str:
 
 # In order of preference.
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward),
+    # It sums the key gradients of shared heads in half precision; older ones do not know shared heads.
+    Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward, shares_kv=False),
     Kernel("flash", _flash_why_not, _flash_forward, _flash_backward, head_dim_multiple=8),
     Kernel("cudnn", _cudnn_why_not, _cudnn_forward, _cudnn_backward, head_dim_multiple=8, shares_kv=False),
     Kernel("efficient", _efficient_why_not, _efficient_forward, _efficient_backward, head_dim_multiple=8, shares_kv=False),

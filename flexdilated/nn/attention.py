@@ -105,11 +105,17 @@ class MultiheadDilatedAttention(nn.Module):
         ValueError: If a number does not divide, or a probability is out of range.
     """
 
-    # What nn.TransformerEncoderLayer reads before it takes its fused path: these values send it to `forward`.
+    # What nn.TransformerEncoderLayer and nn.TransformerEncoder read before they take a fused path: these send them to `forward`.
     batch_first = True
     _qkv_same_embed_dim = False
-    in_proj_weight = None
-    in_proj_bias = None
+
+    @property
+    def in_proj_weight(self) -> Tensor:
+        return self.q_proj.weight
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:
+        return self.q_proj.bias
 
     def __init__(
         self,
@@ -130,6 +136,8 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1:
+            raise ValueError(f"embed_dim must be at least 1, got {embed_dim}")
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim={embed_dim}, got {num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -246,7 +254,7 @@ class MultiheadDilatedAttention(nn.Module):
             `out`, the shape of query, and None.
 
         Raises:
-            NotImplementedError: If weights or an arbitrary mask are asked for.
+            NotImplementedError: If weights or an arbitrary mask are asked for, or a tensor is nested.
             ValueError: If a shape is wrong.
         """
         if need_weights:
@@ -254,6 +262,10 @@ class MultiheadDilatedAttention(nn.Module):
         if attn_mask is not None and not is_causal:
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
         for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.is_nested:
+                raise NotImplementedError(
+                    f"{name} must be a dense tensor, got a nested one; build nn.TransformerEncoder with enable_nested_tensor=False"
+                )
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}) or (N, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None and key_padding_mask.is_floating_point():

@@ -154,12 +154,15 @@ class LongNetLM(nn.Module):
         """Write `config.json` and `model.safetensors` into a folder, made if missing; a file is replaced only when complete."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        weights = path / (WEIGHTS_FILE + ".part")
-        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, weights)
-        config = path / (CONFIG_FILE + ".part")
-        config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
-        weights.replace(path / WEIGHTS_FILE)
-        config.replace(path / CONFIG_FILE)
+        weights, config = path / (WEIGHTS_FILE + ".part"), path / (CONFIG_FILE + ".part")
+        try:
+            save_file({name: value.contiguous() for name, value in self.state_dict().items()}, weights)
+            config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+            weights.replace(path / WEIGHTS_FILE)
+            config.replace(path / CONFIG_FILE)
+        finally:
+            weights.unlink(missing_ok=True)
+            config.unlink(missing_ok=True)
 
     @classmethod
     def from_pretrained(
@@ -182,5 +185,5 @@ class LongNetLM(nn.Module):
             if not (path / name).is_file():
                 raise FileNotFoundError(f"folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, no {name} in {path}")
         model = cls(LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text())))
-        model.load_state_dict(load_file(path / WEIGHTS_FILE))
+        model.load_state_dict(load_file(path / WEIGHTS_FILE), assign=True)  # keeps the dtypes of the file
         return model.to(device=device, dtype=dtype).eval()

@@ -12,17 +12,36 @@ from flexdilated.pattern import DilatedPattern
 
 __all__ = ["Rotary", "Rotation", "XPos", "token_positions"]
 
+# Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.
+FLOAT16_LOG_GROWTH = 6.0
+
 
 class Rotation(NamedTuple):
-    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers."""
+    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers.
+
+    `log_growth` bounds the natural log of the largest factor.
+    """
 
     q_cos: Tensor
     q_sin: Tensor
     k_cos: Tensor
     k_sin: Tensor
+    log_growth: float = 0.0
 
     def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned, in their own dtype."""
+        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned in float32 and returned in their own dtype.
+
+        Raises:
+            ValueError: If the rotation is for another number of tokens or head dim, or would leave the range of float16.
+        """
+        expected = (self.q_cos.shape[0], 2 * self.q_cos.shape[2])
+        if (q.shape[1], q.shape[3]) != expected:
+            raise ValueError(f"rotation must be for the N and D of q={(q.shape[1], q.shape[3])}, got {expected}")
+        if q.dtype == torch.float16 and self.log_growth > FLOAT16_LOG_GROWTH:
+            raise ValueError(
+                f"rotation must stay in the range of q.dtype=float16, got factors up to exp({self.log_growth:.0f}); "
+                "use bfloat16, float32, or rotary positions"
+            )
         return _turn(q, self.q_cos, self.q_sin), _turn(k, self.k_cos, self.k_sin)
 
 
@@ -97,15 +116,17 @@ class XPos(Rotary):
             ValueError: If the decay over the reach of the positions leaves float32.
         """
         reach = positions.shape[0] if self.period is None else min(positions.shape[0], self.period)
-        if reach / 2 / self.scale_base * math.log(1.4 / 0.4) > 80.0:
+        log_growth = reach / 2 / self.scale_base * math.log(1.4 / 0.4)
+        if log_growth > 80.0:
             least = math.ceil(reach / 160 * math.log(1.4 / 0.4))
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
-        centred = (positions if self.period is None else positions % self.period) - reach // 2
+        within = positions if self.period is None else positions % self.period
+        centred = within - (within.min() + within.max()) // 2
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
         zeta = (pairs / self.head_dim + 0.4) / 1.4
         decay = (zeta ** (centred.float()[:, None] / self.scale_base))[:, None]
         cos, sin = self._angles(positions)
-        return Rotation(cos * decay, sin * decay, cos / decay, sin / decay)
+        return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale_base={self.scale_base}"
@@ -114,7 +135,7 @@ class XPos(Rotary):
 def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """`(N,)` positions of the tokens, counted from the beginning of their document."""
     positions = torch.arange(num_tokens, device=device)
-    if cu_seqlens is None:
+    if cu_seqlens is None or cu_seqlens.numel() == 0:  # an empty tensor is refused where it is used
         return positions
     starts = cu_seqlens.to(device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

@@ -438,7 +438,6 @@ def test_multihead_in_encoder_layer_trains_all_its_parameters() -> None:
         assert parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.xfail(reason="the encoder's nested-tensor path, chosen at its construction, reads in_proj_weight", strict=True)
 @pytest.mark.parametrize("grad", [False, True])
 def test_multihead_swapped_into_a_built_encoder_evaluates_padded_batches(grad: bool) -> None:
     dense, _ = encoder_layer(False)
