@@ -71,7 +71,7 @@ def train(
     dense_too: Annotated[bool, typer.Option("--dense", help="Then train the same model with dense attention, to compare.")] = False,
     sequence_length: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 4096,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 160,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     segment_lengths: Annotated[str, typer.Option(help="Bytes per segment, one per branch.")] = "256,512,1024,2048,4096",
     dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch.")] = "1,2,4,6,12",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
