@@ -438,17 +438,22 @@ def test_multihead_in_encoder_layer_trains_all_its_parameters() -> None:
         assert parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_multihead_swapped_into_a_built_encoder_evaluates_padded_batches(grad: bool) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_nested(nested: bool) -> None:
     dense, _ = encoder_layer(False)
-    encoder = nn.TransformerEncoder(dense, 2).eval()
+    encoder = nn.TransformerEncoder(dense, 2, enable_nested_tensor=nested).eval()
     x, mask = draw(BATCH, TOKENS, 12), torch.arange(TOKENS) >= torch.tensor([[TOKENS], [17], [19]])
-    plain = nn.TransformerEncoder(dense, 2, enable_nested_tensor=False).eval()
+    expected = nn.TransformerEncoder(dense, 2, enable_nested_tensor=False).eval()(x, src_key_padding_mask=mask)
     for layer in encoder.layers:
         layer.self_attn = MultiheadDilatedAttention.from_torch(layer.self_attn, DENSE)
-    with torch.set_grad_enabled(grad):
-        expected, actual = (module(x, src_key_padding_mask=mask) for module in (plain, encoder))
-    torch.testing.assert_close(actual[~mask], expected[~mask], **EXACT)
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=mask)[~mask], expected[~mask], **EXACT)
+    with torch.no_grad():
+        if nested:  # the encoder decided at its construction to nest what it gives its layers
+            with pytest.raises(NotImplementedError, match="query must be a dense tensor, got a nested one; build"):
+                encoder(x, src_key_padding_mask=mask)
+        else:
+            torch.testing.assert_close(encoder(x, src_key_padding_mask=mask)[~mask], expected[~mask], **EXACT)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------------
