@@ -143,7 +143,9 @@ def _bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
     """`ignored` as an additive mask `(batch, 1, 1, rows)` in the dtype of the queries."""
     if ignored is None:
         return None
-    return torch.zeros_like(ignored, dtype=q.dtype).masked_fill_(ignored, -math.inf)[:, None, None, :]
+    # Contiguous whatever the strides of `ignored`: the CPU kernel of older torch reads a mask as if its last stride were 1.
+    bias = torch.zeros(ignored.shape, dtype=q.dtype, device=q.device)
+    return bias.masked_fill_(ignored, -math.inf)[:, None, None, :]
 
 
 # -- aten's flash attention for CPU -------------------------------------------------------------------------------------------
