@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import backends, reference
-from flexdilated.backends import Request
-from flexdilated.hardware import detect
+from flexdilated.backends.request import request_of
 from flexdilated.mixture import documents, mixture
 from flexdilated.pattern import DilatedPattern
 
@@ -101,14 +100,7 @@ def dilated_attention(
     _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens)
     q, k, v = _autocast(q, k, v)
     _check_dtypes(q, k, v)
-    request = Request(
-        hardware=detect(q.device),
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        group=q.shape[2] // k.shape[2],
-        masked=key_padding_mask is not None,
-        dropout=dropout_p > 0.0,
-    )
+    request = request_of(q, k, key_padding_mask, dropout_p)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backends.choose(backend, request) == "reference":
         documents(cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens

@@ -35,8 +35,7 @@ def detect(device: torch.device | str) -> Hardware:
     """The hardware behind a torch device."""
     device = torch.device(device)
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
+        return _cuda(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _CPU
     return Hardware(device.type)
@@ -53,8 +52,7 @@ def simulate(name: str) -> Hardware:
     match = re.fullmatch(r"sm_(\d+)(\d)", name)
     if match is None:
         raise ValueError(f"name must be 'cpu', 'mps' or a CUDA level like 'sm_80', got {name!r}")
-    capability = int(match[1]), int(match[2])
-    return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
+    return _cuda((int(match[1]), int(match[2])))
 
 
 def recommended_dtype(hardware: Hardware) -> torch.dtype:
@@ -68,6 +66,10 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
     if hardware.capability is not None and hardware.capability >= (7, 0):
         return torch.float16
     return torch.float32
+
+
+def _cuda(capability: tuple[int, int]) -> Hardware:
+    return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
 
 
 def _cpu_has_bfloat16_matmul() -> bool:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.request import Request
+from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options, choose_kernel
-from flexdilated.hardware import detect
 from flexdilated.merge import add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
@@ -91,18 +90,9 @@ class _Run:
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         self.pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), k.shape[2], is_causal)
-        self.kernel: Kernel = choose_kernel(
-            Request(
-                hardware=detect(q.device),
-                dtype=q.dtype,
-                head_dim=q.shape[3],
-                group=self.group,
-                masked=key_padding_mask is not None,
-                dropout=dropout_p > 0.0,
-            )
-        )
+        self.kernel: Kernel = choose_kernel(request_of(q, k, key_padding_mask, dropout_p))
         self._batch = q.shape[0]
-        self._row_bytes = q.shape[2] // k.shape[2] * q.shape[3] * q.element_size()
+        self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = q.device.type == "cpu"
         self._slab_bytes = CPU_SLAB_BYTES if self._packs else WHOLE_PIECE
         # The mask has no heads: every head reads the same column.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from flexdilated.hardware import Hardware
+from flexdilated.hardware import Hardware, detect
 
-__all__ = ["Request"]
+__all__ = ["Request", "request_of"]
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,15 @@ class Request:
     group: int = 1
     masked: bool = False
     dropout: bool = False
+
+
+def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p: float) -> Request:
+    """What a call with these tensors asks: q `(B, N, H, D)`, k `(B, N, Hkv, D)`."""
+    return Request(
+        hardware=detect(q.device),
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        group=q.shape[2] // k.shape[2],
+        masked=key_padding_mask is not None,
+        dropout=dropout_p > 0.0,
+    )
