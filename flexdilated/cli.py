@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -19,6 +19,7 @@ from flexdilated.draw import show
 from flexdilated.hardware import detect, recommended_dtype
 from flexdilated.nn.longnet import LongNetConfig
 from flexdilated.pattern import DilatedPattern
+from flexdilated.refusal import refuse
 from flexdilated.train import (
     BYTES,
     CHECKPOINT_FILE,
@@ -129,11 +130,11 @@ def train(
         }
         _finish(trainers, corpus, output, console)
     except (UserError, ValueError, TypeError) as error:
-        _fail(error)
+        refuse(error)
     except RuntimeError as error:
         if not compiled or "compiler" not in str(error).lower():
             raise
-        _fail(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
+        refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
 
 
 def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
@@ -222,8 +223,3 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(f"{option} must be integers joined by commas, got {text!r}") from None
-
-
-def _fail(message: object) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)

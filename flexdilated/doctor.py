@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,6 +26,7 @@ from flexdilated.backends import BACKENDS, Request, why_not
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.hardware import Hardware, detect, recommended_dtype
 from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
+from flexdilated.refusal import refuse
 
 __all__ = ["doctor"]
 
@@ -171,7 +172,7 @@ def _check_device(name: str) -> None:
     try:
         torch.ones(1, device=torch.device(name)).item()
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch's word for a build without CUDA
-        _refuse(f"--device must be a device that torch can use here, got '{name}': {_first_line(error)}")
+        refuse(f"--device must be a device that torch can use here, got '{name}': {_first_line(error)}")
 
 
 def _machine(device: str, hardware: Hardware) -> dict[str, Any]:
@@ -480,8 +481,3 @@ def _finite(error: float) -> float | None:
 
 def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)

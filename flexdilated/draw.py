@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated.pattern import DilatedPattern
+from flexdilated.refusal import refuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,20 +104,20 @@ def show(
 ) -> None:
     """Draw who attends to whom: one panel per head, queries down, keys across, coloured by how many branches join the pair."""
     if output is not None and output.suffix.lower() != ".png":
-        _refuse(f"--output must end in .png, got '{output}'")
+        refuse(f"--output must end in .png, got '{output}'")
     if not 1 <= num_heads <= MAX_HEADS:
-        _refuse(f"--num-heads must be in [1, {MAX_HEADS}], got {num_heads}")
+        refuse(f"--num-heads must be in [1, {MAX_HEADS}], got {num_heads}")
     try:
         pattern = _pattern(segment_lengths, dilation_rates, preset)
         pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
     except (TypeError, ValueError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     num_tokens = _num_tokens(tokens, pattern, preset)
     name = None if preset is None else f"{_NAMES[preset]} in miniature, segment lengths / {MINIATURES[preset][0]}"
     if output is None:
         console = Console()
         if console.is_terminal and num_tokens > console.width:
-            _refuse(
+            refuse(
                 f"--tokens must be at most the terminal's width={console.width}, got {num_tokens}; or name a picture with --output"
             )
         _print(console, pattern, num_tokens, num_heads, is_causal=causal, name=name)
@@ -384,7 +385,7 @@ def _save(figure: Figure, output: Path) -> None:
             figure.savefig(file, format="png")
         partial.replace(output)
     except OSError as error:
-        _refuse(f"--output must be a file that can be written, got '{output}': {error.strerror or error}")
+        refuse(f"--output must be a file that can be written, got '{output}': {error.strerror or error}")
     finally:
         with suppress(OSError):  # there is none after the rename, or where the folder is none
             partial.unlink()
@@ -398,7 +399,7 @@ def _pattern(segment_lengths: str | None, dilation_rates: str | None, preset: Pr
         )
     for option, value in (("--segment-lengths", segment_lengths), ("--dilation-rates", dilation_rates)):
         if value is not None:
-            _refuse(f"{option} must not be given with --preset={preset.value}, got {value}")
+            refuse(f"{option} must not be given with --preset={preset.value}, got {value}")
     published = DilatedPattern.longnet() if preset is Preset.LONGNET else DilatedPattern.gigapath()
     divisor = MINIATURES[preset][0]
     return DilatedPattern(tuple(length // divisor for length in published.segment_lengths), published.dilation_rates)
@@ -408,7 +409,7 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        _refuse(f"{option} must be integers separated by commas, got '{text}'")
+        refuse(f"{option} must be integers separated by commas, got '{text}'")
 
 
 def _num_tokens(tokens: int | None, pattern: DilatedPattern, preset: Preset | None) -> int:
@@ -421,9 +422,4 @@ def _num_tokens(tokens: int | None, pattern: DilatedPattern, preset: Preset | No
     advice = ""
     if tokens > MAX_TOKENS:
         advice = "; divide all segment lengths and the tokens by one number, which keeps the shape"
-    _refuse(f"--tokens must be in [1, {MAX_TOKENS}], got {tokens}{source}{advice}")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(2)
+    refuse(f"--tokens must be in [1, {MAX_TOKENS}], got {tokens}{source}{advice}")
