@@ -70,14 +70,8 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of `(N,)` positions."""
-        cos, sin = self._angles(positions)
+        cos, sin = _angles(positions, self.head_dim, self.base)
         return Rotation(cos, sin, cos, sin)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
-        pairs = torch.arange(0, self.head_dim, 2, dtype=exact, device=positions.device)
-        angle = positions.to(exact)[:, None] * self.base ** (-pairs / self.head_dim)
-        return torch.cos(angle).float()[:, None], torch.sin(angle).float()[:, None]
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"
@@ -122,10 +116,8 @@ class XPos(Rotary):
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
         centred = within - (within.min() + within.max()) // 2
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
-        zeta = (pairs / self.head_dim + 0.4) / 1.4
-        decay = (zeta ** (centred.float()[:, None] / self.scale_base))[:, None]
-        cos, sin = self._angles(positions)
+        cos, sin = _angles(positions, self.head_dim, self.base)
+        decay = _decay(centred, self.head_dim, self.scale_base)
         return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
 
     def extra_repr(self) -> str:
@@ -144,3 +136,35 @@ def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.de
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+# Opaque operators: inductor would otherwise inline these tables where they are read, and compute a cosine for every element of
+# every head of every layer, forward and backward (a ninth of a small model's training step).
+
+
+@torch.library.custom_op("flexdilated::rotary_angles", mutates_args=())
+def _angles(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, `(N, 1, D / 2)` float32, of `positions` `(N,)` times the wavelengths."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
+    pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
+    angle = positions.to(exact)[:, None] * base ** (-pairs / head_dim)
+    return torch.cos(angle).float()[:, None], torch.sin(angle).float()[:, None]
+
+
+@torch.library.custom_op("flexdilated::xpos_decay", mutates_args=())
+def _decay(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
+    """`zeta ** (positions / scale_base)`, `(N, 1, D / 2)` float32."""
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    zeta = (pairs / head_dim + 0.4) / 1.4
+    return (zeta ** (positions.float()[:, None] / scale_base))[:, None]
+
+
+@_angles.register_fake
+def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    shape = (positions.shape[0], 1, head_dim // 2)
+    return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
+
+
+@_decay.register_fake
+def _(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
+    return positions.new_empty((positions.shape[0], 1, head_dim // 2), dtype=torch.float32)
