@@ -1,6 +1,9 @@
 """Dilated attention (LongNet) for PyTorch: exact, differentiable, on any device."""
 
 from flexdilated.attention import dilated_attention as dilated_attention
+from flexdilated.masks import create_dilated_block_mask as create_dilated_block_mask
+from flexdilated.masks import dilated_mask_mod as dilated_mask_mod
+from flexdilated.masks import dilated_score_mod as dilated_score_mod
 from flexdilated.nn import DilatedAttention as DilatedAttention
 from flexdilated.nn import LongNetConfig as LongNetConfig
 from flexdilated.nn import LongNetLM as LongNetLM

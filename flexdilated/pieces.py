@@ -39,6 +39,12 @@ class Piece(NamedTuple):
     zero_keys: int  # zero keys that take part in every softmax, beside `zero_row`
     tiles: bool  # belongs to the pieces that come first and, together, hold every position of every head once
 
+    @property
+    def holds_tokens_alone(self) -> bool:
+        """Whether it is attention among tokens at their own positions, without torchscale's zero keys and shifts."""
+        moved = self.out_token != self.token or (self.segments > 1 and self.out_segment_stride != self.segment_stride)
+        return not (self.zero_keys or self.zero_row or moved)
+
 
 class _Rows(NamedTuple):
     """Segments of one branch and offset that look alike."""

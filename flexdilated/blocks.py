@@ -1,0 +1,214 @@
+"""The blocks of a pattern that hold a joined pair, in closed form: what a BlockMask lists, without ever looking at pairs.
+
+Rows are the blocks of one side (queries, say), columns those of the other. A branch joins a row block and a column block inside a
+segment that both touch and where both hold a kept position. Segments and kept positions are arithmetic progressions, so every row's
+columns come as a few runs of consecutive blocks, and the union over branches is a union of intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["BlockLists", "HeadBranch", "block_lists", "head_branches"]
+
+Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
+
+
+class HeadBranch(NamedTuple):
+    """One branch as one head keeps it."""
+
+    length: int
+    rate: int
+    offset: int
+
+
+class BlockLists(NamedTuple):
+    """Per row block: how many column blocks it joins in part and in full, and which, ascending, padded with 0 on the right."""
+
+    partial_counts: Tensor  # (rows,)
+    partial_indices: Tensor  # (rows, most partial blocks of a row, at least 1)
+    full_counts: Tensor
+    full_indices: Tensor
+
+
+def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
+    """The distinct branches that a key/value head runs, segments cut to the sequence."""
+    found = {
+        HeadBranch(min(length, seq_len), rate, pattern.offset(i, head, num_heads))
+        for i, (length, rate) in enumerate(pattern.branches)
+        if head in pattern.head_range(i, num_heads)
+    }
+    return tuple(sorted(found))
+
+
+def block_lists(branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order) -> BlockLists:
+    """The blocks that the branches of one head join, int32 on the CPU.
+
+    A block is full when it lies inside the sequence as a whole and all of its pairs are joined.
+
+    Args:
+        branches: What the head keeps.
+        seq_len: Tokens of both sides.
+        row_size: Tokens per row block.
+        column_size: Tokens per column block.
+        order: Which columns a row may see.
+    """
+    rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
+    runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
+    if not runs:
+        none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
+        return BlockLists(none, empty, none, empty)
+    row, first, last = (torch.cat(parts) for parts in zip(*runs))
+    row, first, last = _union(row, first, last, columns)
+    row, column = _expand(row, first, last)
+
+    full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
+    full = (column >= full_first[row]) & (column <= full_last[row])
+    for i in _completed(branches, seq_len, row_size, column_size, order, row, column, full):
+        full[i] = True
+    return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
+
+
+def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """`(row block, first column block, last column block)` of one branch; every block of a run is joined."""
+    length, rate, offset = branch
+    starts = torch.arange(0, seq_len, row_size)
+    ends = (starts + row_size).clamp(max=seq_len)
+    first_segment = starts // length
+    touched = (ends - 1) // length - first_segment + 1
+    row = torch.repeat_interleave(touched)
+    segment = first_segment[row] + _within(touched)
+
+    lattice = segment * length + offset  # the first kept position of the segment, if the segment reaches it
+    segment_end = ((segment + 1) * length).clamp(max=seq_len)
+    row_start, row_end = torch.maximum(starts[row], segment * length), torch.minimum(ends[row], segment_end)
+    first_kept = lattice + _ceil_div((row_start - lattice).clamp(min=0), rate) * rate
+    last_kept = lattice + (row_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
+    column_first = first_kept if order == "after" else lattice
+    column_last = last_kept if order == "before" else lattice + (segment_end - 1 - lattice).div(rate, rounding_mode="floor") * rate
+    holds = first_kept < row_end
+    row, column_first, column_last = row[holds], column_first[holds], column_last[holds]
+    if rate <= column_size:  # no block between the first and the last is without a kept position
+        return row, column_first // column_size, column_last // column_size
+    kept = (column_last - column_first) // rate + 1
+    entry = torch.repeat_interleave(kept)
+    column = (column_first[entry] + _within(kept) * rate) // column_size
+    return row[entry], column, column
+
+
+def _union(row: Tensor, first: Tensor, last: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same blocks as disjoint runs in ascending order: all rows are laid out on one line, with a gap between them."""
+    pitch = columns + 1
+    start, order = torch.sort(row * pitch + first)
+    end = torch.cummax((row * pitch + last)[order], dim=0).values
+    begins = torch.ones_like(start, dtype=torch.bool)
+    begins[1:] = start[1:] > end[:-1] + 1
+    closes = torch.ones_like(begins)
+    closes[:-1] = begins[1:]
+    start, end = start[begins], end[closes]
+    return start // pitch, start % pitch, end % pitch
+
+
+def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs as single blocks."""
+    sizes = last - first + 1
+    run = torch.repeat_interleave(sizes)
+    return row[run], first[run] + _within(sizes)
+
+
+def _full_columns(
+    branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order
+) -> tuple[Tensor, Tensor]:
+    """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
+
+    A pair is joined by such a branch when no border of its segments lies between the two. Of all pairs with the column below the
+    row the widest decides, and likewise above.
+    """
+    first_token = torch.arange(0, seq_len, row_size)
+    last_token = first_token + row_size - 1
+    lengths = [branch.length for branch in branches if branch.rate == 1]
+    if not lengths:
+        return torch.ones_like(first_token), torch.zeros_like(first_token)
+    reach_down = torch.stack([last_token // w * w for w in lengths]).amin(dim=0)
+    reach_up = torch.stack([(first_token // w + 1) * w for w in lengths]).amax(dim=0).clamp(max=seq_len)
+    if order == "before":
+        reach_up = torch.minimum(reach_up, first_token + 1)
+    if order == "after":
+        reach_down = torch.maximum(reach_down, last_token)
+    first, last = _ceil_div(reach_down, column_size), reach_up // column_size - 1
+    return first, torch.where(last_token < seq_len, last, -1)
+
+
+def _completed(
+    branches: tuple[HeadBranch, ...],
+    seq_len: int,
+    row_size: int,
+    column_size: int,
+    order: Order,
+    row: Tensor,
+    column: Tensor,
+    full: Tensor,
+) -> Iterator[int]:
+    """Blocks that are full only because a dilated branch joins the few pairs that those of rate 1 leave.
+
+    Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
+    or, when all borders of the longest are borders of the others too, at least a row, a column or a pair of neighbours: too much for
+    the dilated ones unless every distance in a whole run has one of their rates for a divisor. Only where neither argument settles
+    it are blocks looked at.
+    """
+    lengths = sorted({branch.length for branch in branches if branch.rate == 1})
+    rates = {branch.rate for branch in branches if branch.rate > 1}
+    prime = [r for r in rates if not any(r % other == 0 for other in rates - {r})]
+    run = min(row_size, column_size)
+    nested = all(lengths[-1] % w == 0 for w in lengths)
+    if not prime or (nested and sum(ceil(run / r) for r in prime) < run):
+        return
+    inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
+    candidates = inside.nonzero()[:, 0]
+    # The corner that lies farthest apart first: few blocks survive it.
+    for i, j in ((-1, 0), (-2, 0), (-1, 1), (0, -1), (0, 0)):
+        x = row[candidates] * row_size + i % row_size
+        y = column[candidates] * column_size + j % column_size
+        candidates = candidates[_joined(branches, x, y, order)]
+    x = torch.arange(row_size)[:, None]
+    y = torch.arange(column_size)
+    for i in candidates.tolist():
+        if bool(_joined(branches, row[i] * row_size + x, column[i] * column_size + y, order).all()):
+            yield i
+
+
+def _joined(branches: tuple[HeadBranch, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:
+    """Whether pairs of positions are joined, by the definition."""
+    joined = torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.bool)
+    for length, rate, offset in branches:
+        kept = ((p % length) % rate == offset for p in (x, y))
+        joined |= (x // length == y // length) & next(kept) & next(kept)
+    if order == "before":
+        return joined & (y <= x)
+    return joined & (y >= x) if order == "after" else joined
+
+
+def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Counts and left-aligned indices of blocks that are sorted by row."""
+    counts = torch.bincount(row, minlength=rows)
+    indices = torch.zeros(rows, max(1, int(counts.max())), dtype=torch.int32)
+    indices[row, _within(counts)] = column.int()
+    return counts.int(), indices
+
+
+def _within(counts: Tensor) -> Tensor:
+    """`0 .. n - 1` for every n of counts, one after another."""
+    ends = counts.cumsum(dim=0)
+    total = int(ends[-1]) if counts.numel() else 0
+    return torch.arange(total) - torch.repeat_interleave(ends - counts, counts)
+
+
+def _ceil_div(a: Tensor, b: int) -> Tensor:
+    return -(-a).div(b, rounding_mode="floor")

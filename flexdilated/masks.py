@@ -1,0 +1,285 @@
+"""A pattern as FlexAttention parts: `mask_mod`, `score_mod` and `BlockMask`, for models that call `flex_attention` themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import plan_pieces
+
+__all__ = ["MaskMod", "ScoreMod", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def dilated_mask_mod(
+    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
+) -> MaskMod:
+    """`mask_mod(b, h, q_idx, kv_idx)`: whether at least one branch joins the pair.
+
+    With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
+    included. It composes with `and_masks`, `or_masks` and other score functions.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_heads: Query heads.
+        seq_len: Tokens; queries and keys have the same positions.
+        is_causal: Whether a query sees only keys at its own position and before.
+        num_kv_heads: Key/value heads under grouped-query attention: the rules of the pattern apply to them. Default: `num_heads`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is below 1, or `num_kv_heads` does not divide `num_heads`.
+        NotImplementedError: If torchscale's zero keys take part at this length: they are no pair of tokens.
+    """
+    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    return _mask_mod(pattern, num_heads, num_kv_heads, is_causal)
+
+
+def dilated_score_mod(
+    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
+) -> ScoreMod:
+    """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
+
+    In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
+    is exact even without the mask; the mask is what saves the work.
+
+    Args:
+        pattern: As in `dilated_mask_mod`.
+        num_heads: As in `dilated_mask_mod`.
+        seq_len: As in `dilated_mask_mod`.
+        is_causal: As in `dilated_mask_mod`.
+        num_kv_heads: As in `dilated_mask_mod`.
+
+    Raises:
+        TypeError: As `dilated_mask_mod`.
+        ValueError: As `dilated_mask_mod`.
+        NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
+            score function.
+    """
+    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
+        raise NotImplementedError(
+            "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
+            "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
+        )
+    return _score_mod(pattern, num_heads, num_kv_heads, is_causal)
+
+
+def create_dilated_block_mask(
+    pattern: DilatedPattern,
+    num_heads: int,
+    *,
+    seq_len: int,
+    is_causal: bool = False,
+    device: torch.device | str,
+    BLOCK_SIZE: int | tuple[int, int] = 128,  # noqa: N803  torch's name
+    num_kv_heads: int | None = None,
+) -> BlockMask:
+    """The `BlockMask` of `dilated_mask_mod`, of shape `(1, num_heads, seq_len, seq_len)`, built in closed form.
+
+    It lists exactly the partial and full blocks that `torch.nn.attention.flex_attention.create_block_mask` finds by looking at all
+    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as the fullest row. Results are cached: do
+    not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
+
+    Args:
+        pattern: As in `dilated_mask_mod`.
+        num_heads: As in `dilated_mask_mod`.
+        seq_len: As in `dilated_mask_mod`.
+        is_causal: As in `dilated_mask_mod`.
+        device: Where the lists live: that of q, k and v.
+        BLOCK_SIZE: Tokens per block, or `(query tokens, key tokens)` per block.
+        num_kv_heads: As in `dilated_mask_mod`.
+
+    Raises:
+        TypeError: As `dilated_mask_mod`.
+        ValueError: As `dilated_mask_mod`, or if a block size is below 1.
+        NotImplementedError: As `dilated_mask_mod`.
+    """
+    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    sizes = _block_sizes(BLOCK_SIZE)
+    device = torch.empty(0, device=device).device  # with its index
+    return _block_mask(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, sizes)
+
+
+# -- the functions ------------------------------------------------------------------------------------------------------------
+
+_Rule = tuple[int, int, int, int, int]
+
+
+@lru_cache(maxsize=128)
+def _mask_mod(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
+    rules, group = _rules(pattern, num_kv_heads), num_heads // num_kv_heads
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        joined = _joins(rules[0], h // group, q_idx, kv_idx)
+        for rule in rules[1:]:
+            joined = joined | _joins(rule, h // group, q_idx, kv_idx)
+        return joined & (q_idx >= kv_idx) if is_causal else joined
+
+    mask_mod.__name__ = f"dilated_mask_mod_{_label(pattern, is_causal)}"
+    return mask_mod
+
+
+@lru_cache(maxsize=128)
+def _score_mod(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> ScoreMod:
+    rules, group = _rules(pattern, num_kv_heads), num_heads // num_kv_heads
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        count = _joins(rules[0], h // group, q_idx, kv_idx).to(score.dtype)
+        for rule in rules[1:]:
+            count = count + _joins(rule, h // group, q_idx, kv_idx).to(score.dtype)
+        score = score + torch.log(count)
+        return torch.where(q_idx >= kv_idx, score, -math.inf) if is_causal else score
+
+    score_mod.__name__ = f"dilated_score_mod_{_label(pattern, is_causal)}"
+    return score_mod
+
+
+def _rules(pattern: DilatedPattern, num_heads: int) -> tuple[_Rule, ...]:
+    """Per branch that has heads: length, rate, its first and last head, and how offsets follow from heads.
+
+    The last number is, if positive, how many heads share an offset (blocked); 0 for `h % r`; if negative, -1 - the offset.
+    """
+    rules = []
+    for i, (length, rate) in enumerate(pattern.branches):
+        heads = pattern.head_range(i, num_heads)
+        if not heads:
+            continue
+        sharing = -(-num_heads // rate) if pattern.offsets == "blocked" else 0
+        if pattern.heads == "grouped":
+            sharing = -1 - i % rate
+        everyone = len(heads) == num_heads
+        rules.append((length, rate, 0 if everyone else heads.start, -1 if everyone else heads.stop, sharing))
+    return tuple(rules)
+
+
+def _joins(rule: _Rule, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    length, rate, first_head, stop_head, sharing = rule
+    joined = q_idx // length == kv_idx // length
+    if rate > 1:
+        offset = h // sharing if sharing > 0 else h % rate if sharing == 0 else -1 - sharing
+        joined = joined & ((q_idx % length) % rate == offset) & ((kv_idx % length) % rate == offset)
+    if stop_head >= 0:
+        joined = joined & (h >= first_head) & (h < stop_head)
+    return joined
+
+
+def _label(pattern: DilatedPattern, is_causal: bool) -> str:
+    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.branches)
+    rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
+    return f"{branches}_{rule}{'_causal' if is_causal else ''}"
+
+
+# -- the block mask -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _block_mask(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int,
+    is_causal: bool,
+    device: torch.device,
+    sizes: tuple[int, int],
+) -> BlockMask:
+    classes: dict[tuple[HeadBranch, ...], int] = {}
+    kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
+    of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
+
+    def side(row_size: int, column_size: int, order: Order) -> BlockLists:
+        found = [block_lists(branches, seq_len, row_size, column_size, order) for branches in classes]
+        columns = -(-seq_len // column_size)
+        return BlockLists(*(_by_head(parts, of_head, columns, device) for parts in zip(*found)))
+
+    kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
+    symmetric = not is_causal and sizes[0] == sizes[1]
+    q = kv if symmetric else side(sizes[1], sizes[0], "after" if is_causal else "any")
+    return BlockMask(
+        seq_lengths=(seq_len, seq_len),
+        kv_num_blocks=kv.partial_counts,
+        kv_indices=kv.partial_indices,
+        full_kv_num_blocks=kv.full_counts,
+        full_kv_indices=kv.full_indices,
+        q_num_blocks=q.partial_counts,
+        q_indices=q.partial_indices,
+        full_q_num_blocks=q.full_counts,
+        full_q_indices=q.full_indices,
+        BLOCK_SIZE=sizes,
+        mask_mod=_mask_mod(pattern, num_heads, num_kv_heads, is_causal),
+    )
+
+
+def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device: torch.device) -> Tensor:
+    """The lists of the distinct heads as one tensor `(1, heads, ...)`; heads that are all alike share memory."""
+    if parts[0].dim() == 1:
+        stacked = torch.stack(parts)
+    else:
+        width = max(part.shape[1] for part in parts)
+        stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    alike = len(parts) == 1
+    lists = (stacked if alike else stacked[torch.tensor(of_head)]).to(device)
+    if lists.dim() == 3 and device.type == "cpu" and lists.shape[2] < columns:
+        lists = _full_width(lists, columns)
+    return lists[None].expand(-1, len(of_head), *lists.shape[1:]) if alike else lists[None]
+
+
+def _full_width(lists: Tensor, columns: int) -> Tensor:
+    """`(heads, rows, columns)` over the memory of narrow lists: rows overlap, and what follows a row's own blocks is never read.
+
+    The CPU lowering of flex_attention insists on lists as wide as the sequence has blocks.
+    """
+    heads, rows, width = lists.shape
+    flat = torch.cat([lists.flatten(), lists.new_zeros(columns - width)])
+    return flat.as_strided((heads, rows, columns), (rows * width, width, 1))
+
+
+# -- checks -------------------------------------------------------------------------------------------------------------------
+
+
+def _checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bool, num_kv_heads: int | None) -> int:
+    """The number of key/value heads, after all arguments have been looked at."""
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, value in (("num_heads", num_heads), ("seq_len", seq_len), ("num_kv_heads", kv_heads)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
+    return kv_heads
+
+
+def _refuse_zero_keys(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
+    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal) if pattern.zero_padding else ()
+    if not all(piece.holds_tokens_alone for piece in pieces):
+        raise NotImplementedError(
+            f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
+            f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "
+            "dataclasses.replace(pattern, zero_padding=False)"
+        )
+
+
+def _block_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
+    sizes = size if isinstance(size, tuple) else (size, size)
+    if len(sizes) != 2 or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
+        raise TypeError(f"BLOCK_SIZE must be an integer or a pair of them, got {size!r}")
+    if min(sizes) < 1:
+        raise ValueError(f"BLOCK_SIZE must be at least 1, got {size}")
+    return sizes
