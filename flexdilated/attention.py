@@ -10,7 +10,9 @@ from torch import Tensor
 
 from flexdilated import backends, reference
 from flexdilated.backends.request import request_of
+from flexdilated.materialised import materialised
 from flexdilated.mixture import documents, mixture
+from flexdilated.mods import MaskMod, ScoreMod, check_mods
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["dilated_attention"]
@@ -30,6 +32,8 @@ def dilated_attention(
     dropout_p: float = ...,
     key_padding_mask: Tensor | None = ...,
     cu_seqlens: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -45,6 +49,8 @@ def dilated_attention(
     dropout_p: float = ...,
     key_padding_mask: Tensor | None = ...,
     cu_seqlens: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
+    mask_mod: MaskMod | None = ...,
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -59,6 +65,8 @@ def dilated_attention(
     dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -85,6 +93,10 @@ def dilated_attention(
             hold, NaN included, has no effect.
         cu_seqlens: `(num_documents + 1,)` int32 or int64, for `B = 1`: documents packed one after another begin and end at these
             tokens. Each is computed exactly as if it were alone: segments and offsets start anew. Reading it waits for the device.
+        score_mod: FlexAttention's score function, `(score, b, h, q_idx, kv_idx)` to a score: pointwise, in the positions of the
+            tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
+        mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
+            from the pattern.
         backend: `"auto"`, or the name of an engine: `"sdpa"`, `"reference"`. A named engine runs or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
 
@@ -100,7 +112,10 @@ def dilated_attention(
     _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens)
     q, k, v = _autocast(q, k, v)
     _check_dtypes(q, k, v)
-    request = request_of(q, k, key_padding_mask, dropout_p)
+    modified = score_mod is not None or mask_mod is not None
+    if modified:
+        check_mods(score_mod, mask_mod, q)
+    request = request_of(q, k, key_padding_mask, dropout_p, modified=modified)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backends.choose(backend, request) == "reference":
         documents(cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
@@ -113,8 +128,24 @@ def dilated_attention(
             scale=scale,
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
         )
         out, lse = out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    elif modified:
+        out, lse = materialised(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+        )
     else:
         out, lse = mixture(
             q,

@@ -159,7 +159,7 @@ def _completed(
     """Blocks that are full only because a dilated branch joins the few pairs that those of rate 1 leave.
 
     Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
-    or, when all borders of the longest are borders of the others too, at least a row, a column or a pair of neighbours: too much for
+    or, when all borders of the longest are borders of the others, at least a row, a column or a pair of neighbours: too much for
     the dilated ones unless every distance in a whole run has one of their rates for a divisor. Only where neither argument settles
     it are blocks looked at.
     """

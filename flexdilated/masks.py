@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import plan_pieces
 
-__all__ = ["MaskMod", "ScoreMod", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+__all__ = ["create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
 
 
 def dilated_mask_mod(
@@ -42,7 +40,7 @@ def dilated_mask_mod(
     """
     num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
-    return _mask_mod(pattern, num_heads, num_kv_heads, is_causal)
+    return _uncached(_mask_mod)(pattern, num_heads, num_kv_heads, is_causal)
 
 
 def dilated_score_mod(
@@ -73,7 +71,7 @@ def dilated_score_mod(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
-    return _score_mod(pattern, num_heads, num_kv_heads, is_causal)
+    return _uncached(_score_mod)(pattern, num_heads, num_kv_heads, is_causal)
 
 
 def create_dilated_block_mask(
@@ -111,6 +109,11 @@ def create_dilated_block_mask(
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
     return _block_mask(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, sizes)
+
+
+def _uncached(function: Any) -> Any:
+    """A cached function as the compiler may trace it: without its cache, which it warns about."""
+    return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
 # -- the functions ------------------------------------------------------------------------------------------------------------
@@ -267,8 +270,11 @@ def _checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: b
 
 
 def _refuse_zero_keys(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
-    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal) if pattern.zero_padding else ()
-    if not all(piece.holds_tokens_alone for piece in pieces):
+    if not pattern.zero_padding:
+        return
+    shifted = any(length < seq_len and length % rate for length, rate in pattern.branches)
+    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)
+    if shifted or not all(piece.holds_tokens_alone for piece in pieces):
         raise NotImplementedError(
             f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
             f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "

@@ -57,7 +57,6 @@ class _Rows(NamedTuple):
     zero_keys: int
 
 
-@lru_cache(maxsize=64)
 def plan_pieces(
     pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool
 ) -> tuple[Piece, ...]:
@@ -71,6 +70,12 @@ def plan_pieces(
         num_heads: Key/value heads.
         is_causal: Zero keys lie behind every real query, so a causal pattern has none.
     """
+    plan = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan  # the tracer warns about caches
+    return plan(pattern, documents, num_heads, is_causal)
+
+
+@lru_cache(maxsize=64)
+def _plan(pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool) -> tuple[Piece, ...]:
     everything = [i for i, rate in enumerate(pattern.dilation_rates) if rate == 1 and pattern.heads == "all"][:1]
     order = everything + [i for i in range(len(pattern.branches)) if i not in everything]
     return tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["dilated_attention"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def dilated_attention(
@@ -23,6 +27,8 @@ def dilated_attention(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of dilated attention by the definition, differentiable by autograd.
 
@@ -39,9 +45,14 @@ def dilated_attention(
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         key_padding_mask: `(B, N)` bool, True where a key is ignored.
         cu_seqlens: `(num_documents + 1,)` integers, the borders of packed documents; each is computed as if alone.
+        score_mod: `(score, b, h, q_idx, kv_idx)` to the score, in positions of the whole sequence; called with all pairs at once.
+        mask_mod: `(b, h, q_idx, kv_idx)` to whether the query sees the key.
 
     Returns:
         `out` `(B, N, H, D)` and `lse` `(B, H, N)`, natural log, both float64.
+
+    Raises:
+        NotImplementedError: If zero keys take part under a score or mask function: they have no position.
     """
     num_tokens, head_dim = q.shape[1], q.shape[3]
     group = q.shape[2] // k.shape[2]
@@ -56,7 +67,7 @@ def dilated_attention(
         if a == b:
             continue
         parts = [
-            _branch(q[:, a:b], k[:, a:b], v[:, a:b], ignored[:, a:b], pattern, i, group, is_causal, scale)
+            _branch(q[:, a:b], k[:, a:b], v[:, a:b], ignored[:, a:b], pattern, i, group, is_causal, scale, a, score_mod, mask_mod)
             for i in range(len(pattern.branches))
         ]
         out, lse = _mix(parts, detach_weights=pattern.detach_weights)
@@ -75,8 +86,11 @@ def _branch(
     group: int,
     is_causal: bool,
     scale: float,
+    start: int,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
 ) -> tuple[Tensor, Tensor]:
-    """One branch over one document: `out` `(B, N, H, D)`, `lse` `(B, H, N)`."""
+    """One branch over one document, which begins at token `start`: `out` `(B, N, H, D)`, `lse` `(B, H, N)`."""
     num_tokens, num_heads = q.shape[1], q.shape[2]
     source, segment = _rows(pattern, branch, num_tokens)
     rows = torch.tensor(source, device=q.device)
@@ -94,8 +108,18 @@ def _branch(
     if is_causal:
         joined &= p[None, :] <= p[:, None]
     visible = joined[None] & ~ignored[:, None, None, :]  # (B, H, N, N)
+    tokens_alone = source[:num_tokens] == list(range(num_tokens)) and not joined[:, :num_tokens, num_tokens:].any()
+    if (score_mod or mask_mod) and not tokens_alone:
+        raise NotImplementedError("score_mod and mask_mod must come without zero keys, got zero_padding=True")
 
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    b, h = torch.arange(q.shape[0], device=q.device)[:, None, None, None], torch.arange(num_heads, device=q.device)[:, None, None]
+    position = start + p.clamp(max=num_tokens - 1)  # rows of zeros have none, and nobody sees them here
+    if score_mod is not None:
+        scores = score_mod(scores, b, h, position[:, None], position)
+    if mask_mod is not None:
+        visible = visible & mask_mod(b, h, position[:, None], position)
+    visible = visible & (scores != -math.inf)
     reached = visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(~reached, 0.0)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(~reached[..., 0], -math.inf)

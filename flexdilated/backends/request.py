@@ -23,6 +23,7 @@ class Request:
         group: Query heads per key/value head.
         masked: Whether a key padding mask is given.
         dropout: Whether attention dropout is active.
+        modified: Whether a score or mask function is given.
     """
 
     hardware: Hardware
@@ -31,9 +32,10 @@ class Request:
     group: int = 1
     masked: bool = False
     dropout: bool = False
+    modified: bool = False
 
 
-def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p: float) -> Request:
+def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p: float, *, modified: bool = False) -> Request:
     """What a call with these tensors asks: q `(B, N, H, D)`, k `(B, N, Hkv, D)`."""
     return Request(
         hardware=detect(q.device),
@@ -42,4 +44,5 @@ def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p:
         group=q.shape[2] // k.shape[2],
         masked=key_padding_mask is not None,
         dropout=dropout_p > 0.0,
+        modified=modified,
     )

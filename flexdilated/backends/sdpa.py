@@ -156,7 +156,7 @@ def _cpu_flash_why_not(request: Request) -> str | None:
         return "it runs on CPU only"
     if request.dropout:
         return "it has no dropout"
-    return _disabled("flash_sdp_enabled")
+    return _unmodified(request) or _disabled("flash_sdp_enabled")
 
 
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.
         return f"it has no {_name(request.dtype)} kernel there"
     if request.dropout:
         return "its attention dropout is not used here: the math kernel's is"
-    return None
+    return _unmodified(request)
 
 
 def _flash_why_not(request: Request) -> str | None:
@@ -395,6 +395,10 @@ def _math_backward(
 
 def _accumulated(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _unmodified(request: Request) -> str | None:
+    return "it has no score_mod or mask_mod" if request.modified else None
 
 
 def _disabled(flag: str) -> str | None:

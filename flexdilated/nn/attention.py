@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
 
@@ -51,6 +53,8 @@ class DilatedAttention(nn.Module):
         is_causal: bool | None = None,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> Tensor:
         """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`; see `flexdilated.dilated_attention`.
 
@@ -61,6 +65,8 @@ class DilatedAttention(nn.Module):
             is_causal: Replaces the module's own setting for this call.
             key_padding_mask: `(B, N)` bool, True where a key is ignored.
             cu_seqlens: Borders of packed documents.
+            score_mod: Function of a score and the positions of its pair.
+            mask_mod: Function of the positions of a pair: whether the query sees the key.
         """
         return dilated_attention(
             q,
@@ -72,6 +78,8 @@ class DilatedAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
             backend=self.backend,
         )
 
@@ -235,6 +243,8 @@ class MultiheadDilatedAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         rotation: Rotation | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> tuple[Tensor, None]:
         """The call of `nn.MultiheadAttention`; returns `(out, None)`.
 
@@ -249,6 +259,8 @@ class MultiheadDilatedAttention(nn.Module):
             is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
+            score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
+            mask_mod: Function of the positions of a pair: whether the query sees the key.
 
         Returns:
             `out`, the shape of query, and None.
@@ -257,6 +269,7 @@ class MultiheadDilatedAttention(nn.Module):
             NotImplementedError: If weights or an arbitrary mask are asked for, or a tensor is nested.
             ValueError: If a shape is wrong.
         """
+        options = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
         if need_weights:
             raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
         if attn_mask is not None and not is_causal:
@@ -275,8 +288,8 @@ class MultiheadDilatedAttention(nn.Module):
             # One tensor stays one tensor, for the fused projection.
             batched = {id(x): x[None] for x in (query, key, value)}
             query, key, value = (batched[id(x)] for x in (query, key, value))
-            return self._attend(query, key, value, mask, is_causal, cu_seqlens, rotation)[0], None
-        return self._attend(query, key, value, key_padding_mask, is_causal, cu_seqlens, rotation), None
+            return self._attend(query, key, value, mask, is_causal, rotation, options)[0], None
+        return self._attend(query, key, value, key_padding_mask, is_causal, rotation, options), None
 
     def _attend(
         self,
@@ -285,8 +298,8 @@ class MultiheadDilatedAttention(nn.Module):
         value: Tensor,
         key_padding_mask: Tensor | None,
         is_causal: bool,
-        cu_seqlens: Tensor | None,
         rotation: Rotation | None,
+        options: dict[str, Any],
     ) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, H, D)
         if rotation is not None:
@@ -297,7 +310,7 @@ class MultiheadDilatedAttention(nn.Module):
             v,
             is_causal=is_causal or self.attention.is_causal,
             key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
+            **options,
         )
         return self.out_proj(self.inner_attn_ln(out.flatten(2)))
 

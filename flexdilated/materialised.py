@@ -1,0 +1,148 @@
+"""The mixture under users' score and mask functions: scores held a bounded number at a time, differentiated by autograd.
+
+Scores are computed for some segments and some of their queries at a time, and again in the backward (activation checkpointing), so
+that never more than `SCORES` of them exist: autograd finds whatever tensors the functions hold, learnable tables included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flexdilated.mixing import heads_of, mix, read, tokens_of
+from flexdilated.mixture import documents
+from flexdilated.mods import MaskMod, ScoreMod, modify
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import Piece, plan_pieces
+
+__all__ = ["materialised"]
+
+SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
+
+
+class _Options(NamedTuple):
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+
+
+def materialised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, differentiable, also in what the functions hold.
+
+    Raises:
+        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions.
+    """
+    options = _Options(is_causal, scale, dropout_p, score_mod, mask_mod)
+    spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
+    plans = [plan_pieces(pattern, ((0, length),), k.shape[2], is_causal) for _, length in spans]
+    if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
+        raise NotImplementedError(
+            f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={q.shape[1]}, got zero_padding=True: "
+            "those keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
+        )
+    if key_padding_mask is not None:
+        # What ignored keys and values hold must not matter, and 0 times NaN would.
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    lengths = [length for _, length in spans]
+    # Split, not sliced: the gradients of the parts are then put together once.
+    parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
+    outs, lses = [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for (start, length), pieces, (q_d, k_d, v_d) in zip(spans, plans, parts):
+            ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
+            results = [(piece, *_piece(q_d, k_d, v_d, ignored, start, piece, options)) for piece in pieces]
+            out, lse = mix(results, q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+            outs.append(out)
+            lses.append(lse)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+
+
+def _piece(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)` of a piece of a document that begins at token `start`."""
+    group, device = q.shape[2] // k.shape[2], q.device
+    lanes = piece.offsets * piece.heads
+    per_row = max(1, q.shape[0] * lanes * group * piece.rows)
+    segments = max(1, SCORES // (per_row * piece.rows))
+    rows = max(1, SCORES // (per_row * min(segments, piece.segments)))
+
+    position = start + tokens_of(piece, device)
+    b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
+    h = heads_of(piece, group, device)[None, None, ..., None, None]
+
+    q_s, k_s, v_s = (x.split(segments, dim=1) for x in (read(q, piece, group=group), read(k, piece), read(v, piece)))
+    hidden = None
+    if ignored is not None:
+        hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0].split(segments, dim=1)
+    outs, lses = [], []
+    for i, kv_idx in enumerate(position.split(segments)):
+        chunks = []
+        for q_c, q_idx in zip(q_s[i].split(rows, dim=5), kv_idx.split(rows, dim=2)):
+            arguments = (
+                q_c,
+                k_s[i],
+                v_s[i],
+                None if hidden is None else hidden[i],
+                b,
+                h,
+                q_idx[None, :, :, None, None, :, None],
+                kv_idx[None, :, :, None, None, None, :],
+                options,
+            )
+            if torch.is_grad_enabled():
+                chunks.append(checkpoint(_attend, *arguments, use_reentrant=False))
+            else:
+                chunks.append(_attend(*arguments))
+        outs.append(torch.cat([out for out, _ in chunks], dim=5))
+        lses.append(torch.cat([lse for _, lse in chunks], dim=5))
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    """Attention of some queries `(B, S, C, G, group, rows, D)` over the keys of their segments, `(B, S, C, G, 1, R, D)`."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    group, rows = q.shape[4:6]
+    scores = (q.flatten(4, 5) @ k[:, :, :, :, 0].transpose(-1, -2)).unflatten(4, (group, rows)) * options.scale
+    scores, visible = modify(scores, b, h, q_idx, kv_idx, options.score_mod, options.mask_mod)
+    for seen in (visible, kv_idx <= q_idx if options.is_causal else None, None if hidden is None else ~hidden):
+        if seen is not None:
+            scores = torch.where(seen, scores, -math.inf)
+    reached = (scores != -math.inf).any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~reached, 0.0)
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    weights = torch.exp(scores - lse) * reached
+    if options.dropout_p > 0.0:
+        weights = torch.nn.functional.dropout(weights, options.dropout_p)
+    out = (weights.flatten(4, 5) @ v[:, :, :, :, 0]).unflatten(4, (group, rows))
+    return out, lse.masked_fill(~reached, -math.inf)[..., 0]

@@ -1,0 +1,80 @@
+"""Pieces read from and mixed into whole sequences, by operations that autograd differentiates and the compiler traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexdilated.pieces import Piece, box
+
+__all__ = ["heads_of", "mix", "read", "tokens_of"]
+
+
+def tokens_of(piece: Piece, device: torch.device) -> Tensor:
+    """`(S, C, R)`: the token of every row."""
+    segment = torch.arange(piece.segments, device=device)[:, None, None] * piece.segment_stride
+    row = torch.arange(piece.rows, device=device) * piece.row_stride
+    return piece.token + segment + torch.arange(piece.offsets, device=device)[:, None] + row
+
+
+def heads_of(piece: Piece, group: int, device: torch.device) -> Tensor:
+    """`(C, G, group)`: the query head of every lane, or with `group=1` its key/value head."""
+    offset = torch.arange(piece.offsets, device=device)[:, None, None] * piece.offset_head_step
+    kv_head = piece.head + offset + torch.arange(piece.heads, device=device)[:, None] * piece.head_step
+    return kv_head * group + torch.arange(group, device=device)
+
+
+def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
+    """The rows of a piece in `x` `(B, N, H, D)` as `(B, S, C, G, group, R, D)`: a view, but a copy in traced code.
+
+    The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view.
+    """
+    if torch.compiler.is_compiling():
+        return x[(slice(None), *_index(piece, group, x.device))]
+    return box(x, piece, group=group)
+
+
+def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+    """`lse = logsumexp_i lse_i` `(B, H, N)` and `out = sum_i exp(lse_i - lse) out_i` `(B, N, H, D)`, out in the dtype of q.
+
+    Args:
+        parts: Pieces at their own tokens, with out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)`, -inf where no key
+            reaches.
+        q: The queries `(B, N, H, D)`.
+        group: Query heads per key/value head.
+        detach_weights: Whether the weights `exp(lse_i - lse)` count as constants, as in torchscale.
+    """
+    maps = [
+        _add(lse_i.new_full((*q.shape[:3], 1), -math.inf), piece, group, lse_i[..., None], replace=True)
+        for piece, _, lse_i in parts
+    ]
+    lses = torch.stack(maps)[..., 0]  # (pieces, B, N, H)
+    reached = (lses > -math.inf).any(dim=0) | lses.isnan().any(dim=0)
+    # Rows without a key get something finite, so that the gradient of logsumexp there is 0 and not NaN.
+    total = torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0)
+    out = total.new_zeros(q.shape)
+    for piece, out_i, lse_i in parts:
+        weight = torch.exp(lse_i - read(total[..., None], piece, group=group)[..., 0])
+        if detach_weights:
+            weight = weight.detach()
+        out = _add(out, piece, group, out_i.to(out.dtype) * weight[..., None])
+    return out.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+
+
+def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
+    """`x` `(B, N, H, D)` with the values added, or put, at the rows of a piece; x itself may be written."""
+    if torch.compiler.is_compiling():
+        index = _index(piece, group, x.device)
+        batch = torch.arange(x.shape[0], device=x.device)[:, None, None, None, None, None]
+        return x.index_put((batch, *index), values, accumulate=not replace)
+    view = box(x, piece, group=group)
+    _ = view.copy_(values) if replace else view.add_(values)
+    return x
+
+
+def _index(piece: Piece, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and heads that broadcast to `(S, C, G, group, R)`."""
+    return tokens_of(piece, device)[:, :, None, None, :], heads_of(piece, group, device)[..., None]
