@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexdilated import backends, reference
 from flexdilated.backends.request import request_of
+from flexdilated.flexed import flexed
 from flexdilated.materialised import materialised
 from flexdilated.mixture import documents, mixture
 from flexdilated.mods import MaskMod, ScoreMod, check_mods
@@ -97,7 +98,8 @@ def dilated_attention(
             tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
             from the pattern.
-        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"reference"`. A named engine runs or raises, it is never replaced.
+        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flex"`, `"reference"`. A named engine runs or raises, it is never
+            replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
 
     Returns:
@@ -115,9 +117,11 @@ def dilated_attention(
     modified = score_mod is not None or mask_mod is not None
     if modified:
         check_mods(score_mod, mask_mod, q)
-    request = request_of(q, k, key_padding_mask, dropout_p, modified=modified)
+    request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, wants_lse=return_lse)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if backends.choose(backend, request) == "reference":
+    engine = backends.choose(backend, request)
+    lse: Tensor | None
+    if engine == "reference":
         documents(cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
         out, lse = reference.dilated_attention(
             q,
@@ -132,6 +136,20 @@ def dilated_attention(
             mask_mod=mask_mod,
         )
         out, lse = out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    elif engine == "flex":
+        out, lse = flexed(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            want_lse=return_lse,
+        )
     elif modified:
         out, lse = materialised(
             q,
@@ -158,7 +176,10 @@ def dilated_attention(
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
         )
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

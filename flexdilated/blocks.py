@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["BlockLists", "HeadBranch", "block_lists", "head_branches"]
+__all__ = ["BlockLists", "HeadBranch", "block_lists", "head_branches", "most_columns"]
 
 Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 
@@ -48,7 +48,15 @@ def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: i
     return tuple(sorted(found))
 
 
-def block_lists(branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order) -> BlockLists:
+def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
+    """A bound on the blocks that a row joins in any sequence, known before there is one."""
+    spans = (length if length % row_size == 0 else 2 * length + row_size for length in pattern.segment_lengths)
+    return sum(span // column_size + 2 for span in spans)
+
+
+def block_lists(
+    branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order, *, separate_full: bool = True
+) -> BlockLists:
     """The blocks that the branches of one head join, int32 on the CPU.
 
     A block is full when it lies inside the sequence as a whole and all of its pairs are joined.
@@ -59,6 +67,7 @@ def block_lists(branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, c
         row_size: Tokens per row block.
         column_size: Tokens per column block.
         order: Which columns a row may see.
+        separate_full: Whether full blocks are listed apart; without, every block is listed as partial.
     """
     rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
     runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
@@ -68,6 +77,8 @@ def block_lists(branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, c
     row, first, last = (torch.cat(parts) for parts in zip(*runs))
     row, first, last = _union(row, first, last, columns)
     row, column = _expand(row, first, last)
+    if not separate_full:
+        return BlockLists(*_pack(row, column, rows), *_pack(row[:0], column[:0], rows))
 
     full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
     full = (column >= full_first[row]) & (column <= full_last[row])

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import plan_pieces
 
-__all__ = ["create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
+__all__ = ["block_mask_for", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
 
 
 def dilated_mask_mod(
@@ -108,7 +108,8 @@ def create_dilated_block_mask(
     _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
-    return _block_mask(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, sizes)
+    kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True)
+    return _assemble(kv, q, seq_len, sizes, _mask_mod(pattern, num_heads, num_kv_heads, is_causal))
 
 
 def _uncached(function: Any) -> Any:
@@ -188,28 +189,44 @@ def _label(pattern: DilatedPattern, is_causal: bool) -> str:
 # -- the block mask -----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
-def _block_mask(
+def block_mask_for(
     pattern: DilatedPattern,
     num_heads: int,
     num_kv_heads: int,
     seq_len: int,
     is_causal: bool,
     device: torch.device,
-    sizes: tuple[int, int],
+    mask_mod: MaskMod,
+    *,
+    narrows: bool,
 ) -> BlockMask:
-    classes: dict[tuple[HeadBranch, ...], int] = {}
-    kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
-    of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
+    """The blocks of a pattern under a mask function of one's own, as calls of `flex_attention` in this package need them.
 
-    def side(row_size: int, column_size: int, order: Order) -> BlockLists:
-        found = [block_lists(branches, seq_len, row_size, column_size, order) for branches in classes]
-        columns = -(-seq_len // column_size)
-        return BlockLists(*(_by_head(parts, of_head, columns, device) for parts in zip(*found)))
+    Under the compiler the lists come from an opaque operator: the graph holds for other lengths, and nothing of it is traced.
 
-    kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
-    symmetric = not is_causal and sizes[0] == sizes[1]
-    q = kv if symmetric else side(sizes[1], sizes[0], "after" if is_causal else "any")
+    Args:
+        pattern: Which positions attend to which.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        seq_len: Tokens.
+        is_causal: Whether a query sees only keys at its own position and before.
+        device: Where the lists live.
+        mask_mod: What lies inside the blocks.
+        narrows: Whether the mask function takes pairs away that the pattern joins, so that no block is known to be full.
+    """
+    sizes = (128, 128)
+    if not torch.compiler.is_compiling():
+        kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=not narrows)
+        return _assemble(kv, q, seq_len, sizes, mask_mod)
+    lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
+    arguments = (lengths, rates, pattern.heads, pattern.offsets, num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
+    kv = _shaped(_traced_lists(*arguments, False), seq_len, pattern, num_heads, device)
+    needs_queries = is_causal and device.type != "cpu"  # only a backward reads them
+    q = _shaped(_traced_lists(*arguments, True), seq_len, pattern, num_heads, device) if needs_queries else kv
+    return _assemble(kv, q, seq_len, sizes, mask_mod)
+
+
+def _assemble(kv: BlockLists, q: BlockLists, seq_len: int, sizes: tuple[int, int], mask_mod: MaskMod) -> BlockMask:
     return BlockMask(
         seq_lengths=(seq_len, seq_len),
         kv_num_blocks=kv.partial_counts,
@@ -221,8 +238,35 @@ def _block_mask(
         full_q_num_blocks=q.full_counts,
         full_q_indices=q.full_indices,
         BLOCK_SIZE=sizes,
-        mask_mod=_mask_mod(pattern, num_heads, num_kv_heads, is_causal),
+        mask_mod=mask_mod,
     )
+
+
+@lru_cache(maxsize=32)
+def _lists(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int,
+    is_causal: bool,
+    sizes: tuple[int, int],
+    device: torch.device,
+    *,
+    separate_full: bool,
+) -> tuple[BlockLists, BlockLists]:
+    """The lists of key blocks per query block, and the other way round: `(1, heads, ...)`."""
+    classes: dict[tuple[HeadBranch, ...], int] = {}
+    kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
+    of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
+
+    def side(row_size: int, column_size: int, order: Order) -> BlockLists:
+        found = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
+        columns = -(-seq_len // column_size)
+        return BlockLists(*(_by_head(parts, of_head, columns, device) for parts in zip(*found)))
+
+    kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
+    symmetric = not is_causal and sizes[0] == sizes[1]
+    return kv, kv if symmetric else side(sizes[1], sizes[0], "after" if is_causal else "any")
 
 
 def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device: torch.device) -> Tensor:
@@ -234,19 +278,94 @@ def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device
         stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
     alike = len(parts) == 1
     lists = (stacked if alike else stacked[torch.tensor(of_head)]).to(device)
-    if lists.dim() == 3 and device.type == "cpu" and lists.shape[2] < columns:
-        lists = _full_width(lists, columns)
+    if lists.dim() == 3 and device.type == "cpu":
+        # One more where they fill the rows, so that the strides never look contiguous: the compiler would make two graphs of it.
+        lists = torch.nn.functional.pad(lists, (0, 1)) if lists.shape[2] == columns else lists
+        flat = torch.cat([lists.flatten(), lists.new_zeros(columns)])
+        lists = _full_width(flat, lists.shape[0], lists.shape[1], lists.shape[2], columns)
     return lists[None].expand(-1, len(of_head), *lists.shape[1:]) if alike else lists[None]
 
 
-def _full_width(lists: Tensor, columns: int) -> Tensor:
+def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -> Tensor:
     """`(heads, rows, columns)` over the memory of narrow lists: rows overlap, and what follows a row's own blocks is never read.
 
     The CPU lowering of flex_attention insists on lists as wide as the sequence has blocks.
     """
-    heads, rows, width = lists.shape
-    flat = torch.cat([lists.flatten(), lists.new_zeros(columns - width)])
     return flat.as_strided((heads, rows, columns), (rows * width, width, 1))
+
+
+@torch.library.custom_op("flexdilated::block_lists", mutates_args=())
+def _traced_lists(
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    heads: str,
+    offsets: str,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int,
+    is_causal: bool,
+    separate_full: bool,
+    device: torch.device,
+    of_queries: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts `(heads, rows)` and flat indices of partial and full blocks, padded to a width that is known beforehand."""
+    rules: dict[str, Any] = {"heads": heads, "offsets": offsets}
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
+    sizes = (128, 128)
+    lists = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=separate_full)[of_queries]
+    rows = -(-seq_len // 128)
+    width = min(rows, most_columns(pattern, *sizes))
+
+    def flat(indices: Tensor) -> Tensor:
+        found = indices[0, :, :, :width]
+        padded = torch.nn.functional.pad(found, (0, width - found.shape[2]))
+        return torch.cat([padded.flatten(), padded.new_zeros(rows)])
+
+    # Copies: the compiler may reuse the memory of what an operator returns, and these lists are kept.
+    return (
+        lists.partial_counts[0].clone(memory_format=torch.contiguous_format),
+        flat(lists.partial_indices),
+        lists.full_counts[0].clone(memory_format=torch.contiguous_format),
+        flat(lists.full_indices),
+    )
+
+
+@_traced_lists.register_fake
+def _(
+    segment_lengths: list[int],
+    dilation_rates: list[int],
+    heads: str,
+    offsets: str,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int,
+    is_causal: bool,
+    separate_full: bool,
+    device: torch.device,
+    of_queries: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = -(-seq_len // 128)
+    width = min(rows, most_columns(DilatedPattern(tuple(segment_lengths), tuple(dilation_rates)), 128, 128))
+    counts, flat = (num_heads, rows), (num_heads * rows * width + rows,)
+    partial, indices, full, full_indices = (
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in (counts, flat, counts, flat)
+    )
+    return partial, indices, full, full_indices
+
+
+def _shaped(
+    lists: tuple[Tensor, Tensor, Tensor, Tensor], seq_len: int, pattern: DilatedPattern, num_heads: int, device: torch.device
+) -> BlockLists:
+    """What the operator gave, as a BlockMask wants it."""
+    rows = -(-seq_len // 128)
+    width = min(rows, most_columns(pattern, 128, 128))
+    columns = rows if device.type == "cpu" else width
+
+    def shaped(flat: Tensor) -> Tensor:
+        return _full_width(flat, num_heads, rows, width, columns)[None]
+
+    partial_counts, partial_indices, full_counts, full_indices = lists
+    return BlockLists(partial_counts[None], shaped(partial_indices), full_counts[None], shaped(full_indices))
 
 
 # -- checks -------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view.
     """
     if torch.compiler.is_compiling():
-        return x[(slice(None), *_index(piece, group, x.device))]
+        tokens, heads = _index(piece, group, x.device)
+        return x[:, tokens, heads]
     return box(x, piece, group=group)
 
 

@@ -90,7 +90,7 @@ class _Run:
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         self.pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), k.shape[2], is_causal)
-        self.kernel: Kernel = choose_kernel(request_of(q, k, key_padding_mask, dropout_p))
+        self.kernel: Kernel = choose_kernel(request_of(q, k, k, key_padding_mask, dropout_p))
         self._batch = q.shape[0]
         self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = q.device.type == "cpu"

@@ -40,10 +40,14 @@ class Piece(NamedTuple):
     tiles: bool  # belongs to the pieces that come first and, together, hold every position of every head once
 
     @property
+    def moved(self) -> bool:
+        """Whether outputs belong to other tokens than their queries (torchscale's shifted positions)."""
+        return self.out_token != self.token or (self.segments > 1 and self.out_segment_stride != self.segment_stride)
+
+    @property
     def holds_tokens_alone(self) -> bool:
         """Whether it is attention among tokens at their own positions, without torchscale's zero keys and shifts."""
-        moved = self.out_token != self.token or (self.segments > 1 and self.out_segment_stride != self.segment_stride)
-        return not (self.zero_keys or self.zero_row or moved)
+        return not (self.zero_keys or self.zero_row or self.moved)
 
 
 class _Rows(NamedTuple):

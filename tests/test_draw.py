@@ -151,7 +151,7 @@ def test_show_follows_both_rules() -> None:
 def test_terminal_picture_has_two_rows_per_line_of_half_blocks() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="truecolor", width=100, no_color=False)
-    flexdilated.draw._print(console, THREE, 17, 5, is_causal=True)
+    flexdilated.draw._print(console, flexdilated.draw._multiplicity_panels(THREE, 17, 5, is_causal=True))
     lines = [line for line in file.getvalue().splitlines() if "▀" in line]
     assert [line.count("▀") for line in lines] == [17 * 3] * 9 + [17 * 2] * 9  # three panels, then two, 9 lines for 17 rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexdilated.backends import sdpa
+from flexdilated.backends import flex, sdpa
 from flexdilated.backends.request import Request as Request
 
 __all__ = ["BACKENDS", "Request", "choose", "why_not"]
@@ -19,6 +19,7 @@ def _reference_why_not(request: Request) -> str | None:
 # Each entry says why it cannot run a request, or None.
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
+    "flex": flex.why_not,
     "reference": _reference_why_not,
 }
 AUTO = ("sdpa",)  # in order of preference; the oracle, which takes O(N^2) memory, is never chosen unasked

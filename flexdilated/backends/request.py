@@ -24,6 +24,9 @@ class Request:
         masked: Whether a key padding mask is given.
         dropout: Whether attention dropout is active.
         modified: Whether a score or mask function is given.
+        differentiable: Whether a gradient may be asked for.
+        wants_lse: Whether lse is returned.
+        num_tokens: Tokens per sequence, or of all packed documents.
     """
 
     hardware: Hardware
@@ -33,10 +36,22 @@ class Request:
     masked: bool = False
     dropout: bool = False
     modified: bool = False
+    differentiable: bool = False
+    wants_lse: bool = False
+    num_tokens: int = 0
 
 
-def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p: float, *, modified: bool = False) -> Request:
-    """What a call with these tensors asks: q `(B, N, H, D)`, k `(B, N, Hkv, D)`."""
+def request_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+    *,
+    modified: bool = False,
+    wants_lse: bool = False,
+) -> Request:
+    """What a call with these tensors asks: q `(B, N, H, D)`, k and v `(B, N, Hkv, D)`."""
     return Request(
         hardware=detect(q.device),
         dtype=q.dtype,
@@ -45,4 +60,7 @@ def request_of(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, dropout_p:
         masked=key_padding_mask is not None,
         dropout=dropout_p > 0.0,
         modified=modified,
+        differentiable=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        wants_lse=wants_lse,
+        num_tokens=q.shape[1],
     )

@@ -1,0 +1,147 @@
+"""FlexAttention as an engine: where it runs, the guards for what its versions get wrong, and the one call of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from functools import lru_cache
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexdilated.backends.request import Request
+from flexdilated.mods import ScoreMod
+
+__all__ = ["GRID_LIMIT", "call", "why_not"]
+
+TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+
+GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
+INT32_LIMIT = 1 << 31
+LEAST_HEAD_DIM = 16  # what Triton's matrix product takes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Offsets into q, k, v are 32-bit integers in the kernels up to 2.13 and wrap silently (pytorch/pytorch#190857).
+WIDE_OFFSETS = TORCH >= (2, 14)
+
+# Keys that are read through strides once had garbage gradients (pytorch/pytorch#146377). Until a GPU has shown that they are right,
+# the backward is given rows of its own; `tests/test_gpu.py` asks.
+TRUST_STRIDED_GRADIENTS = False
+
+# Fewer than 128 queries would go to the decoding kernel, which has no backward and other limits.
+SHORT_QUERIES: dict[str, Any] = {"BACKEND": "TRITON"} if TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}
+
+_kinds = count()
+
+
+@lru_cache(maxsize=128)
+def _compiled(kind: Hashable) -> Any:
+    """flex_attention compiled for one kind of call, which differs from its like in the number of tokens alone.
+
+    Every kind has code and a name of its own, by which the compiler counts recompilations and remembers what changes: one graph
+    for the first length, one for all others. And it is compiled whole: at its limit of recompilations the compiler then raises,
+    where it would otherwise go on with a dense eager implementation and say nothing.
+    """
+
+    def flex(*args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+    code = flex.__code__.replace(co_name=f"flex_{next(_kinds)}")
+    return torch.compile(FunctionType(code, flex.__globals__), fullgraph=True)
+
+
+def why_not(request: Request) -> str | None:
+    """Why this engine cannot run a request, or None."""
+    hardware = request.hardware
+    if request.dropout:
+        return "flex_attention has no dropout; use backend='sdpa'"
+    if request.dtype not in DTYPES:
+        return f"flex_attention has no {str(request.dtype).removeprefix('torch.')} kernel; use backend='sdpa'"
+    if hardware.device_type == "cpu":
+        if request.differentiable:
+            return "flex_attention has no backward on CPU; use backend='sdpa', or torch.no_grad() for inference"
+        if request.wants_lse:
+            return "flex_attention gives no lse on CPU; use backend='sdpa'"
+        return None
+    if hardware.device_type != "cuda" or hardware.capability is None:
+        return "flex_attention runs on CPU and CUDA only; use backend='sdpa'"
+    if hardware.capability < (8, 0):  # pytorch/pytorch#164813
+        return "flex_attention needs sm_80 or newer; use backend='sdpa'"
+    if request.head_dim < LEAST_HEAD_DIM:
+        return f"head_dim must be at least {LEAST_HEAD_DIM} for flex_attention on CUDA, got {request.head_dim}; use backend='sdpa'"
+    return None
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float,
+    want_lse: bool,
+    kind: Hashable,
+) -> tuple[Tensor, Tensor | None]:
+    """`out` `(B, H, N, D)` and, on request, `lse` `(B, H, N)`, natural log, float32.
+
+    Args:
+        q: `(B, H, N, D)`, any strides.
+        k: `(B, Hkv, N, D)`.
+        v: `(B, Hkv, N, D)`.
+        score_mod: As in `flex_attention`.
+        block_mask: As in `flex_attention`.
+        scale: Multiplies `q @ k^T`.
+        want_lse: Whether to return lse.
+        kind: What the functions depend on; calls of one kind share their compiled code.
+
+    Raises:
+        NotImplementedError: If the tensors reach past what the kernels of this torch can address.
+    """
+    on_cpu = q.device.type == "cpu"
+    q, k, v = (_readable(x) for x in (q, k, v))
+    if on_cpu:
+        # It refuses inputs that require a gradient even under no_grad, and inputs that share a buffer.
+        traced = torch.compiler.is_compiling()  # then parts of one projection share one
+        k, v = (
+            x.detach().clone() if traced or any(x is y for y in others) else x.detach() for x, others in ((k, (q,)), (v, (q, k)))
+        )
+        q = q.detach()
+    elif not TRUST_STRIDED_GRADIENTS and torch.is_grad_enabled():
+        k, v = k.contiguous(), v.contiguous()
+    run: Any = flex_attention
+    if not torch.compiler.is_compiling():
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3])
+        run = _compiled((kind, sizes, q.dtype, q.device.type, want_lse, torch.is_grad_enabled() and q.requires_grad))
+    result = run(
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=None if on_cpu else SHORT_QUERIES,
+        **({"return_aux": AuxRequest(lse=True)} if want_lse else {}),
+    )
+    return (result[0], result[1].lse) if want_lse else (result, None)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x in a layout whose offsets the kernels can count."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if WIDE_OFFSETS or x.device.type != "cuda":
+        return x
+    if (x.shape[2] - 1) * x.stride(2) >= INT32_LIMIT:
+        x = x.contiguous()
+    if (x.shape[2] - 1) * x.stride(2) >= INT32_LIMIT:
+        raise NotImplementedError(
+            f"q, k and v must have fewer than {INT32_LIMIT} elements per head for flex_attention in torch {torch.__version__}, got "
+            f"{x.shape[2]} x {x.stride(2)}; use torch 2.14 or newer, or backend='sdpa'"
+        )
+    return x

@@ -1,0 +1,100 @@
+"""What a pattern costs flex_attention in either layout, in plain integers: the choice between them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from flexdilated.blocks import head_branches
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import Piece, plan_pieces
+
+__all__ = ["Call", "Cost", "Layout", "choose_layout", "fused_cost", "mergeable", "packed_cost"]
+
+Layout = Literal["packed", "fused"]
+BLOCK = 128
+
+# Estimates for a recent data-centre GPU, from its published rates at about half of their peak: a tile of 128 x 128 pairs takes
+# 4 * 128 * 128 floating-point operations per element of the head at 400 TFLOP/s, memory moves 2 TB/s, a launch with its bookkeeping
+# takes 20 us. They only have to tell a factor of two.
+TILE_PS_PER_ELEMENT = 164
+KILOBYTE_PS = 500
+LAUNCH_PS = 20_000_000
+
+
+class Call(NamedTuple):
+    """One attention call: sizes as in `dilated_attention`, and the bytes of an element."""
+
+    batch: int
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element: int
+    is_causal: bool
+
+
+class Cost(NamedTuple):
+    """Work of one forward.
+
+    `tiles`: blocks of 128 x 128 pairs that are computed, over all heads. `launches`: kernel calls. `bytes`: memory
+    traffic.
+    """
+
+    tiles: int
+    launches: int
+    bytes: int
+
+    def picoseconds(self, head_dim: int) -> int:
+        """The estimated time."""
+        return self.tiles * head_dim * TILE_PS_PER_ELEMENT + self.launches * LAUNCH_PS + self.bytes * KILOBYTE_PS // 1000
+
+
+def packed_cost(pattern: DilatedPattern, call: Call) -> Cost:
+    """One kernel call per piece of the pattern, over its kept rows alone, and the merge of what they give."""
+    group = call.num_heads // call.num_kv_heads
+    pieces = plan_pieces(pattern, ((0, call.num_tokens),), call.num_kv_heads, call.is_causal)
+    tiles = moved = 0
+    for piece in pieces:
+        lanes = call.batch * piece.offsets * piece.heads * group
+        rows = piece.segments * piece.rows
+        if mergeable(piece):
+            tiles += lanes * _diagonal_tiles(piece.rows, rows, call.is_causal)
+        else:
+            tiles += lanes * piece.segments * _diagonal_tiles(piece.rows, piece.rows, call.is_causal)
+        # q, k, v in, out to memory; then out in, and the running float32 mixture in and out.
+        moved += lanes * rows * call.head_dim * (5 * call.element + 8)
+    return Cost(tiles, len(pieces), moved)
+
+
+def fused_cost(pattern: DilatedPattern, call: Call) -> Cost:
+    """One kernel call over the raw layout. Tiles are at least those of a head's costliest branch, so many where segments nest."""
+    tiles = 0
+    for head in range(call.num_kv_heads):
+        branches = head_branches(pattern, head, call.num_kv_heads, call.num_tokens)
+        tiles += max((_diagonal_tiles(b.length, call.num_tokens, call.is_causal) for b in branches if b.rate <= BLOCK), default=0)
+    tiles *= call.batch * (call.num_heads // call.num_kv_heads)
+    return Cost(tiles, 1, 4 * call.batch * call.num_tokens * call.num_heads * call.head_dim * call.element)
+
+
+def choose_layout(pattern: DilatedPattern, call: Call) -> Layout:
+    """The layout of the lower estimate."""
+    packed, fused = packed_cost(pattern, call), fused_cost(pattern, call)
+    return "fused" if fused.picoseconds(call.head_dim) < packed.picoseconds(call.head_dim) else "packed"
+
+
+def mergeable(piece: Piece) -> bool:
+    """Whether the rows of all segments follow one another at one distance, so that they are one long sequence."""
+    return piece.segments == 1 or piece.segment_stride == piece.rows * piece.row_stride
+
+
+@lru_cache(maxsize=256)
+def _diagonal_tiles(segment: int, rows: int, is_causal: bool) -> int:
+    """Tiles that segments of so many rows touch on and around the diagonal of a sequence of `rows`."""
+    tiles = 0
+    for start in range(0, rows, BLOCK):
+        end = min(start + BLOCK, rows)
+        first = start // segment * segment
+        last = end - 1 if is_causal else min(rows, ((end - 1) // segment + 1) * segment) - 1
+        tiles += last // BLOCK - first // BLOCK + 1
+    return tiles

@@ -1,0 +1,218 @@
+"""The tiles of a pattern's FlexAttention block mask: which it visits, per head, and how much of its work is in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from flexdilated.blocks import BlockLists, HeadBranch, block_lists, head_branches
+from flexdilated.pattern import DilatedPattern, num_kept
+
+__all__ = ["EXPLANATION", "Cell", "HeadTiles", "Tally", "all_heads", "describe_heads", "head_tiles", "tile_table"]
+
+
+EXPLANATION = """\
+waste = visited tiles x pairs per tile / useful pairs
+useful pairs: (query, key), one that m branches join counted m times
+raw: one mask over the sequence as it is, where such a pair is computed once
+packed: one mask per branch over its kept rows, segment after segment"""
+
+
+class Cell(IntEnum):
+    """What a cell of the picture says of its tiles. A cell of a single tile is none of the two in between."""
+
+    FUTURE = 0
+    NONE = 1
+    UNDER_HALF = 2
+    OVER_HALF = 3
+    VISITED = 4
+    FULL = 5
+
+
+class Tally(NamedTuple):
+    """Tiles and pairs of one head or more."""
+
+    block_size: int
+    tiles: int  # there are, visited or not
+    partial: int  # visited by the raw mask, over the sequence as it is
+    full: int
+    packed: int  # visited by the packed masks, one per branch over its kept rows
+    pairs: int  # useful ones: `DilatedPattern.count_pairs`
+
+    @property
+    def density(self) -> str:
+        """The share of all tiles that the raw mask visits."""
+        return f"{100 * (self.partial + self.full) / self.tiles:.3g} %"
+
+    @property
+    def waste_raw(self) -> str:
+        """Pairs in visited tiles per useful pair."""
+        return self._waste(self.partial + self.full)
+
+    @property
+    def waste_packed(self) -> str:
+        """As `waste_raw`, for the packed masks."""
+        return self._waste(self.packed)
+
+    def _waste(self, visited: int) -> str:
+        if not self.pairs:
+            return "-"
+        waste = visited * self.block_size**2 / self.pairs
+        return f"{waste:.2f}" if waste < 100 else f"{waste:,.0f}"
+
+
+class HeadTiles(NamedTuple):
+    """What heads that are alike visit."""
+
+    heads: tuple[int, ...]
+    each: Tally  # of every single one of them
+    cells: NDArray[np.int64]  # (rows, columns) of `Cell`
+
+
+def head_tiles(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, block_size: int, group: int, *, is_causal: bool = False
+) -> list[HeadTiles]:
+    """What FlexAttention visits in tiles of `block_size x block_size` pairs, once for heads whose picture and numbers are the same.
+
+    The raw mask is that of `create_dilated_block_mask`. Packed, the kept rows of all segments of a branch follow one another, and
+    two of them are joined if they come from one segment: a block-diagonal mask per branch. Zero keys of `zero_padding` are not
+    counted, since a mask cannot hold them.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        block_size: Tokens per side of a tile.
+        group: Tiles per side of a cell of the picture.
+        is_causal: Whether a query sees only keys at its own position and before.
+    """
+    known: dict[tuple[HeadBranch, ...], tuple[Tally, NDArray[np.int64]]] = {}
+    alike: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
+    for head in range(num_heads):
+        branches = tuple(
+            HeadBranch(length, rate, pattern.offset(i, head, num_heads))
+            for i, (length, rate) in enumerate(pattern.branches)
+            if head in pattern.head_range(i, num_heads)
+        )
+        if branches not in known:
+            distinct = head_branches(pattern, head, num_heads, num_tokens)
+            known[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
+        tally, cells = known[branches]
+        look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
+        alike.setdefault(look, ([], tally, cells))[0].append(head)
+    return [HeadTiles(tuple(heads), tally, cells) for heads, tally, cells in alike.values()]
+
+
+def _look(
+    branches: Sequence[HeadBranch],
+    distinct: tuple[HeadBranch, ...],
+    num_tokens: int,
+    block_size: int,
+    group: int,
+    is_causal: bool,
+) -> tuple[Tally, NDArray[np.int64]]:
+    """Numbers and cells of one head. Branches that are the same are one to the raw mask, and packed each on its own."""
+    raw = _lists(distinct, num_tokens, block_size, is_causal)
+    packed = [_packed(rows, total, block_size, is_causal) for rows, total in _packed_rows(branches, num_tokens)]
+    tally = Tally(
+        block_size=block_size,
+        tiles=len(raw.partial_counts) ** 2,
+        partial=int(raw.partial_counts.sum()),
+        full=int(raw.full_counts.sum()),
+        packed=sum(visited for visited, _ in packed),
+        pairs=sum(pairs for _, pairs in packed),
+    )
+    return tally, _cells(raw, group, is_causal)
+
+
+def _lists(branches: tuple[HeadBranch, ...], num_rows: int, block_size: int, is_causal: bool) -> BlockLists:
+    return block_lists(branches, num_rows, block_size, block_size, "before" if is_causal else "any")
+
+
+def _packed_rows(branches: Sequence[HeadBranch], num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Of each branch that keeps anything: the kept rows of one segment, and of all, of which the last may be shorter."""
+    for length, rate, offset in branches:
+        segment = min(length, num_tokens)
+        whole, rest = divmod(num_tokens, segment)
+        rows = num_kept(segment, rate, offset)
+        if rows:
+            yield rows, whole * rows + num_kept(rest, rate, offset)
+
+
+@lru_cache(maxsize=64)
+def _packed(rows: int, total: int, block_size: int, is_causal: bool) -> tuple[int, int]:
+    """Visited tiles and joined pairs of `total` rows, `rows` per segment."""
+    lists = _lists((HeadBranch(rows, 1, 0),), total, block_size, is_causal)
+    pairs = DilatedPattern((rows,), (1,)).count_pairs(total, 1, is_causal=is_causal)
+    return int(lists.partial_counts.sum()) + int(lists.full_counts.sum()), pairs
+
+
+def _cells(lists: BlockLists, group: int, is_causal: bool) -> NDArray[np.int64]:
+    tiles = len(lists.partial_counts)
+    full = _gather(lists.full_counts, lists.full_indices, group)
+    visited = full + _gather(lists.partial_counts, lists.partial_indices, group)
+    size = np.minimum(group, tiles - np.arange(0, tiles, group))
+    present = size[:, None] * size
+    if is_causal:
+        present = np.tril(present, k=-1) + np.diag(size * (size + 1) // 2)
+    # The first that holds.
+    conditions = [present == 0, visited == 0, full == present, visited == present, 2 * visited >= present]
+    return np.select(conditions, [Cell.FUTURE, Cell.NONE, Cell.FULL, Cell.VISITED, Cell.OVER_HALF], Cell.UNDER_HALF)
+
+
+def _gather(counts: Tensor, indices: Tensor, group: int) -> NDArray[np.int64]:
+    """How many listed tiles each cell has. One row of cells at a time: the lists of a dense mask are long."""
+    cells = -(-len(counts) // group)
+    place = torch.arange(indices.shape[1])
+    rows = []
+    for first in range(0, len(counts), group):
+        listed = place < counts[first : first + group, None]
+        rows.append(torch.bincount(indices[first : first + group][listed] // group, minlength=cells))
+    return torch.stack(rows).numpy()
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------------
+
+
+def all_heads(found: Sequence[HeadTiles]) -> Tally:
+    """The sum over all heads."""
+
+    def total(name: str) -> int:
+        return sum(len(of.heads) * getattr(of.each, name) for of in found)
+
+    first = found[0].each
+    return Tally(first.block_size, *(total(name) for name in Tally._fields[1:]))
+
+
+def describe_heads(heads: Sequence[int]) -> str:
+    """`0-3`, `0, 4`, or `0, 4, ..., 28 (8 heads)`."""
+    if len(heads) > 2 and heads[-1] - heads[0] == len(heads) - 1:
+        return f"{heads[0]}-{heads[-1]}"
+    if len(heads) > 4:
+        return f"{heads[0]}, {heads[1]}, ..., {heads[-1]} ({len(heads)} heads)"
+    return ", ".join(map(str, heads))
+
+
+def tile_table(found: Sequence[HeadTiles]) -> Table:
+    """A row for heads that are alike, with the numbers of each single one of them; then the sum over all heads."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("\nhead", no_wrap=True)
+    for name in ("partial\ntiles", "full\ntiles", "density\n", "packed\ntiles", "useful\npairs", "waste,\nraw", "waste,\npacked"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(f"each of {describe_heads(of.heads)}" if len(of.heads) > 1 else str(of.heads[0]), of.each) for of in found]
+    num_heads = sum(len(of.heads) for of in found)
+    if num_heads > 1:
+        rows.append((f"all {num_heads}", all_heads(found)))
+    for name, tally in rows:
+        tiles = (f"{tally.partial:,}", f"{tally.full:,}", tally.density, f"{tally.packed:,}", f"{tally.pairs:,}")
+        table.add_row(name, *tiles, tally.waste_raw, tally.waste_packed)
+    return table

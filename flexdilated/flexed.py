@@ -1,0 +1,245 @@
+"""The mixture by flex_attention: one call over the raw layout, or one per piece over its kept rows, merged by their lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends import flex
+from flexdilated.cost import Call, Layout, choose_layout, mergeable
+from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
+from flexdilated.mixing import heads_of, mix, read, tokens_of
+from flexdilated.mixture import documents
+from flexdilated.mods import MaskMod, ScoreMod
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import Piece, plan_pieces
+
+__all__ = ["flexed"]
+
+
+class _Options(NamedTuple):
+    is_causal: bool
+    scale: float
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    ignored: Tensor | None  # (B, N) of the whole row of documents
+
+    def kind(self) -> tuple[Hashable, ...]:
+        """What the functions made of these options depend on."""
+        functions = (
+            getattr(f, "__code__", f) for f in (self.score_mod, self.mask_mod)
+        )  # written in a forward, they are new each time
+        return self.is_causal, self.ignored is not None, *functions
+
+
+def flexed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+    scale: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of checked arguments; differentiable where flex_attention is.
+
+    Raises:
+        NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
+            where there is no lse.
+    """
+    if key_padding_mask is not None:
+        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    options = _Options(is_causal, scale, score_mod, mask_mod, key_padding_mask)
+    spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
+    layouts = [_layout(pattern, q, k, length, options) for _, length in spans]
+    parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
+    outs, lses = [], []
+    for (start, _), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
+        run = _fused if layout == "fused" else _packed
+        out, lse = run(q_d, k_d, v_d, pattern, start, options, want_lse)
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if want_lse else None
+
+
+def _layout(pattern: DilatedPattern, q: Tensor, k: Tensor, length: int, options: _Options) -> Layout:
+    """Which layout a document of so many tokens takes."""
+    pieces = plan_pieces(pattern, ((0, length),), k.shape[2], options.is_causal)
+    if any(piece.moved or piece.zero_row for piece in pieces):
+        raise NotImplementedError(
+            f"pattern must not shift positions for backend='flex', got zero_padding=True and rates {pattern.dilation_rates} "
+            f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
+        )
+    zero_keys = any(piece.zero_keys for piece in pieces)
+    modified = options.score_mod is not None or options.mask_mod is not None
+    if zero_keys and modified:
+        raise NotImplementedError(
+            f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={length}, got zero_padding=True: those "
+            "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
+        )
+    if _on_cpu(q):  # there is no lse to merge pieces by
+        if zero_keys:
+            raise NotImplementedError(
+                f"pattern must add no zero keys at {length} tokens for backend='flex' on CPU, got zero_padding=True; "
+                "use backend='sdpa'"
+            )
+        return "fused"
+    if zero_keys or pattern.detach_weights:
+        return "packed"
+    batch, _, heads, head_dim = q.shape
+    return choose_layout(pattern, Call(batch, length, heads, k.shape[2], head_dim, q.element_size(), options.is_causal))
+
+
+def _on_cpu(q: Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
+# -- one call over the raw layout ---------------------------------------------------------------------------------------------
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, start: int, options: _Options, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The pattern as mask and score function of the document that begins at token `start`."""
+    num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
+    plain = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)
+    is_causal = options.is_causal
+    joined = dilated_mask_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
+    multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
+    # A tensor: the kernels take no numbers that change from call to call.
+    first = torch.full((), start, dtype=torch.int32, device=device)
+    user_score, user_mask, ignored = options.score_mod, options.mask_mod, options.ignored
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = joined(b, h, q_idx, kv_idx)
+        if ignored is not None:
+            seen = seen & ~ignored[b, kv_idx + first]
+        if user_mask is not None:
+            seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
+        return seen
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if user_score is not None:
+            score = user_score(score, b, h, q_idx + first, kv_idx + first)
+        return multiplicity(score, b, h, q_idx, kv_idx)
+
+    narrows = ignored is not None or user_mask is not None
+    several = pattern.heads == "all" and len(pattern.branches) > 1
+    out, lse = flex.call(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=score_mod if several or user_score is not None else None,
+        block_mask=block_mask_for(
+            plain, heads, kv_heads, num_tokens, is_causal, device, mask_mod if narrows else joined, narrows=narrows
+        ),
+        scale=options.scale,
+        want_lse=want_lse,
+        kind=(plain, options.kind()),
+    )
+    return out.transpose(1, 2), lse
+
+
+# -- one call per piece -------------------------------------------------------------------------------------------------------
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, start: int, options: _Options, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    pieces = plan_pieces(pattern, ((0, q.shape[1]),), k.shape[2], options.is_causal)
+    results = [(piece, *_piece(q, k, v, piece, start, options)) for piece in pieces]
+    return mix(results, q, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, options: _Options) -> tuple[Tensor, Tensor]:
+    """Out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)`.
+
+    Where rows allow, all segments are one sequence under a block-diagonal mask; else every segment is a sequence of its own.
+    """
+    group = q.shape[2] // k.shape[2]
+    boxes = (read(q, piece, group=group), read(k, piece), read(v, piece))
+    b, s, c, g, _, r, _ = boxes[0].shape
+    if mergeable(piece):  # (B S C G g R D) -> (B C, G g, S R, D)
+        lanes = [x.permute(0, 2, 3, 4, 1, 5, 6).reshape(b * c, -1, s * r, x.shape[-1]) for x in boxes]
+        shape, order = (b, c, g, group, s, r), (0, 4, 1, 2, 3, 5)
+    else:  # -> (B S C, G g, R, D)
+        lanes = [x.reshape(b * s * c, -1, r, x.shape[-1]) for x in boxes]
+        shape, order = (b, s, c, g, group, r), (0, 1, 2, 3, 4, 5)
+    outs, lses = [], []
+    for first in range(0, lanes[0].shape[0], flex.GRID_LIMIT):
+        part = [x[first : first + flex.GRID_LIMIT] for x in lanes]
+        out, lse = _lanes(part, piece, start, first, b, group, options)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = (torch.cat(xs) if len(xs) > 1 else xs[0] for xs in (outs, lses))
+    out, lse = out.view(*shape, -1).permute(*order, 6), lse.view(shape).permute(order)
+    if piece.zero_keys:
+        total = torch.logaddexp(lse, torch.full_like(lse, math.log(piece.zero_keys)))
+        out, lse = out * torch.exp(lse - total)[..., None].to(out.dtype), total
+    return out, lse
+
+
+def _lanes(
+    lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int, group: int, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of lanes `first ...` of a piece, `(lanes, G group, rows, D)`, each a sequence of kept rows."""
+    q, k, v = lanes
+    device, rows = q.device, q.shape[2]
+    # Tensors instead of numbers: one compiled kernel serves every branch and length.
+    length, stride = (torch.full((), n, dtype=torch.int32, device=device) for n in (piece.rows, piece.row_stride))
+    segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
+    is_causal, user_score, user_mask, ignored = options.is_causal, options.score_mod, options.mask_mod, options.ignored
+    positioned = user_score is not None or user_mask is not None or ignored is not None
+    if positioned:
+        batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, start, batch, group, device))
+
+    def position(lane: Tensor, row: Tensor) -> Tensor:
+        return token_of[lane] + row // length * segment_stride + row % length * stride
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = q_idx // length == kv_idx // length
+        if is_causal:
+            seen = seen & (q_idx >= kv_idx)
+        if ignored is not None:
+            seen = seen & ~ignored[batch_of[b], position(b, kv_idx)]
+        if user_mask is not None:
+            seen = seen & user_mask(batch_of[b], head_of[b, h], position(b, q_idx), position(b, kv_idx))
+        return seen
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert user_score is not None
+        return user_score(score, batch_of[b], head_of[b, h], position(b, q_idx), position(b, kv_idx))
+
+    diagonal = DilatedPattern((piece.rows,), (1,))
+    narrows = ignored is not None or user_mask is not None
+    out, lse = flex.call(
+        q,
+        k,
+        v,
+        score_mod=None if user_score is None else score_mod,
+        block_mask=block_mask_for(diagonal, 1, 1, rows, is_causal, device, mask_mod, narrows=narrows),
+        scale=options.scale,
+        want_lse=True,
+        kind=options.kind(),
+    )
+    assert lse is not None
+    return out, lse
+
+
+def _tables(piece: Piece, start: int, batch: int, group: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Per lane: its sequence, its first token, and the query heads that it holds."""
+    tokens = start + tokens_of(piece, device)[:, :, 0]  # (S, C)
+    if mergeable(piece):
+        tokens = tokens[:1]
+    lane = torch.arange(batch * tokens.numel(), device=device)
+    heads = heads_of(piece, group, device).flatten(1)  # (C, G group)
+    return (lane // tokens.numel()).int(), tokens.flatten().int()[lane % tokens.numel()], heads.int()[lane % piece.offsets]

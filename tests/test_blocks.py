@@ -1,0 +1,208 @@
+"""Block lists against a look at all pairs, and what they cost over a million tokens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+from torch import Tensor
+
+from flexdilated import DilatedPattern
+from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+
+ORDERS: tuple[Order, ...] = ("any", "before", "after")
+SIZES = (1, 2, 3, 5, 8, 16)
+
+Branches = tuple[tuple[int, int, int], ...]  # length, rate, offset
+
+
+def join(branches: Branches, num_tokens: int, order: Order) -> Tensor:
+    """(N, N): the pairs that a branch joins, by the definition."""
+    p = torch.arange(num_tokens)
+    joined = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    for w, r, o in branches:
+        kept = p % w % r == o
+        joined |= kept[:, None] & kept & (p[:, None] // w == p // w)
+    return {"any": joined, "before": joined.tril(), "after": joined.triu()}[order]
+
+
+def look(pairs: Tensor, row_size: int, column_size: int) -> tuple[Tensor, Tensor]:
+    """(rows, columns): which blocks hold some and which all of their pairs; there are none behind the last token."""
+    rows, columns = -(-len(pairs) // row_size), -(-len(pairs) // column_size)
+    padded = torch.zeros(rows * row_size, columns * column_size, dtype=torch.bool)
+    padded[: len(pairs), : len(pairs)] = pairs
+    blocks = padded.view(rows, row_size, columns, column_size).transpose(1, 2).flatten(2)
+    full = blocks.all(dim=-1)
+    return blocks.any(dim=-1) & ~full, full
+
+
+def read(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """(rows, columns): the listed blocks, once the lists have the form that `BlockLists` documents."""
+    assert counts.dtype == indices.dtype == torch.int32
+    assert indices.shape == (len(counts), max(1, int(counts.max())))
+    valid = torch.arange(indices.shape[1]) < counts[:, None]
+    assert (indices.diff(dim=1)[valid[:, 1:]] > 0).all()
+    assert (indices[~valid] == 0).all()
+    listed = torch.zeros(len(counts), columns, dtype=torch.bool)
+    listed[valid.nonzero()[:, 0], indices[valid].long()] = True
+    return listed
+
+
+def check(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> Tensor:
+    """The full blocks, once the lists of these branches hold what a look at all pairs finds."""
+    return compare(block_lists(branches, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
+
+
+def compare(lists: BlockLists, pairs: Tensor, sizes: tuple[int, int]) -> Tensor:
+    partial, full = look(pairs, *sizes)
+    assert torch.equal(read(lists.partial_counts, lists.partial_indices, full.shape[1]), partial)
+    assert torch.equal(read(lists.full_counts, lists.full_indices, full.shape[1]), full)
+    return full
+
+
+# -- any pattern --------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> DilatedPattern:
+    """One to four branches, short and long, with small rates and rates far larger than a block."""
+    lengths = draw(st.lists(st.integers(1, 40) | st.integers(1, 300), min_size=1, max_size=4))
+    return DilatedPattern(
+        tuple(lengths),
+        tuple(draw(st.integers(1, min(length, 4)) | st.integers(1, length)) for length in lengths),
+        heads=draw(st.sampled_from(("all", "grouped"))),
+        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+    )
+
+
+@settings(max_examples=500)
+@given(
+    patterns(),
+    st.integers(1, 200),
+    st.integers(1, 7),
+    st.integers(0, 6),
+    st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)),
+    st.sampled_from(ORDERS),
+)
+@example(DilatedPattern((300,), (1,)), 200, 1, 0, (16, 8), "any")  # one segment, its ragged last blocks never full
+@example(DilatedPattern((97, 97), (29, 97)), 200, 5, 4, (8, 5), "before")  # rates larger than a block
+@example(DilatedPattern((7, 13, 29), (1, 2, 3), heads="grouped"), 1, 2, 1, (3, 2), "any")  # one token, fewer heads than branches
+def test_lists_hold_the_blocks_that_a_look_at_all_pairs_finds(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, head: int, sizes: tuple[int, int], order: Order
+) -> None:
+    head %= num_heads
+    branches = tuple(
+        (w, r, pattern.offset(i, head, num_heads))
+        for i, (w, r) in enumerate(pattern.branches)
+        if head in pattern.head_range(i, num_heads)
+    )
+    found = head_branches(pattern, head, num_heads, num_tokens)
+    compare(block_lists(found, num_tokens, *sizes, order), join(branches, num_tokens, order), sizes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", [(8, 8), (3, 16), (16, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("rate", [17, 53, 101])
+def test_rates_larger_than_a_block_leave_blocks_out(rate: int, sizes: tuple[int, int], order: Order) -> None:
+    branches = (HeadBranch(101, rate, 7), HeadBranch(199, rate, 16))
+    full = check(branches, 200, sizes, order)
+    assert full.any() == (sizes == (1, 1))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_branch_lists_nothing(order: Order) -> None:
+    check((), 29, (5, 3), order)
+
+
+def test_branches_of_a_head_are_distinct_and_cut_to_the_sequence() -> None:
+    pattern = DilatedPattern((400, 7, 300, 7), (3, 1, 3, 1), offsets="interleaved")
+    assert head_branches(pattern, 4, 5, 101) == (HeadBranch(7, 1, 0), HeadBranch(101, 3, 1))
+
+
+# -- blocks that only a dilated branch completes --------------------------------------------------------------------------------
+
+# Borders at 65 and 95 leave of the block of tokens 80..95 and 64..79 the one pair (95, 64); 66 and 95 leave (95, 64) and (95, 65).
+ONE_PAIR = (HeadBranch(65, 1, 0), HeadBranch(95, 1, 0)), (HeadBranch(128, 31, 2),)
+TWO_PAIRS = (HeadBranch(66, 1, 0), HeadBranch(95, 1, 0)), (HeadBranch(128, 31, 2), HeadBranch(128, 30, 5))
+
+
+@pytest.mark.parametrize(("order", "corners"), [("any", ((5, 4), (4, 5))), ("before", ((5, 4),)), ("after", ((4, 5),))])
+@pytest.mark.parametrize(("near", "dilated"), [ONE_PAIR, TWO_PAIRS], ids=["one_pair", "two_pairs"])
+def test_a_dilated_branch_completes_a_block_of_16(
+    near: tuple[HeadBranch, ...], dilated: tuple[HeadBranch, ...], order: Order, corners: tuple[tuple[int, int], ...]
+) -> None:
+    pairs = join(near, 128, "any")[80:96, 64:80]
+    assert (~pairs).sum() == len(dilated)
+    without = check(near, 128, (16, 16), order)
+    completed = check(near + dilated, 128, (16, 16), order)
+    assert set(map(tuple, (completed & ~without).nonzero().tolist())) == set(corners)
+
+
+def test_a_pattern_has_a_block_that_a_dilated_branch_completes() -> None:
+    pattern = DilatedPattern((65, 95, 128), (1, 1, 31), offsets="interleaved")
+    full = [check(head_branches(pattern, head, 3, 128), 128, (16, 16), "before")[5, 4].item() for head in range(3)]
+    assert full == [False, False, True]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
+def test_dilated_branches_alone_fill_a_tiny_block(sizes: tuple[int, int], order: Order) -> None:
+    branches = (HeadBranch(13, 2, 0), HeadBranch(13, 3, 0))  # 6 sees 8 by rate 2 and 9 by rate 3
+    full = check(branches, 13, sizes, order)
+    assert full[(6, 4) if sizes == (1, 2) else (4, 6)].item() == (order != ("before" if sizes == (1, 2) else "after"))
+
+
+@st.composite
+def head_branch(draw: st.DrawFn) -> HeadBranch:
+    rate = draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4)))
+    return HeadBranch(draw(st.integers(1, 60)), rate, draw(st.integers(0, rate - 1)))
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(head_branch(), min_size=2, max_size=6),
+    st.integers(1, 90),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.sampled_from(ORDERS),
+)
+def test_many_branches_fill_tiny_blocks_together(
+    branches: list[HeadBranch], num_tokens: int, sizes: tuple[int, int], order: Order
+) -> None:
+    check(tuple(branches), num_tokens, sizes, order)
+
+
+# -- a million tokens ---------------------------------------------------------------------------------------------------------
+
+# Not ru_maxrss: it survives exec, so a child would begin with the peak of pytest.
+PEAK = """
+import re
+from pathlib import Path
+from flexdilated import DilatedPattern
+from flexdilated.blocks import block_lists, head_branches
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def lists(seq_len, order):
+    return block_lists(head_branches(DilatedPattern.longnet(), 0, 8, seq_len), seq_len, 128, 128, order)
+
+lists(1 << 12, "any")
+before = peak()
+blocks = [int(counts.sum()) for order in ("any", "before", "after") for counts in lists(1 << 20, order)[::2]]
+print(peak() - before, *blocks)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc/self/status")
+def test_lists_of_a_million_tokens_take_memory_of_the_listed_blocks_alone() -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=root, capture_output=True, text=True, check=True)
+    kilobytes, *blocks = map(int, done.stdout.split())
+    assert kilobytes < 200 << 10  # all pairs of blocks are 67 million
+    # Every block of a segment of 32768 tokens, 256 x 256, holds a pair; those of its segments of 2048, 16 x 16, are full.
+    joined, causal_joined = 32 * 256 * 256, 32 * 256 * 257 // 2
+    full, causal_full = 512 * 16 * 16, 512 * 16 * 15 // 2
+    assert blocks == [joined - full, full] + 2 * [causal_joined - causal_full, causal_full]

@@ -1,0 +1,496 @@
+"""The pattern as FlexAttention parts: by integers, against the oracle under FlexAttention, and against torch's own block mask."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+
+from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, masks, reference
+from tests.cases import Attend, Case, differentiate, patterns
+from tests.tolerances import EXACT, SINGLE
+
+PATTERN = DilatedPattern((7, 13, 29), (1, 3, 5))
+EVERY = (dilated_mask_mod, dilated_score_mod, partial(create_dilated_block_mask, device="cpu"))
+NAMES = ["mask_mod", "score_mod", "block_mask"]
+
+Mod = Callable[..., Tensor]
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Case:
+    """A call that masks can express."""
+    return Case(
+        pattern=replace(draw(patterns()), zero_padding=False, detach_weights=False),
+        batch=draw(st.integers(1, 2)),
+        num_tokens=draw(st.integers(1, 43)),
+        kv_heads=draw(st.integers(1, 7)),
+        group=draw(st.integers(1, 3)),
+        is_causal=draw(st.booleans()),
+        lse_gradient=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def part(make: Callable[..., Any], case: Case, **options: object) -> Any:
+    """A mask, a score function or a block mask for the call."""
+    heads = case.kv_heads * case.group
+    return make(case.pattern, heads, seq_len=case.num_tokens, is_causal=case.is_causal, num_kv_heads=case.kv_heads, **options)
+
+
+def pairs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b, h, q_idx and kv_idx that broadcast to all pairs `(B, H, N, N)`."""
+    p = torch.arange(case.num_tokens)
+    heads = torch.arange(case.kv_heads * case.group)
+    return torch.arange(case.batch)[:, None, None, None], heads[:, None, None], p[:, None], p
+
+
+def multiplicity(case: Case) -> Tensor:
+    """(H, N, N): how many branches join a pair, by the definition."""
+    p = torch.arange(case.num_tokens)
+    count = torch.zeros(case.kv_heads, case.num_tokens, case.num_tokens, dtype=torch.float64)
+    for i, (w, r) in enumerate(case.pattern.branches):
+        for h in case.pattern.head_range(i, case.kv_heads):
+            kept = p % w % r == case.pattern.offset(i, h, case.kv_heads)
+            count[h] += kept[:, None] & kept & (p[:, None] // w == p // w)
+    return (count.tril() if case.is_causal else count).repeat_interleave(case.group, dim=0)
+
+
+def dense(case: Case, score_mod: Mod, mask_mod: Mod | None = None) -> Attend:
+    """FlexAttention's definition over all pairs, differentiable: `out` `(B, N, H, D)` and `lse`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (x.repeat_interleave(case.group, dim=2) for x in (k, v))
+        scores = score_mod(torch.einsum("bqhd,bkhd->bhqk", q, k) * case.head_dim**-0.5, *pairs(case))
+        if mask_mod is not None:
+            scores = scores.masked_fill(~mask_mod(*pairs(case)), -torch.inf)
+        reached = (scores > -torch.inf).any(dim=-1, keepdim=True)
+        scores = scores.masked_fill(~reached, 0.0)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1) * reached, v)
+        return out, scores.logsumexp(dim=-1).masked_fill(~reached[..., 0], -torch.inf)
+
+    return attend
+
+
+def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` by torch's eager FlexAttention."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with torch.no_grad():
+        out, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True), **options)
+    return out.transpose(1, 2), aux.lse
+
+
+def attend_by_reference(case: Case) -> Attend:
+    return lambda q, k, v: reference.dilated_attention(q, k, v, case.pattern, is_causal=case.is_causal)
+
+
+def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+# -- by integers --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(calls())
+def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
+    joined = multiplicity(case) > 0
+    assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
+
+
+@settings(max_examples=300)
+@given(calls(), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
+def test_score_mod_adds_the_log_of_how_many_branches_join_the_pair(case: Case, dtype: torch.dtype) -> None:
+    heads, n = case.kv_heads * case.group, case.num_tokens
+    score = torch.randn(case.batch, heads, n, n, generator=torch.Generator().manual_seed(case.seed)).to(dtype)
+    actual = part(dilated_score_mod, case)(score, *pairs(case))
+    assert torch.equal(actual, score + multiplicity(case).to(dtype).log())
+
+
+@pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
+def test_functions_are_named_after_branches_and_rule(make: Callable[..., Mod]) -> None:
+    name = make(PATTERN, 4, seq_len=17).__name__
+    assert name.startswith(make.__name__)
+    assert "w7r1_w13r3_w29r5" in name
+    assert "blocked" in name
+    assert "causal" not in name
+    assert make(PATTERN, 4, seq_len=17, is_causal=True).__name__ == f"{name}_causal"
+    assert "grouped" in make(DilatedPattern.grouped((7,), (3,)), 4, seq_len=17).__name__
+
+
+# -- against the oracle -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(calls())
+def test_flex_attention_under_both_functions_equals_the_reference(case: Case) -> None:
+    q, k, v, _, _ = case.tensors()
+    options = {"score_mod": part(dilated_score_mod, case), "block_mask": part(create_dilated_block_mask, case, device="cpu")}
+    with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):  # the same arithmetic, without tracing each case
+        actual = attend_by_flex(q, k, v, **options)
+    assert_close(actual, attend_by_reference(case)(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PATTERN, batch=2, num_tokens=131, is_causal=True),
+        Case(replace(PATTERN, offsets="interleaved"), num_tokens=37, kv_heads=3, group=2),
+        Case(DilatedPattern.grouped((7, 13), (2, 3)), num_tokens=37, kv_heads=3, group=2),  # rows without a key
+    ],
+    ids=["causal", "gqa", "grouped"],
+)
+def test_traced_flex_attention_equals_the_reference(case: Case) -> None:
+    torch._dynamo.reset()
+    q, k, v, _, _ = case.tensors()
+    options = {"score_mod": part(dilated_score_mod, case), "block_mask": part(create_dilated_block_mask, case, device="cpu")}
+    assert_close(attend_by_flex(q, k, v, **options), attend_by_reference(case)(q, k, v))
+
+
+@settings(max_examples=150)
+@given(calls(), st.booleans())
+def test_softmax_under_the_functions_has_the_gradients_of_the_reference(case: Case, masked: bool) -> None:
+    attend = dense(case, part(dilated_score_mod, case), part(dilated_mask_mod, case) if masked else None)
+    assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DilatedPattern((67, 131), (1, 3)), num_tokens=523, kv_heads=3, group=2, is_causal=True),
+        Case(DilatedPattern.grouped((131, 257), (1, 5)), batch=2, num_tokens=523, kv_heads=3),
+    ],
+    ids=["gqa_causal", "heads_differ"],
+)
+def test_compiled_flex_attention_equals_the_reference(case: Case) -> None:
+    torch._dynamo.reset()
+    tensors = [x.transpose(1, 2) for x in case.tensors(torch.float32)[:3]]
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    with torch.no_grad():  # there is no backward on the CPU
+        out = compiled(
+            *tensors,
+            score_mod=part(dilated_score_mod, case),
+            block_mask=part(create_dilated_block_mask, case, device="cpu"),
+            enable_gqa=True,
+        )
+    expected, _ = attend_by_reference(case)(*case.tensors(torch.float32)[:3])
+    torch.testing.assert_close(out.transpose(1, 2).double(), expected, **SINGLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_tokens", [1024, 1031])
+def test_compiled_flex_attention_on_cuda_trains_on_narrow_lists(num_tokens: int, is_causal: bool) -> None:
+    torch._dynamo.reset()
+    pattern = DilatedPattern((131, 257), (1, 3))
+    case = Case(pattern, num_tokens=num_tokens, kv_heads=3, group=2, head_dim=32, is_causal=is_causal, lse_gradient=False)
+    block_mask = part(create_dilated_block_mask, case, device="cuda")
+    for indices in (block_mask.kv_indices, block_mask.full_kv_indices, block_mask.q_indices, block_mask.full_q_indices):
+        assert indices.device.type == "cuda"
+        assert indices.shape[-1] < -(-num_tokens // 128)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    score_mod = part(dilated_score_mod, case)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, aux = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return out.transpose(1, 2), aux.lse
+
+    expected = differentiate(attend_by_reference(case), *(x if x is None else x.double() for x in case.tensors(torch.float32)))
+    for a, e in zip(differentiate(attend, *case.tensors(torch.float32, "cuda")), expected, strict=True):
+        torch.testing.assert_close(a.double().cpu(), e, **SINGLE)
+
+
+# -- against torch's block mask -----------------------------------------------------------------------------------------------
+
+BLOCKED = {
+    "three_branches": Case(DilatedPattern((31, 67, 101), (1, 3, 5)), num_tokens=263, kv_heads=3),
+    "gqa": Case(DilatedPattern((31, 101), (1, 7), offsets="interleaved"), num_tokens=131, kv_heads=3, group=2),
+    "grouped": Case(DilatedPattern.grouped((31, 67, 263), (1, 2, 11)), num_tokens=263, kv_heads=4),
+    "whole": Case(DilatedPattern((1000,), (1,)), num_tokens=256, kv_heads=2),
+    "alike": Case(DilatedPattern((64, 128), (1, 1)), num_tokens=512, kv_heads=3),
+    "dilated": Case(DilatedPattern((263,), (61,)), num_tokens=263, kv_heads=5),
+    "one_token": Case(PATTERN, num_tokens=1),
+}
+
+
+def assert_same_blocks(ours: BlockMask, theirs: BlockMask) -> None:
+    assert ours.shape == theirs.shape
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(ours, f"{name}_{x}") for x in ("num_blocks", "indices"))
+        their_counts, their_indices = (getattr(theirs, f"{name}_{x}") for x in ("num_blocks", "indices"))
+        assert counts.dtype == indices.dtype == torch.int32
+        assert torch.equal(counts, their_counts)
+        assert torch.equal(listed(counts, indices), listed(their_counts, their_indices))
+
+
+def listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """(blocks, 4): batch, head, row and column of each block of the lists, in order; what follows a row's own is never read."""
+    valid = torch.arange(indices.shape[-1]) < counts[..., None]
+    blocks = torch.cat([valid.nonzero()[:, :3], indices[valid][:, None]], dim=1)
+    return blocks.unique(dim=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["any", "causal"])
+@pytest.mark.parametrize("size", [128, 16, (16, 8), (5, 17)], ids=str)
+@pytest.mark.parametrize("name", BLOCKED)
+def test_block_mask_lists_the_blocks_that_torch_finds(name: str, size: int | tuple[int, int], is_causal: bool) -> None:
+    case = replace(BLOCKED[name], is_causal=is_causal)
+    n = case.num_tokens
+    ours = part(create_dilated_block_mask, case, device="cpu", BLOCK_SIZE=size)
+    theirs = create_block_mask(part(dilated_mask_mod, case), 1, case.kv_heads * case.group, n, n, device="cpu", BLOCK_SIZE=size)
+    assert_same_blocks(ours, theirs)
+
+
+@given(calls(), st.integers(1, 11), st.integers(1, 11))
+def test_block_mask_of_any_call_lists_the_blocks_that_torch_finds(case: Case, q_size: int, kv_size: int) -> None:
+    size, n = (q_size, kv_size), case.num_tokens
+    ours = part(create_dilated_block_mask, case, device="cpu", BLOCK_SIZE=size)
+    theirs = create_block_mask(part(dilated_mask_mod, case), 1, case.kv_heads * case.group, n, n, device="cpu", BLOCK_SIZE=size)
+    assert_same_blocks(ours, theirs)
+
+
+def test_block_mask_holds_the_mask_of_the_pattern() -> None:
+    assert part(create_dilated_block_mask, Case(PATTERN), device="cpu").mask_mod is part(dilated_mask_mod, Case(PATTERN))
+
+
+def test_block_mask_of_a_million_tokens_holds_less_than_a_megabyte() -> None:
+    mask = create_dilated_block_mask(DilatedPattern((2048,), (1,)), 8, seq_len=1 << 20, device="cpu")
+    tensors = (x for x in vars(mask).values() if isinstance(x, Tensor))
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    assert sum(storages.values()) < 1 << 20
+    assert mask.full_kv_num_blocks.sum() == 8 * 2**13 * 16
+
+
+# -- with others --------------------------------------------------------------------------------------------------------------
+
+
+def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx - kv_idx).abs() <= h + 3
+
+
+def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score - (h + 1) * (q_idx - kv_idx).abs() / 8
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_functions_compose_with_a_user_s_own(is_causal: bool) -> None:
+    case = Case(PATTERN, batch=2, num_tokens=37, kv_heads=3, group=2, is_causal=is_causal)
+    q, k, v, _, _ = case.tensors()
+    mask_mod, score_mod = part(dilated_mask_mod, case), part(dilated_score_mod, case)
+    count = multiplicity(case)
+
+    both = and_masks(mask_mod, window)
+    either = or_masks(mask_mod, window)
+    assert torch.equal(both(*pairs(case)), (count > 0) & window(*pairs(case)))
+    assert torch.equal(either(*pairs(case)), (count > 0) | window(*pairs(case)))
+
+    with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):
+        actual = attend_by_flex(
+            q,
+            k,
+            v,
+            score_mod=lambda score, *pair: score_mod(slope(score, *pair), *pair),
+            block_mask=create_block_mask(both, None, 6, 37, 37, device="cpu"),
+        )
+    expected = dense(case, lambda score, *pair: slope(score, *pair) + count.log(), window)(q, k, v)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_functions_are_made_inside_a_compiled_function(is_causal: bool) -> None:
+    torch._dynamo.reset()
+    case = Case(PATTERN, num_tokens=37, kv_heads=3, group=2, is_causal=is_causal)
+
+    def evaluate(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+        return part(dilated_mask_mod, case)(*pair), part(dilated_score_mod, case)(score, *pair)
+
+    arguments = torch.randn(1, 6, 37, 37), *pairs(case)
+    for a, e in zip(torch.compile(evaluate, fullgraph=True, backend="eager")(*arguments), evaluate(*arguments), strict=True):
+        assert torch.equal(a, e)
+
+
+# -- kept results -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
+def test_the_same_arguments_give_the_same_function(make: Callable[..., Mod]) -> None:
+    equal = DilatedPattern([7, 13, 29], [1, 3, 5])  # type: ignore[arg-type]
+    assert make(PATTERN, 4, seq_len=37) is make(equal, 4, seq_len=37, is_causal=False, num_kv_heads=4)
+    assert make(PATTERN, 4, seq_len=37) is not make(PATTERN, 4, seq_len=37, is_causal=True)
+
+
+def test_the_same_arguments_give_the_same_lists() -> None:
+    mask = create_dilated_block_mask(PATTERN, 4, seq_len=37, device="cpu")
+    same = create_dilated_block_mask(PATTERN, 4, seq_len=37, device=torch.device("cpu"), BLOCK_SIZE=(128, 128), num_kv_heads=4)
+    other = create_dilated_block_mask(PATTERN, 4, seq_len=37, device="cpu", BLOCK_SIZE=(128, 64))
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices", "full_q_indices"):
+        assert getattr(mask, name) is getattr(same, name)
+        assert getattr(mask, name) is not getattr(other, name)
+
+
+def test_kept_results_are_bounded() -> None:
+    caches = [x for x in vars(masks).values() if hasattr(x, "cache_info") and x.__module__ == masks.__name__]
+    assert len(caches) == 3  # masks, score functions, lists
+    assert all(cache.cache_info().maxsize is not None for cache in caches)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"pattern": (7, 1)}, TypeError, r"pattern must be a DilatedPattern, got tuple"),
+    ({"num_heads": 4.0}, TypeError, r"num_heads must be an integer, got 4.0"),
+    ({"num_heads": True}, TypeError, r"num_heads must be an integer, got True"),
+    ({"num_heads": None}, TypeError, r"num_heads must be an integer, got None"),
+    ({"num_heads": 0}, ValueError, r"num_heads must be at least 1, got 0"),
+    ({"seq_len": "37"}, TypeError, r"seq_len must be an integer, got '37'"),
+    ({"seq_len": False}, TypeError, r"seq_len must be an integer, got False"),
+    ({"seq_len": 0}, ValueError, r"seq_len must be at least 1, got 0"),
+    ({"is_causal": 1}, TypeError, r"is_causal must be a bool, got 1"),
+    ({"is_causal": None}, TypeError, r"is_causal must be a bool, got None"),
+    ({"num_kv_heads": 2.0}, TypeError, r"num_kv_heads must be an integer, got 2.0"),
+    ({"num_kv_heads": True}, TypeError, r"num_kv_heads must be an integer, got True"),
+    ({"num_kv_heads": 0}, ValueError, r"num_kv_heads must be at least 1, got 0"),
+    ({"num_kv_heads": 4}, ValueError, r"num_kv_heads must divide num_heads=6, got 4"),
+    ({"num_kv_heads": 12}, ValueError, r"num_kv_heads must divide num_heads=6, got 12"),
+]
+REFUSED_BLOCKS = [
+    ({"BLOCK_SIZE": 128.0}, TypeError, r"BLOCK_SIZE must be an integer or a pair of them, got 128.0"),
+    ({"BLOCK_SIZE": True}, TypeError, r"BLOCK_SIZE must be an integer or a pair of them, got True"),
+    ({"BLOCK_SIZE": [128, 128]}, TypeError, r"BLOCK_SIZE must be an integer or a pair of them, got \[128, 128\]"),
+    ({"BLOCK_SIZE": (128,)}, TypeError, r"BLOCK_SIZE must be an integer or a pair of them, got \(128,\)"),
+    ({"BLOCK_SIZE": (128, None)}, TypeError, r"BLOCK_SIZE must be an integer or a pair of them, got \(128, None\)"),
+    ({"BLOCK_SIZE": 0}, ValueError, r"BLOCK_SIZE must be at least 1, got 0"),
+    ({"BLOCK_SIZE": (128, -1)}, ValueError, r"BLOCK_SIZE must be at least 1, got \(128, -1\)"),
+]
+
+
+def call(make: Callable[..., Any], **changes: Any) -> Any:
+    """A valid call for 37 tokens and 6 heads, with changes."""
+    arguments = {"pattern": PATTERN, "num_heads": 6, "seq_len": 37, **changes}
+    return make(arguments.pop("pattern"), arguments.pop("num_heads"), **arguments)
+
+
+@pytest.mark.parametrize("make", EVERY, ids=NAMES)
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_every_function_rejects(make: Callable[..., Any], changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(make, **changes)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED_BLOCKS, ids=[message for _, _, message in REFUSED_BLOCKS])
+def test_block_mask_rejects(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(create_dilated_block_mask, device="cpu", **changes)
+
+
+@pytest.mark.parametrize("make", EVERY, ids=NAMES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_heads": 1}, {"seq_len": 1}, {"is_causal": True}, {"num_kv_heads": None}, {"num_kv_heads": 1}, {"num_kv_heads": 6}],
+    ids=str,
+)
+def test_every_function_accepts(make: Callable[..., Any], changes: dict[str, Any]) -> None:
+    call(make, **changes)
+
+
+@pytest.mark.parametrize("size", [1, (1, 1), (128, 1), 1024], ids=str)
+def test_block_mask_accepts(size: int | tuple[int, int]) -> None:
+    call(create_dilated_block_mask, device="cpu", BLOCK_SIZE=size)
+
+
+@pytest.mark.parametrize("make", EVERY, ids=NAMES)
+def test_options_are_keyword_only(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        make(PATTERN, 6, 37)
+
+
+# -- torchscale's rules -------------------------------------------------------------------------------------------------------
+
+PADDED = DilatedPattern((8, 12), (2, 4), zero_padding=True)
+ONE_SEGMENT = DilatedPattern((37,), (4,), zero_padding=True)
+SHIFTED = DilatedPattern((9,), (4,), zero_padding=True)
+ZERO_KEYS = [
+    (PADDED, 37, 6, False),
+    (replace(ONE_SEGMENT, offsets="interleaved"), 23, 6, False),  # a head of offset 3 keeps 5 tokens, one of offset 0 keeps 6
+    (SHIFTED, 36, 6, False),
+    (SHIFTED, 36, 6, True),
+    (SHIFTED, 10, 1, True),  # only the last output moves: behind the end
+    (replace(PADDED, dilation_rates=(2, 5)), 37, 6, True),
+]
+TOKENS_ALONE = [
+    (PADDED, 24, False),
+    (PADDED, 37, True),
+    (ONE_SEGMENT, 23, False),  # none of 3 heads has offset 3
+    (ONE_SEGMENT, 37, True),
+    (SHIFTED, 9, True),  # a single segment stays where it is
+]
+
+
+@pytest.mark.parametrize("make", EVERY, ids=NAMES)
+@pytest.mark.parametrize(("pattern", "num_tokens", "kv_heads", "is_causal"), ZERO_KEYS)
+def test_zero_keys_and_shifts_are_refused(
+    make: Callable[..., Any], pattern: DilatedPattern, num_tokens: int, kv_heads: int, is_causal: bool
+) -> None:
+    options = {"seq_len": num_tokens, "num_kv_heads": kv_heads, "is_causal": is_causal}
+    message = rf"pattern must add no zero keys at seq_len={num_tokens}, got zero_padding=True with segments .*; use flexdilated"
+    with pytest.raises(NotImplementedError, match=message):
+        call(make, pattern=pattern, **options)
+    call(make, pattern=replace(pattern, zero_padding=False), **options)
+
+
+@pytest.mark.parametrize(("pattern", "num_tokens", "is_causal"), TOKENS_ALONE)
+def test_zero_padding_without_zero_keys_is_accepted_and_equals_the_reference(
+    pattern: DilatedPattern, num_tokens: int, is_causal: bool
+) -> None:
+    case = Case(pattern, num_tokens=num_tokens, kv_heads=3, group=2, is_causal=is_causal)
+    part(create_dilated_block_mask, case, device="cpu")
+    attend = dense(case, part(dilated_score_mod, case), part(dilated_mask_mod, case))
+    assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
+
+
+@settings(max_examples=200)
+@given(calls())
+def test_zero_padding_is_refused_wherever_it_changes_the_reference(case: Case) -> None:
+    case = replace(case, pattern=replace(case.pattern, zero_padding=True))
+    exact = replace(case, pattern=replace(case.pattern, zero_padding=False))
+    q, k, v, _, _ = case.tensors()
+    try:
+        part(dilated_mask_mod, case)
+    except NotImplementedError:
+        return
+    assert_close(attend_by_reference(case)(q, k, v), attend_by_reference(exact)(q, k, v))
+
+
+def test_constant_mixing_weights_are_refused_by_the_score_function_alone() -> None:
+    pattern = replace(PATTERN, detach_weights=True)
+    with pytest.raises(NotImplementedError, match=r"pattern must have detach_weights=False, got True: .* no score_mod; use"):
+        call(dilated_score_mod, pattern=pattern)
+    call(dilated_mask_mod, pattern=pattern)
+    call(create_dilated_block_mask, pattern=pattern, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [DilatedPattern((13,), (3,), detach_weights=True), replace(DilatedPattern.grouped((7, 13), (1, 3)), detach_weights=True)],
+    ids=["one_branch", "grouped"],
+)
+def test_constant_mixing_weights_are_accepted_where_nothing_is_mixed(pattern: DilatedPattern) -> None:
+    case = Case(pattern, lse_gradient=False)
+    attend = dense(case, part(dilated_score_mod, case))
+    assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))

@@ -1,0 +1,360 @@
+"""Users' score and mask functions: refusals, and every engine that runs them against the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+import flexdilated.flexed
+import flexdilated.materialised
+from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
+from flexdilated.backends import flex
+from tests import flex_emulation
+from tests.cases import Case, calls
+from tests.tolerances import EXACT, SINGLE
+
+PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
+LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Mods:
+    """Functions as models have them, one that learns among them."""
+
+    score: str | None
+    mask: str | None
+    seed: int = 0
+
+    def table(self, heads: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(heads, 2 * LONGEST, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def functions(self, table: Tensor) -> dict[str, Any]:
+        scores: dict[str | None, Any] = {
+            None: None,
+            "table": lambda s, b, h, i, j: s + table[h, i - j + LONGEST],
+            "alibi": lambda s, b, h, i, j: s - torch.exp2(-(h + 1.0)) * (i - j).abs(),
+            "softcap": lambda s, b, h, i, j: 2 * torch.tanh(s / 2),
+            "window": lambda s, b, h, i, j: torch.where(i - j > 5, -math.inf, s + 0.1 * b),
+        }
+        masks: dict[str | None, Any] = {
+            None: None,
+            "prefix": lambda b, h, i, j: (j <= i) | (j < 9),
+            "thirds": lambda b, h, i, j: (i + 2 * j + h + b) % 3 > 0,
+            "one_token": lambda b, h, i, j: j == 5,
+        }
+        return {"score_mod": scores[self.score], "mask_mod": masks[self.mask]}
+
+
+MODS = st.builds(
+    Mods,
+    st.sampled_from((None, "table", "alibi", "softcap", "window")),
+    st.sampled_from((None, "prefix", "thirds", "one_token")),
+    st.integers(0, 1000),
+)
+
+
+def run(attend: Callable[..., tuple[Tensor, Tensor]], case: Case, mods: Mods, **options: Any) -> list[Tensor]:
+    """Out, lse and the gradients of q, k, v and the table; lse has a gradient where it is finite."""
+    q, k, v, dout, dlse = case.tensors()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    table = mods.table(q.shape[2])
+    out, lse = attend(q, k, v, case.pattern, **case.options(), **mods.functions(table), **options)
+    total = (out * dout).sum()
+    if dlse is not None:
+        total = total + torch.where(lse > -math.inf, lse * dlse, 0.0).sum()
+    grads = torch.autograd.grad(total, (q, k, v, table), allow_unused=True)
+    inputs = (q, k, v, table)
+    return [out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))]
+
+
+def with_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return dilated_attention(*args, return_lse=True, **options)
+
+
+def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Tensor, Tensor]] = with_lse) -> None:
+    try:
+        expected = run(reference.dilated_attention, case, mods)
+    except NotImplementedError:  # zero keys
+        return
+    for a, e in zip(run(attend, case, mods), expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+# -- the sdpa engine ------------------------------------------------------------------------------------------------------------
+
+
+@given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
+    whole = flexdilated.materialised.SCORES
+    flexdilated.materialised.SCORES = scores
+    try:
+        assert_as_the_oracle(case, mods)
+    finally:
+        flexdilated.materialised.SCORES = whole
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_oracle_calls_functions_as_torch_does(is_causal: bool) -> None:
+    """One dense branch is plain flex_attention."""
+    q, k, v = (torch.randn(2, 19, 3, 4, dtype=torch.float64) for _ in range(3))
+    mods = Mods("table", "thirds").functions(Mods("table", "thirds").table(3).detach())
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = mods["mask_mod"](b, h, i, j)
+        return seen & (i >= j) if is_causal else seen
+
+    mask = create_mask(mask_mod, 2, 3, 19, 19, device="cpu")
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(mask[b, h, i, j], mods["score_mod"](s, b, h, i, j), -math.inf)
+
+    flex_module = __import__("sys").modules[flex_attention.__module__]
+    before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # the same arithmetic without the tracer
+    try:
+        expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=score_mod).transpose(1, 2)
+    finally:
+        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+    out, _ = reference.dilated_attention(q, k, v, DilatedPattern((19,), (1,)), is_causal=is_causal, **mods)
+    torch.testing.assert_close(out, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    case, mods = Case(PATTERN, batch=2, group=2, kv_heads=2, head_dim=16, is_causal=True), Mods("alibi", None)
+    q, k, v, _, _ = case.tensors(dtype)
+    out, lse = with_lse(q, k, v, PATTERN, **case.options(), **mods.functions(mods.table(4)))
+    expected, expected_lse = reference.dilated_attention(q, k, v, PATTERN, **case.options(), **mods.functions(mods.table(4)))
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected_lse, **SINGLE)
+    torch.testing.assert_close(out.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=1e-5)
+
+
+def test_ignored_keys_may_hold_anything() -> None:
+    case, mods = Case(PATTERN, batch=2, ignored=0.3), Mods("table", "thirds")
+    q, k, v, dout, _ = case.tensors()
+    options = {**case.options(), **mods.functions(mods.table(5))}
+    ignored = options["key_padding_mask"]
+    k[ignored] = math.nan
+    v[ignored] = math.inf
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = dilated_attention(q, k, v, PATTERN, **options)
+    assert out.isfinite().all()
+    for grad in torch.autograd.grad((out * dout).sum(), (q, k, v)):
+        assert grad.isfinite().all()
+
+
+def test_dropout_under_functions_follows_the_seed() -> None:
+    case, mods = Case(PATTERN, lse_gradient=False), Mods("table", None)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(with_lse, case, mods, dropout_p=0.4))
+    for a, b in zip(results[0], results[1]):
+        assert torch.equal(a, b)
+    assert not torch.equal(results[0][0], results[2][0])
+    total = torch.zeros_like(results[0][0])
+    for seed in range(400):
+        torch.manual_seed(seed)
+        total += run(with_lse, case, mods, dropout_p=0.4)[0]
+    torch.testing.assert_close(total / 400, run(with_lse, case, mods)[0], atol=0.35, rtol=0.0)
+
+
+def test_a_long_sequence_never_holds_all_scores() -> None:
+    """5 segments of 600: at most 600 x 600 scores per head exist, of 3,000 x 3,000."""
+    largest = 0
+
+    def watched(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, s.numel())
+        return s * 0.5
+
+    whole = flexdilated.materialised.SCORES
+    flexdilated.materialised.SCORES = 100_000
+    try:
+        x = torch.randn(1, 3000, 2, 4, requires_grad=True)
+        dilated_attention(x, x, x, DilatedPattern((600, 3000), (1, 5)), score_mod=watched).sum().backward()
+    finally:
+        flexdilated.materialised.SCORES = whole
+    assert 0 < largest <= 100_000
+
+
+def test_autocast_leaves_scores_in_float32() -> None:
+    seen = set()
+
+    def watched(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen.add(s.dtype)
+        return s
+
+    x = torch.randn(1, 43, 2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dilated_attention(x, x, x, PATTERN, score_mod=watched).dtype == torch.bfloat16
+    assert seen == {torch.float32}
+
+
+class Biased(nn.Module):
+    """A model with a learnable relative bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(12, 3, PATTERN)
+        self.table = nn.Parameter(torch.randn(3, 2 * LONGEST))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + self.table[h, i - j + LONGEST]
+
+        out, _ = self.attention(x, x, x, score_mod=relative, mask_mod=lambda b, h, i, j: (i - j).abs() < 30)
+        return out
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+def test_a_compiled_model_learns_its_bias(backend: str) -> None:
+    torch._dynamo.reset()
+    model, x = Biased(), torch.randn(2, 43, 12)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    expected, actual = (torch.autograd.grad(f(x).square().sum(), tuple(model.parameters())) for f in (model, compiled))
+    assert expected[0].any()
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+
+
+def test_modules_pass_functions_on() -> None:
+    mods = Mods("alibi", "thirds").functions(torch.zeros(1))
+    q, k, v = (torch.randn(2, 43, 3, 4) for _ in range(3))
+    expected = dilated_attention(q, k, v, PATTERN, **mods)
+    assert torch.equal(DilatedAttention(PATTERN)(q, k, v, **mods), expected)
+    assert not torch.equal(DilatedAttention(PATTERN)(q, k, v), expected)
+
+
+# -- the flex engine, packed, under an emulated kernel -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call goes through pieces, and the kernel is the emulation: only the kernel itself needs a GPU."""
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "packed")
+
+
+def flex_engine(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
+    given_options: dict[str, Any] = {
+        "is_causal": False,
+        "key_padding_mask": None,
+        "cu_seqlens": None,
+        "score_mod": None,
+        "mask_mod": None,
+    }
+    given_options |= {"scale": q.shape[3] ** -0.5, "want_lse": True} | options
+    out, lse = flexdilated.flexed.flexed(q, k, v, pattern, **given_options)
+    assert lse is not None
+    return out, lse
+
+
+def assert_flex_engine_as_the_oracle(case: Case, mods: Mods) -> None:
+    try:
+        expected = run(reference.dilated_attention, case, mods)
+        actual = run(flex_engine, case, mods)
+    except NotImplementedError:  # zero keys under functions, shifted positions
+        return
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.usefixtures("packed")
+def test_packed_pieces_equal_the_oracle() -> None:
+    @given(case=calls(), mods=MODS)
+    def check(case: Case, mods: Mods) -> None:
+        assert_flex_engine_as_the_oracle(case, mods)
+
+    check()
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ignored", [None, 0.3])
+def test_packed_pieces_of_several_blocks(is_causal: bool, ignored: float | None) -> None:
+    pattern = DilatedPattern((150, 600, 620), (1, 2, 3))
+    case = Case(pattern, batch=2, num_tokens=1300, kv_heads=3, is_causal=is_causal, ignored=ignored)
+    assert_flex_engine_as_the_oracle(case, Mods(None, None))
+
+
+@pytest.mark.usefixtures("packed")
+def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GRID_LIMIT", 4)
+    case = Case(DilatedPattern((5, 10), (2, 3)), batch=3, num_tokens=43, kv_heads=3)  # rates that do not divide: a lane per segment
+    assert_flex_engine_as_the_oracle(case, Mods("table", "thirds"))
+    assert_flex_engine_as_the_oracle(Case(PATTERN, batch=3, ignored=0.3), Mods("table", "prefix"))
+
+
+def test_fused_layout_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "fused")
+
+    @given(case=calls(), mods=MODS)
+    def check(case: Case, mods: Mods) -> None:
+        assert_flex_engine_as_the_oracle(case, mods)
+
+    check()
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+def attend(**options: Any) -> Tensor:
+    x = torch.randn(1, 12, 2, 4)
+    return dilated_attention(x, x, x, DilatedPattern((6,), (2,)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"score_mod": 3}, TypeError, r"score_mod must be a function of \(score, b, h, q_idx, kv_idx\), got int"),
+        ({"mask_mod": "causal"}, TypeError, r"mask_mod must be a function of \(b, h, q_idx, kv_idx\), got str"),
+        ({"score_mod": lambda s, q: s}, TypeError, r"score_mod must take \(score, b, h, q_idx, kv_idx\), got \(s, q\)"),
+        ({"mask_mod": lambda s, b, h, i, j: i > j}, TypeError, r"mask_mod must take \(b, h, q_idx, kv_idx\), got"),
+        ({"score_mod": lambda s, b, h, i, j: i > j}, TypeError, r"score_mod must return a floating-point score, got torch.bool"),
+        ({"score_mod": lambda s, b, h, i, j: 1.0}, TypeError, r"score_mod must return a tensor, got float"),
+        ({"mask_mod": lambda b, h, i, j: i - j}, TypeError, r"mask_mod must return a bool.*got torch.int64"),
+        ({"mask_mod": lambda b, h, i, j: True}, TypeError, r"mask_mod must return a tensor, got bool"),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + torch.zeros(12)},
+            ValueError,
+            r"score_mod must return one value per pair, got shape",
+        ),
+        (
+            {"mask_mod": lambda b, h, i, j: torch.ones(3, 1, 1, 1, 1, dtype=torch.bool)},
+            ValueError,
+            r"mask_mod must return one value",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + torch.zeros((), device="meta")[None]},
+            ValueError,
+            r"score_mod must use tensors on the device of q=cpu, got",
+        ),
+    ],
+)
+def test_refuses_what_is_no_score_or_mask_function(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attend(**options)
+
+
+def test_refuses_functions_beside_zero_keys() -> None:
+    x = torch.randn(1, 13, 2, 4)
+    for backend in ("auto", "sdpa", "reference"):
+        with pytest.raises(NotImplementedError, match=r"zero_padding=True"):
+            dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), score_mod=lambda s, *_: s, backend=backend)
