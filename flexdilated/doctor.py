@@ -24,6 +24,7 @@ from flexdilated import __version__, reference
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, Request, why_not
 from flexdilated.backends.sdpa import KERNELS
+from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
 from flexdilated.hardware import Hardware, detect, recommended_dtype
 from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
 from flexdilated.refusal import refuse
@@ -31,9 +32,10 @@ from flexdilated.refusal import refuse
 __all__ = ["doctor"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CALLS = ("plain", "masked", "dropout")
+CALLS = ("plain", "masked", "dropout", "functions")
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 HEAD_DIM = 64
+LAYOUT_TOKENS = tuple(4**i for i in range(5, 11))  # 1,024 to 1,048,576
 
 # The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in
 # float32 and float64 the rounding of sums of some hundred terms.
@@ -148,6 +150,7 @@ def doctor(
     if not as_json:
         console.print(_machine_table(machine))
         console.print(_engine_table(hardware))
+        console.print(_layout_table())
     with _one_thread():
         reports = _self_check(name, hardware)
     if as_json:
@@ -239,7 +242,16 @@ def _engines() -> list[Engine]:
 
 
 def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
-    return Request(hardware=hardware, dtype=dtype, head_dim=HEAD_DIM, masked=call == "masked", dropout=call == "dropout")
+    return Request(
+        hardware=hardware,
+        dtype=dtype,
+        head_dim=HEAD_DIM,
+        masked=call == "masked",
+        dropout=call == "dropout",
+        modified=call == "functions",  # score_mod, mask_mod
+        differentiable=True,
+        wants_lse=True,
+    )
 
 
 def _reasons(engine: Engine, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
@@ -278,6 +290,37 @@ def _why(reasons: dict[tuple[torch.dtype, str], str | None]) -> str:
             limits.append(", ".join(calls))
         lines.append(f"{' '.join(limits)}: {reason}" if limits else reason)
     return "\n".join(lines)
+
+
+def _layouts() -> list[dict[str, Any]]:
+    """What the flex engine would do on a GPU with LongNet's branches, 12 heads of 64 elements in bfloat16, causal."""
+    pattern, rows = DilatedPattern.longnet(), []
+    for num_tokens in LAYOUT_TOKENS:
+        call = Call(1, num_tokens, 12, 12, HEAD_DIM, 2, True)
+        packed, fused = packed_cost(pattern, call), fused_cost(pattern, call)
+        costs = {"packed": packed._asdict(), "fused": fused._asdict()}
+        rows.append({"tokens": num_tokens, **costs, "layout": choose_layout(pattern, call)})
+    return rows
+
+
+def _layout_table() -> Table:
+    table = _table(
+        "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16)"
+    )
+    for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
+        table.add_column(column, justify="left" if column == "choice" else "right")
+    for row in _layouts():
+        packed, fused = row["packed"], row["fused"]
+        numbers = (
+            row["tokens"],
+            packed["tiles"],
+            fused["tiles"],
+            packed["launches"],
+            packed["bytes"] // 2**20,
+            fused["bytes"] // 2**20,
+        )
+        table.add_row(*(f"{n:,}" for n in numbers), row["layout"])
+    return table
 
 
 # -- the numbers --------------------------------------------------------------------------------------------------------------
@@ -350,7 +393,14 @@ def _self_check(device: str, hardware: Hardware) -> list[Report]:
 
 def _case_request(case: Case, hardware: Hardware, dtype: torch.dtype) -> Request:
     return Request(
-        hardware=hardware, dtype=dtype, head_dim=case.head_dim, group=case.group, masked=case.ignored is not None, dropout=False
+        hardware=hardware,
+        dtype=dtype,
+        head_dim=case.head_dim,
+        group=case.group,
+        masked=case.ignored is not None,
+        dropout=False,
+        differentiable=True,
+        wants_lse=True,
     )
 
 
@@ -468,7 +518,7 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
         }
         for report in reports
     ]
-    return {"machine": machine, "engines": engines, "checks": checks, "passed": _passed(reports)}
+    return {"machine": machine, "engines": engines, "layouts": _layouts(), "checks": checks, "passed": _passed(reports)}
 
 
 def _first_line(error: Exception) -> str:

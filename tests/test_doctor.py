@@ -47,7 +47,8 @@ def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> Non
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]
     assert listed == {(*kernel, str(dtype).removeprefix("torch.")) for kernel in kernels for dtype in DTYPES}
     flash = next(row for row in report["engines"] if row["kernel"] == "cpu_flash")
-    assert flash["why_not"] == {"plain": None, "masked": None, "dropout": "it has no dropout"}
+    functions = "it has no score_mod or mask_mod"
+    assert flash["why_not"] == {"plain": None, "masked": None, "dropout": "it has no dropout", "functions": functions}
 
 
 def test_doctor_passes_every_check_on_cpu(report: dict[str, Any]) -> None:
@@ -67,6 +68,13 @@ def test_doctor_checks_every_kind_of_call(report: dict[str, Any]) -> None:
     for kind in ("plain", "grouped-query", "grouped by branch", "key padding", "documents", "torchscale"):
         for rule in ("blocked", "interleaved"):
             assert sum(kind in name and f"{rule} offsets" in name for name in names) == 2
+
+
+def test_doctor_tells_the_layouts_of_flex(report: dict[str, Any]) -> None:
+    layouts = {row["tokens"]: row for row in report["layouts"]}
+    assert layouts[1024]["layout"] == "fused"
+    assert layouts[1 << 20]["layout"] == "packed"
+    assert layouts[1 << 20]["fused"]["tiles"] > 5 * layouts[1 << 20]["packed"]["tiles"]
 
 
 def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +192,7 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
         "float32: it has no float32 kernel there",
         "bfloat16, float16 masked: it has no key padding mask",
         "bfloat16, float16 dropout: its attention dropout is not used here: the math kernel's is",
+        "bfloat16, float16 functions: it has no score_mod or mask_mod",
         "float64: it has no float64 kernel there",
     ]
 
