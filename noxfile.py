@@ -70,8 +70,14 @@ def tests_capability(session: nox.Session, capability: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial."""
+    """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
+
+    `-- --crossover` measures instead where one engine overtakes another, and keeps it for `backend="auto"`.
+    """
     _install(session)
+    if "--crossover" in session.posargs:
+        session.run("python", "-m", "benchmarks.crossover", *(a for a in session.posargs if a != "--crossover"))
+        return
     run = os.path.join(session.create_tmp(), "benchmarks.json")
     options = [argument for argument in session.posargs if argument != "--keep"]
     session.run("pytest", "benchmarks", f"--benchmark-json={run}", *options)

@@ -84,16 +84,16 @@ def assert_rows_match_definition(
     count: int = 32,
 ) -> None:
     """Some rows of a result of any length equal one softmax over the keys that the definition lists for them."""
-    num_tokens = x.q.shape[1]
+    _, num_tokens, num_heads, head_dim = x.q.shape
     borders = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
     chosen = random.Random(2307)
     actual, expected = [], []
     for _ in range(count):
-        token, head = chosen.randrange(num_tokens), chosen.randrange(NUM_HEADS)
-        keys = torch.tensor(visible_keys(pattern, borders, token, head, is_causal))
+        token, head = chosen.randrange(num_tokens), chosen.randrange(num_heads)
+        keys = torch.tensor(visible_keys(pattern, borders, token, head, is_causal, num_heads), dtype=torch.int64, device=x.q.device)
         q = x.q[0, token, head].double().requires_grad_(True)
         k, v = (t[0, keys, head].double() for t in (x.k, x.v))
-        row = torch.softmax(k @ q * HEAD_DIM**-0.5, dim=0) @ v
+        row = torch.softmax(k @ q * head_dim**-0.5, dim=0) @ v
         actual.append(out[0, token, head])
         expected.append(row.detach())
         if dq is not None:
@@ -104,15 +104,17 @@ def assert_rows_match_definition(
         assert_near(torch.stack(actual[start::step]), torch.stack(expected[start::step]), x.q.dtype, name)
 
 
-def visible_keys(pattern: DilatedPattern, borders: Sequence[int], token: int, head: int, is_causal: bool) -> list[int]:
+def visible_keys(
+    pattern: DilatedPattern, borders: Sequence[int], token: int, head: int, is_causal: bool, num_heads: int
+) -> list[int]:
     """The keys of one query, a key kept by m branches m times."""
     document = bisect_right(borders, token) - 1
     start, end = borders[document], borders[document + 1]
     position = token - start
     keys: list[int] = []
     for i, (length, rate) in enumerate(pattern.branches):
-        offset = pattern.offset(i, head, NUM_HEADS)
-        if head not in pattern.head_range(i, NUM_HEADS) or position % length % rate != offset:
+        offset = pattern.offset(i, head, num_heads)
+        if head not in pattern.head_range(i, num_heads) or position % length % rate != offset:
             continue
         first = position // length * length
         last = position + 1 if is_causal else min(first + length, end - start)

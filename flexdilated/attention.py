@@ -98,8 +98,8 @@ def dilated_attention(
             tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
             from the pattern.
-        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flex"`, `"reference"`. A named engine runs or raises, it is never
-            replaced.
+        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"flex"`, `"reference"`. A named engine runs or raises, it
+            is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
 
     Returns:
@@ -175,6 +175,7 @@ def dilated_attention(
             dropout_p=dropout_p,
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
+            engine=engine,
         )
     if not return_lse:
         return out

@@ -21,6 +21,9 @@ __all__ = ["BlockLists", "HeadBranch", "block_lists", "head_branches", "most_col
 Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 
 
+PAIRS = 1 << 20  # looked at together, in the rare blocks that need it
+
+
 class HeadBranch(NamedTuple):
     """One branch as one head keeps it."""
 
@@ -82,8 +85,7 @@ def block_lists(
 
     full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
     full = (column >= full_first[row]) & (column <= full_last[row])
-    for i in _completed(branches, seq_len, row_size, column_size, order, row, column, full):
-        full[i] = True
+    full[list(_completed(branches, seq_len, row_size, column_size, order, row, column, full))] = True
     return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 
@@ -188,11 +190,10 @@ def _completed(
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size
         candidates = candidates[_joined(branches, x, y, order)]
-    x = torch.arange(row_size)[:, None]
-    y = torch.arange(column_size)
-    for i in candidates.tolist():
-        if bool(_joined(branches, row[i] * row_size + x, column[i] * column_size + y, order).all()):
-            yield i
+    x, y = torch.arange(row_size)[:, None], torch.arange(column_size)
+    for some in candidates.split(max(1, PAIRS // (row_size * column_size))):
+        rows, columns = row[some, None, None] * row_size + x, column[some, None, None] * column_size + y
+        yield from some[_joined(branches, rows, columns, order).flatten(1).all(dim=1)].tolist()
 
 
 def _joined(branches: tuple[HeadBranch, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:

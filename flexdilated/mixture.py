@@ -1,4 +1,4 @@
-"""The one differentiable operation: all pieces of a pattern, forward and backward, by a kernel of the sdpa engine.
+"""The one differentiable operation: all pieces of a pattern, forward and backward, by a kernel of the sdpa or flash engine.
 
 Only q, k, v, out and lse are kept for the backward. Every piece's backward is called with the output and the log-sum-exp of the
 whole mixture; since `exp(score - lse)` is then the pair's weight in the one softmax over all branches, the gradients of the pieces
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends import KERNEL_ENGINES
+from flexdilated.backends.flex import GRID_LIMIT
 from flexdilated.backends.request import request_of
-from flexdilated.backends.sdpa import Dropout, Kernel, Options, choose_kernel
+from flexdilated.backends.sdpa import Dropout, Kernel, Options
 from flexdilated.merge import add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
@@ -26,9 +28,8 @@ __all__ = ["documents", "mixture"]
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
-# piece is one launch over views. See docs/adr/0002.
+# piece is one launch over views, or as few as a CUDA grid allows. See docs/adr/0002.
 CPU_SLAB_BYTES = 4 << 20
-WHOLE_PIECE = 1 << 62
 
 GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a backward through its own backward: the fused attention kernels have "
@@ -47,8 +48,9 @@ def mixture(
     dropout_p: float,
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    engine: str,
 ) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, both differentiable."""
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, both differentiable; `engine` names a kernel engine."""
     # Drawn here and not inside the operator: activation checkpointing then draws the same seed again.
     seed = torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
     out, lse = _forward_op(
@@ -67,6 +69,7 @@ def mixture(
         is_causal,
         scale,
         dropout_p,
+        engine,
     )
     return out, lse
 
@@ -85,16 +88,16 @@ class _Run:
         is_causal: bool,
         scale: float,
         dropout_p: float,
+        engine: str,
     ) -> None:
         self.pattern = pattern
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         self.pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), k.shape[2], is_causal)
-        self.kernel: Kernel = choose_kernel(request_of(q, k, k, key_padding_mask, dropout_p))
+        self.kernel: Kernel = KERNEL_ENGINES[engine](request_of(q, k, k, key_padding_mask, dropout_p))
         self._batch = q.shape[0]
         self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = q.device.type == "cpu"
-        self._slab_bytes = CPU_SLAB_BYTES if self._packs else WHOLE_PIECE
         # The mask has no heads: every head reads the same column.
         self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
         self._options = Options(is_causal, scale)
@@ -110,7 +113,8 @@ class _Run:
         ordinal = 0
         for piece in self.pieces:
             per_segment = piece.offsets * piece.heads * piece.rows * self._row_bytes
-            for part in slabs(piece, self._batch, per_segment, self._slab_bytes):
+            limit = CPU_SLAB_BYTES if self._packs else per_segment * (GRID_LIMIT // piece.offsets)
+            for part in slabs(piece, self._batch, per_segment, limit):
                 options = self._options
                 if self._ignored is not None:
                     rows = box(self._ignored, piece)[part][:, :, :, :1]
@@ -234,9 +238,10 @@ def _forward_op(
     is_causal: bool,
     scale: float,
     dropout_p: float,
+    engine: str,
 ) -> tuple[Tensor, Tensor]:
     pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
-    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p)
+    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine)
     return _forward(_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), run)
 
 
@@ -267,9 +272,10 @@ def _backward_op(
     is_causal: bool,
     scale: float,
     dropout_p: float,
+    engine: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
-    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p)
+    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine)
     dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
     return _backward(dout, dlse, q, k, v, out, lse, run)
 
@@ -291,7 +297,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv = _backward_op(dout, dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed, *ctx.options)
-    return dq, dk, dv, *(None for _ in range(12))
+    return dq, dk, dv, *(None for _ in range(13))
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flexdilated.mixture
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.mixture import documents
+from flexdilated.pieces import Piece
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT
 
@@ -47,6 +48,21 @@ def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, mon
     monkeypatch.setattr(flexdilated.mixture, "CPU_SLAB_BYTES", slab_bytes)
     for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
         torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_a_launch_elsewhere_fits_the_grid(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.mixture, "GRID_LIMIT", limit)
+    case = Case(DilatedPattern((5, 2), (3, 1)), batch=3)
+    q, k, _, _, _ = case.tensors()
+    run = flexdilated.mixture._Run(q, k, None, None, None, case.pattern, False, 1.0, 0.0, "sdpa")
+    run._packs = False  # as off the CPU
+    launches: dict[Piece, int] = {}
+    for piece, (batch, segments), _ in run.slabs():
+        rows = len(range(*batch.indices(3))) * len(range(*segments.indices(piece.segments)))
+        assert rows * piece.offsets <= max(limit, piece.offsets)
+        launches[piece] = launches.get(piece, 0) + rows
+    assert launches == {piece: 3 * piece.segments for piece in run.pieces}
 
 
 def test_documents_are_first_tokens_and_sizes() -> None:
@@ -224,6 +240,7 @@ def test_operators_keep_pytorch_s_contract(case: Case) -> None:
             case.is_causal,
             0.5,
             0.0,
+            "sdpa",
         ),
     )
 

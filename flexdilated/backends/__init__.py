@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexdilated.backends import flex, sdpa
+from flexdilated.backends import flash, flex, sdpa
+from flexdilated.backends.crossovers import DEFAULT, prefer
 from flexdilated.backends.request import Request as Request
+from flexdilated.backends.sdpa import Kernel
 
-__all__ = ["BACKENDS", "Request", "choose", "why_not"]
+__all__ = ["BACKENDS", "KERNEL_ENGINES", "Request", "choose", "why_not"]
 
 
 def _reference_why_not(request: Request) -> str | None:
@@ -19,10 +21,16 @@ def _reference_why_not(request: Request) -> str | None:
 # Each entry says why it cannot run a request, or None.
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
+    "flash": flash.why_not,
     "flex": flex.why_not,
     "reference": _reference_why_not,
 }
-AUTO = ("sdpa",)  # in order of preference; the oracle, which takes O(N^2) memory, is never chosen unasked
+# Those that run under the one differentiable operation: each gives its kernel for a request.
+KERNEL_ENGINES: dict[str, Callable[[Request], Kernel]] = {
+    "sdpa": sdpa.choose_kernel,
+    "flash": flash.choose_kernel,
+}
+AUTO = DEFAULT  # what "auto" may choose; the oracle, which takes O(N^2) memory, is never chosen unasked
 
 
 def why_not(backend: str, request: Request) -> str | None:
@@ -37,14 +45,14 @@ def why_not(backend: str, request: Request) -> str | None:
 
 
 def choose(backend: str, request: Request) -> str:
-    """The engine that runs a request: the named one, or for `"auto"` the first that can.
+    """The engine that runs a request: the named one, or for `"auto"` the first that can, fastest first.
 
     Raises:
         ValueError: If there is no engine of that name.
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        reasons = {name: BACKENDS[name](request) for name in AUTO}
+        reasons = {name: BACKENDS[name](request) for name in prefer(request)}
         for name, reason in reasons.items():
             if reason is None:
                 return name

@@ -105,12 +105,11 @@ def call(
     on_cpu = q.device.type == "cpu"
     q, k, v = (_readable(x) for x in (q, k, v))
     if on_cpu:
-        # It refuses inputs that require a gradient even under no_grad, and inputs that share a buffer.
-        traced = torch.compiler.is_compiling()  # then parts of one projection share one
-        k, v = (
-            x.detach().clone() if traced or any(x is y for y in others) else x.detach() for x, others in ((k, (q,)), (v, (q, k)))
-        )
-        q = q.detach()
+        # It refuses inputs that require a gradient even under no_grad, and inputs that share a buffer, as one tensor given twice
+        # and, in a larger graph, the parts of one projection do.
+        traced = torch.compiler.is_compiling()
+        shared = (traced, traced or k is q, traced or v is q or v is k)
+        q, k, v = (x.detach().clone() if copy else x.detach() for x, copy in zip((q, k, v), shared))
     elif not TRUST_STRIDED_GRADIENTS and torch.is_grad_enabled():
         k, v = k.contiguous(), v.contiguous()
     run: Any = flex_attention

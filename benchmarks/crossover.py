@@ -1,0 +1,91 @@
+"""Measure where flex overtakes sdpa on this machine, and keep it for `backend="auto"`: `nox -s bench -- --crossover`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import describe
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends.crossovers import FILE, device_class, faster
+from flexdilated.hardware import detect
+
+NUM_HEADS, ROUNDS = 12, 5
+PATTERN = DilatedPattern.longnet()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every setting and rewrite this device's part of the kept measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two short lengths, and nothing is kept: whether it runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    on_gpu = options.device != "cpu"
+    lengths = (64, 128) if options.quick else (1024, 4096, 16384, 65536, 262144) if on_gpu else (256, 1024, 4096)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32, torch.bfloat16)
+    device = device_class(detect(options.device))
+    measured = []
+    for dtype in dtypes[:1] if options.quick else dtypes:
+        for head_dim in (64,) if options.quick or not on_gpu else (64, 128):
+            for training in (False, True) if on_gpu else (False,):
+                for tokens in lengths:
+                    ratio = flex_over_sdpa(tokens, head_dim, dtype, options.device, training=training)
+                    name = str(dtype).removeprefix("torch.")
+                    entry = {"device": device, "dtype": name, "training": training, "head_dim": head_dim, "tokens": tokens}
+                    measured.append({**entry, "flex_over_sdpa": None if ratio is None else round(ratio, 3)})
+                    print(f"{name} D={head_dim} training={training} N={tokens}: {ratio} -> {faster(measured[-1])}", flush=True)
+    if options.quick:
+        return
+    kept = json.loads(FILE.read_text())
+    provenance = {"device": device, "pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
+    for part, new in (("measured", measured), ("provenance", [provenance])):
+        kept[part] = [entry for entry in kept[part] if entry["device"] != device] + new
+    FILE.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"kept in {FILE}")
+
+
+def flex_over_sdpa(tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
+    """Median time of flex over that of sdpa, in alternation, after a call of each that compiles; None where flex cannot run."""
+    q, k, v, dout = (torch.randn(1, tokens, NUM_HEADS, head_dim, device=device).to(dtype) for _ in range(4))
+
+    def run(backend: str) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            with torch.set_grad_enabled(training):
+                inputs = [x.detach().requires_grad_(training) for x in (q, k, v)]
+                out = dilated_attention(*inputs, PATTERN, is_causal=True, backend=backend)
+                if training:
+                    out.backward(dout)
+            return out.detach()
+
+        return call
+
+    flex, sdpa = run("flex"), run("sdpa")
+    try:
+        expected, actual = sdpa(), flex()
+    except (NotImplementedError, torch.cuda.OutOfMemoryError):
+        return None
+    # A fast wrong answer must not be kept.
+    torch.testing.assert_close(actual.float(), expected.float(), atol=0.05 if dtype != torch.float32 else 1e-4, rtol=0.02)
+    return statistics.median(seconds(flex, device) / seconds(sdpa, device) for _ in range(ROUNDS))
+
+
+def seconds(function: Callable[[], Any], device: str) -> float:
+    """Wall-clock time of one call, the device's work included."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Which engine `backend="auto"` prefers, from measurements kept beside this file with their provenance.
+
+`nox -s bench -- --crossover` measures the machine at hand and rewrites its part of `crossovers.json`. Where nothing is kept for a
+device and dtype, the order is that of `DEFAULT`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexdilated.backends.request import Request
+from flexdilated.hardware import Hardware
+
+__all__ = ["DEFAULT", "FILE", "Crossover", "device_class", "faster", "load", "prefer"]
+
+FILE = Path(__file__).with_name("crossovers.json")
+DEFAULT = ("sdpa", "flex")
+ENOUGH = 0.95  # flex is chosen when it takes at most this share of sdpa's time: less is noise
+
+
+class Crossover(NamedTuple):
+    """From `tokens` up, and up to the next one of its kind, this engine is the faster one."""
+
+    device: str  # as `device_class` spells it
+    dtype: str
+    training: bool  # forward and backward, or forward alone
+    head_dim: int
+    tokens: int
+    engine: str
+
+
+def device_class(hardware: Hardware) -> str:
+    """`"cpu"`, `"mps"`, or a CUDA level such as `"sm_90"`: what measurements are kept by."""
+    if hardware.capability is None:
+        return hardware.device_type
+    major, minor = hardware.capability
+    return f"sm_{major}{minor}"
+
+
+def load(text: str) -> tuple[Crossover, ...]:
+    """The crossovers of the kept measurements: one entry where the faster engine changes, the first at 0 tokens."""
+    found: list[Crossover] = []
+    kinds: dict[tuple[str, str, bool, int], list[tuple[int, str]]] = {}
+    for entry in json.loads(text)["measured"]:
+        kind = (entry["device"], entry["dtype"], entry["training"], entry["head_dim"])
+        kinds.setdefault(kind, []).append((entry["tokens"], faster(entry)))
+    for kind, points in kinds.items():
+        last = None
+        for tokens, engine in sorted(points):
+            if engine != last:
+                found.append(Crossover(*kind, 0 if last is None else tokens, engine))
+            last = engine
+    return tuple(found)
+
+
+def faster(entry: dict[str, Any]) -> str:
+    """The engine that a measurement speaks for; a null ratio says that flex could not run."""
+    ratio = entry["flex_over_sdpa"]
+    return "flex" if ratio is not None and ratio <= ENOUGH else "sdpa"
+
+
+def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
+    """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim."""
+    kind = (device_class(request.hardware), str(request.dtype).removeprefix("torch."), request.differentiable)
+    known = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
+    if not known:
+        return DEFAULT
+    nearest = min({c.head_dim for c in known}, key=lambda dim: abs(math.log(dim / request.head_dim)))
+    points = [c for c in known if c.head_dim == nearest]
+    first = points[0].engine
+    for point in points[1:]:
+        if request.num_tokens >= point.tokens:
+            first = point.engine
+    return (first, *(engine for engine in DEFAULT if engine != first))
+
+
+KEPT = load(FILE.read_text())

@@ -1,0 +1,397 @@
+"""The flex engine as it runs here: compiled CPU inference, its choice of layout, its guards, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import flexdilated.flexed
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
+from flexdilated.backends import Request, choose, crossovers, flex, why_not
+from flexdilated.blocks import block_lists, head_branches
+from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
+from flexdilated.hardware import simulate
+from tests import flex_emulation
+from tests.cases import Case, calls, patterns
+from tests.tolerances import SINGLE, assert_twice_naive
+
+PATTERN = DilatedPattern((100, 200, 400), (1, 2, 4))
+LONGNET = DilatedPattern.longnet()
+COMPILED = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's own use of it
+]
+
+
+def compiled(test: Any) -> Any:
+    for mark in COMPILED:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+
+
+def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score - 0.1 * (h + 1) * (i - j).abs()
+
+
+def thirds(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + j) % 3 > 0
+
+
+# -- compiled inference on the CPU ------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("case", "functions"),
+    [
+        (Case(PATTERN, num_tokens=345, kv_heads=6, head_dim=24), {}),
+        (Case(PATTERN, batch=2, num_tokens=300, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3), {}),
+        (Case(PATTERN, num_tokens=300, kv_heads=3, head_dim=16, borders=(0, 50, 50, 210, 300)), {"score_mod": relative}),
+        (Case(DilatedPattern((64,), (4,), heads="grouped"), num_tokens=300, kv_heads=3, head_dim=16), {"mask_mod": thirds}),
+    ],
+    ids=["ragged", "gqa_mask_causal", "documents_score", "grouped_mask"],
+)
+def test_compiled_flex_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
+    q, k, v, _, _ = case.tensors(torch.float32)
+    expected, _ = reference.dilated_attention(q, k, v, case.pattern, **case.options(), **functions)
+    out = dilated_attention(q, k, v, case.pattern, backend="flex", **case.options(), **functions)
+    assert not out.requires_grad
+    torch.testing.assert_close(out.double(), expected, **SINGLE)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_by_the_twice_naive_rule(dtype: torch.dtype) -> None:
+    case = Case(PATTERN, num_tokens=345, kv_heads=3, head_dim=32)
+    q, k, v, _, _ = case.tensors(dtype)
+    expected, _ = reference.dilated_attention(q, k, v, PATTERN)
+    with torch.no_grad():
+        out = dilated_attention(q, k, v, PATTERN, backend="flex")
+    assert out.dtype == dtype
+    from tests.cases import dense_attention
+
+    assert_twice_naive(out, dense_attention(q, k, v, PATTERN), expected)
+
+
+@compiled
+def test_one_tensor_thrice() -> None:
+    x = torch.randn(1, 150, 2, 16)
+    with torch.no_grad():
+        out = dilated_attention(x, x, x, PATTERN, backend="flex")
+    torch.testing.assert_close(out.double(), reference.dilated_attention(x, x, x, PATTERN)[0], **SINGLE)
+
+
+@compiled
+def test_two_graphs_serve_every_length() -> None:
+    before = counters["stats"]["unique_graphs"]
+    for num_tokens in (1000, 700, 345, 1500, 900, 1301):
+        q, k, v = (torch.randn(1, num_tokens, 4, 16) for _ in range(3))
+        # A function written anew for every call, as in a model's forward, is no new graph.
+        out = dilated_attention(q, k, v, PATTERN, backend="flex", score_mod=lambda s, b, h, i, j: s * 0.5)
+        expected = reference.dilated_attention(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s * 0.5)[0]
+        torch.testing.assert_close(out.double(), expected, **SINGLE)
+    assert counters["stats"]["unique_graphs"] - before <= 2
+
+
+@compiled
+def test_kinds_do_not_wear_out_one_another_s_recompilations() -> None:
+    """The compiler allows 8 graphs per function; 10 patterns are no reason to stop."""
+    x = torch.randn(3, 1, 40, 2, 16)
+    for length in range(4, 14):
+        pattern = DilatedPattern((length,), (1,))
+        out = dilated_attention(*x, pattern, backend="flex")
+        torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
+
+
+class Model(nn.Module):
+    """Attention with one fused projection, as models have it."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(48, 3, PATTERN, backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, is_causal=True)[0]
+
+
+@compiled
+@torch.no_grad()
+def test_a_compiled_model_runs_flex_without_a_graph_break() -> None:
+    model, peer, x = Model("flex").eval(), Model("sdpa").eval(), torch.randn(2, 300, 48)
+    peer.load_state_dict(model.state_dict())
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), peer(x), **SINGLE)
+
+
+@compiled
+@torch.no_grad()
+def test_an_exported_model_holds_flex() -> None:
+    model, x = Model("flex").eval(), torch.randn(2, 300, 48)
+    exported = torch.export.export(model, (x,))
+    assert any("flex_attention" in str(node.target) for node in exported.graph.nodes)
+    peer = Model("sdpa").eval()
+    peer.load_state_dict(model.state_dict())
+    torch.testing.assert_close(exported.module()(x), peer(x), **SINGLE)
+
+
+# -- the lists of blocks inside a compiled model -----------------------------------------------------------------------------------
+
+
+@given(case=calls())
+def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
+    """What the opaque operator gives, spread out, is what is listed outside the compiler."""
+    from flexdilated import masks
+
+    pattern = DilatedPattern(case.pattern.segment_lengths, case.pattern.dilation_rates, heads=case.pattern.heads)
+    num_tokens, heads = case.num_tokens * 9, case.kv_heads
+    device = torch.device("cpu")
+    kv, _ = masks._lists(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, separate_full=True)
+    rules = (list(pattern.segment_lengths), list(pattern.dilation_rates), pattern.heads, pattern.offsets)
+    found = masks._traced_lists(*rules, heads, heads, num_tokens, case.is_causal, True, device, False)
+    traced = masks._shaped(found, num_tokens, pattern, heads, device)
+    for counts, indices, expected_counts, expected in ((*traced[:2], *kv[:2]), (*traced[2:], *kv[2:])):
+        assert torch.equal(counts, expected_counts)
+        for h in range(heads):
+            for row in range(counts.shape[2]):
+                n = int(counts[0, h, row])
+                assert torch.equal(indices[0, h, row, :n], expected[0, h, row, :n])
+
+
+# -- the layout -----------------------------------------------------------------------------------------------------------------
+
+
+@given(pattern=patterns(), num_tokens=st.integers(1, 900), kv_heads=st.integers(1, 4), is_causal=st.booleans())
+def test_packed_tiles_are_those_of_the_masks_that_run(
+    pattern: DilatedPattern, num_tokens: int, kv_heads: int, is_causal: bool
+) -> None:
+    scale = 20  # lengths of several blocks
+    lengths = tuple(length * scale for length in pattern.segment_lengths)
+    pattern = DilatedPattern(lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)
+    visited = 0
+
+    def count(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        nonlocal visited
+        mask = options["block_mask"]
+        tiles = int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+        visited += tiles * q.shape[0] * q.shape[1]
+        return flex_emulation.call(q, k, v, **options)  # type: ignore[return-value]
+
+    q = torch.zeros(2, num_tokens, kv_heads * 2, 1, dtype=torch.float64)
+    k = q[:, :, :kv_heads]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "call", count)
+        patch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
+        patch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "packed")
+        nothing = {"key_padding_mask": None, "cu_seqlens": None, "score_mod": None, "mask_mod": None}
+        flexdilated.flexed.flexed(q, k, k, pattern, is_causal=is_causal, scale=1.0, want_lse=True, **nothing)  # type: ignore[arg-type]
+    assert packed_cost(pattern, Call(2, num_tokens, kv_heads * 2, kv_heads, 1, 8, is_causal)).tiles == visited
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_tokens", [1000, 16384, 40000])
+def test_fused_tiles_are_those_of_the_mask_where_segments_nest(num_tokens: int, is_causal: bool) -> None:
+    tiles = 0
+    for head in range(4):
+        lists = block_lists(head_branches(LONGNET, head, 4, num_tokens), num_tokens, 128, 128, "before" if is_causal else "any")
+        tiles += int(lists.partial_counts.sum() + lists.full_counts.sum())
+    assert fused_cost(LONGNET, Call(3, num_tokens, 8, 4, 64, 2, is_causal)).tiles == 3 * 2 * tiles
+
+
+def test_short_sequences_are_fused_and_long_ones_packed() -> None:
+    layouts = [choose_layout(LONGNET, Call(1, n, 12, 12, 64, 2, True)) for n in (512, 2048, 16384, 131072, 1 << 20)]
+    assert layouts == ["fused", "fused", "packed", "packed", "packed"]
+    # One dense branch is one call either way, without anything to merge.
+    assert choose_layout(DilatedPattern((512,), (1,)), Call(1, 1 << 17, 12, 12, 64, 2, True)) == "fused"
+
+
+@pytest.mark.parametrize("layout", ["packed", "fused"])
+def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    ran = []
+    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: layout)
+    for name in ("_packed", "_fused"):
+        monkeypatch.setattr(flexdilated.flexed, name, lambda q, *_, name=name: ran.append(name) or (q, None))
+    x = torch.randn(1, 30, 2, 16)
+    dilated_attention(x, x, x, DilatedPattern((6,), (2,)), backend="flex")
+    # What one call cannot do goes to pieces, whatever it costs.
+    dilated_attention(x, x, x, DilatedPattern((6, 12), (2, 3), detach_weights=True), backend="flex")
+    assert ran == [f"_{layout}", "_packed"]
+
+
+# -- guards ---------------------------------------------------------------------------------------------------------------------
+
+
+class Wide:
+    """A CUDA tensor of a size that no test can hold, as far as the guard looks at it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, rows: int, stride: int, packed_stride: int) -> None:
+        self.shape, self.strides, self.packed_stride = (1, 12, rows, 64), (0, 64, stride, 1), packed_stride
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+    def contiguous(self) -> Wide:
+        return Wide(self.shape[2], self.packed_stride, self.packed_stride)
+
+
+def test_offsets_beyond_32_bits_are_packed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch/pytorch#190857."""
+    monkeypatch.setattr(flex, "WIDE_OFFSETS", False)
+    small: Any = Wide(1 << 20, 12 * 64, 64)
+    assert flex._readable(small) is small
+    wide: Any = Wide(4 << 20, 12 * 64, 64)
+    assert flex._readable(wide).stride(2) == 64
+    hopeless: Any = Wide(64 << 20, 12 * 64, 64)
+    with pytest.raises(NotImplementedError, match=r"fewer than 2147483648 elements per head"):
+        flex._readable(hopeless)
+    monkeypatch.setattr(flex, "WIDE_OFFSETS", True)
+    assert flex._readable(hopeless) is hopeless
+
+
+def test_guards_follow_the_version() -> None:
+    assert (flex.TORCH >= (2, 14)) == flex.WIDE_OFFSETS
+    assert ({"BACKEND": "TRITON"} if flex.TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}) == flex.SHORT_QUERIES
+    assert tuple(map(int, torch.__version__.split(".")[:2])) == flex.TORCH
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_strided_keys_are_packed_for_a_backward(monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+    """pytorch/pytorch#146377. On the meta device: what matters is what the kernel is given."""
+    given_strides = []
+    monkeypatch.setattr(flex, "TRUST_STRIDED_GRADIENTS", trusted)
+    monkeypatch.setattr(flex, "_compiled", lambda kind: lambda q, k, v, **_: (given_strides.append(k.is_contiguous()), q)[1])
+    x = torch.empty(1, 64, 2, 16, device="meta").transpose(1, 2)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            flex.call(x, x, x, score_mod=None, block_mask=None, scale=1.0, want_lse=False, kind=None)
+    assert given_strides == [not trusted, False]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes", "reason"),
+    [
+        ("cpu", {"differentiable": True}, r"no backward on CPU; use backend='sdpa', or torch.no_grad\(\)"),
+        ("cpu", {"wants_lse": True}, r"gives no lse on CPU; use backend='sdpa'"),
+        ("cpu", {"dropout": True}, r"has no dropout; use backend='sdpa'"),
+        ("cpu", {"dtype": torch.float64}, r"has no float64 kernel; use backend='sdpa'"),
+        ("sm_75", {}, r"needs sm_80 or newer; use backend='sdpa'"),
+        ("mps", {}, r"runs on CPU and CUDA only; use backend='sdpa'"),
+        ("sm_90", {"head_dim": 8}, r"head_dim must be at least 16 for flex_attention on CUDA, got 8"),
+        ("sm_90", {"dropout": True}, r"has no dropout; use backend='sdpa'"),
+    ],
+)
+def test_says_why_not_and_what_instead(hardware: str, changes: dict[str, Any], reason: str) -> None:
+    request = Request(**{"hardware": simulate(hardware), "dtype": torch.float32, "head_dim": 64} | changes)
+    with pytest.raises(NotImplementedError, match=reason):
+        choose("flex", request)
+
+
+def test_runs_where_it_should() -> None:
+    for hardware in ("sm_80", "sm_90", "sm_100"):
+        for head_dim in (16, 24, 48, 64, 128):
+            request = Request(simulate(hardware), torch.bfloat16, head_dim, 3, masked=True, modified=True, differentiable=True)
+            assert why_not("flex", request) is None
+
+
+def test_refuses_to_train_on_a_cpu() -> None:
+    x = torch.randn(1, 12, 2, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"backend 'flex' cannot run this on cpu: .* no backward on CPU"):
+        dilated_attention(x, x, x, PATTERN, backend="flex")
+    with pytest.raises(NotImplementedError, match=r"gives no lse on CPU"), torch.no_grad():
+        dilated_attention(x, x, x, PATTERN, backend="flex", return_lse=True)
+
+
+def test_refuses_zero_keys_and_shifts() -> None:
+    x = torch.randn(1, 13, 2, 16)
+    with pytest.raises(NotImplementedError, match=r"must add no zero keys at 13 tokens for backend='flex' on CPU"):
+        dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), backend="flex")
+    with pytest.raises(NotImplementedError, match=r"must not shift positions for backend='flex'"):
+        dilated_attention(x, x, x, DilatedPattern.torchscale((5,), (2,)), backend="flex")
+
+
+# -- what "auto" prefers ----------------------------------------------------------------------------------------------------------
+
+ENTRY = {"device": "sm_90", "dtype": "bfloat16", "training": True, "head_dim": 64}
+
+
+def measured(*points: tuple[int, float | None], **changes: Any) -> list[dict[str, Any]]:
+    return [{**ENTRY, **changes, "tokens": tokens, "flex_over_sdpa": ratio} for tokens, ratio in points]
+
+
+def test_auto_follows_the_measurements() -> None:
+    import json
+
+    entries = [
+        *measured((1024, 0.5), (4096, 0.96), (16384, 1.2), (65536, None)),
+        *measured((1024, 1.5), (4096, 1.1), (16384, 0.9), (65536, 0.4), head_dim=128),
+        *measured((4096, 0.2), training=False),
+    ]
+    table = crossovers.load(json.dumps({"measured": entries}))
+
+    def first(**changes: Any) -> str:
+        values = {
+            "hardware": simulate("sm_90"),
+            "dtype": torch.bfloat16,
+            "head_dim": 64,
+            "differentiable": True,
+            "num_tokens": 2000,
+        }
+        return crossovers.prefer(Request(**values | changes), table)[0]
+
+    assert [first(num_tokens=n) for n in (1, 1024, 4095, 4096, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
+    assert [first(num_tokens=n, head_dim=100) for n in (1, 16383, 16384, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
+    assert first(differentiable=False) == "flex"
+    assert first(hardware=simulate("sm_80")) == first(dtype=torch.float16) == crossovers.DEFAULT[0]
+    for name in ("cpu", "sm_75", "sm_90", "mps"):
+        assert sorted(crossovers.prefer(Request(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
+
+
+def test_auto_asks_on_when_the_preferred_engine_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = (crossovers.Crossover("sm_90", "bfloat16", True, 64, 0, "flex"),)
+    monkeypatch.setattr(crossovers, "KEPT", kept)
+    request = Request(simulate("sm_90"), torch.bfloat16, 64, differentiable=True)
+    assert choose("auto", request) == "flex"
+    assert choose("auto", Request(simulate("sm_90"), torch.bfloat16, 64, differentiable=True, dropout=True)) == "sdpa"
+
+
+def test_kept_measurements_say_where_they_come_from() -> None:
+    import json
+
+    kept = json.loads(crossovers.FILE.read_text())
+    assert {entry["device"] for entry in kept["measured"]} == {entry["device"] for entry in kept["provenance"]}
+    for entry in kept["provenance"]:
+        assert all(entry[name] for name in ("torch", "date", "commit"))
+    assert all(entry["flex_over_sdpa"] is None or math.isfinite(entry["flex_over_sdpa"]) for entry in kept["measured"])
+    assert (
+        crossovers.prefer(Request(simulate("cpu"), torch.float32, 64))[0] == "sdpa"
+    )  # 2 to 45 times faster than compiled flex there
+
+
+def test_the_crossover_command_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import crossover
+
+    monkeypatch.setattr(crossover, "flex_over_sdpa", lambda tokens, *_, **__: tokens / 100)
+    kept = crossovers.FILE.read_text()
+    crossover.main(["--quick", "--device", "cpu"])
+    assert capsys.readouterr().out.splitlines() == [
+        "float32 D=64 training=False N=64: 0.64 -> flex",
+        "float32 D=64 training=False N=128: 1.28 -> sdpa",
+    ]
+    assert crossovers.FILE.read_text() == kept
