@@ -99,6 +99,12 @@ def gpu(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
 
 
+@nox.session
+def bench_gpu(session: nox.Session) -> None:
+    """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json)."""
+    session.run("python", "-m", "benchmarks.gpu", *session.posargs, external=True)
+
+
 def _declared_minimums(session: nox.Session) -> dict[str, str]:
     """Name and lowest version of every dependency in pyproject.toml."""
     project = nox.project.load_toml("pyproject.toml")["project"]

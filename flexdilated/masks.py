@@ -102,12 +102,17 @@ def create_dilated_block_mask(
     Raises:
         TypeError: As `dilated_mask_mod`.
         ValueError: As `dilated_mask_mod`, or if a block size is below 1.
-        NotImplementedError: As `dilated_mask_mod`.
+        NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
     num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
+    if torch.compiler.is_compiling():
+        if sizes != (128, 128):
+            raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
+        mask_mod = _uncached(_mask_mod)(pattern, num_heads, num_kv_heads, is_causal)
+        return block_mask_for(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, mask_mod, narrows=False)
     kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True)
     return _assemble(kv, q, seq_len, sizes, _mask_mod(pattern, num_heads, num_kv_heads, is_causal))
 

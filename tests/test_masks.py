@@ -494,3 +494,23 @@ def test_constant_mixing_weights_are_accepted_where_nothing_is_mixed(pattern: Di
     case = Case(pattern, lse_gradient=False)
     attend = dense(case, part(dilated_score_mod, case))
     assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
+
+
+def test_block_mask_built_inside_a_compiled_function() -> None:
+    pattern = DilatedPattern((300, 700), (1, 3))
+
+    def joined(x: Tensor) -> Tensor:
+        mask = create_dilated_block_mask(pattern, 4, seq_len=x.shape[0], is_causal=True, device="cpu")
+        return x.sum() * 0 + mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(joined, fullgraph=True, backend="aot_eager")
+    for num_tokens in (1000, 1500):
+        x = torch.randn(num_tokens)
+        assert compiled(x) == joined(x) > 0
+
+    def small(x: Tensor) -> Tensor:
+        return x + create_dilated_block_mask(pattern, 4, seq_len=64, device="cpu", BLOCK_SIZE=32).kv_num_blocks.sum()
+
+    with pytest.raises(Exception, match=r"BLOCK_SIZE must be 128 inside torch\.compile"):
+        torch.compile(small, fullgraph=True, backend="aot_eager")(torch.randn(3))

@@ -1,0 +1,98 @@
+"""The GPU benchmark at its quick sizes: it runs, and its report adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from flexdilated import DilatedPattern
+
+ONE_GROUP = ("--patterns", "longnet", "--heads", "2", "--head-dims", "16", "--masks", "causal", "--tokens", "256")
+
+
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    path = folder / "report" / "gpu.json"
+    assert gpu.main(["--quick", "--device", "cpu", "--output", str(path), *options]) == 0
+    return json.loads(path.read_text())
+
+
+def test_useful_work_is_that_of_the_pairs() -> None:
+    """Segments of 4 at rate 2 keep 2 x 2 pairs each, 3 of them when causal; 8 tokens have 2 segments."""
+    pattern = DilatedPattern((4,), (2,))
+    full, causal = (gpu.useful_flops(pattern, gpu.Setting("p", is_causal, 3, 16, 8)) for is_causal in (False, True))
+    assert full == {"forward": 3 * 8 * 4 * 16, "backward": 2.5 * 3 * 8 * 4 * 16}
+    assert causal["forward"] == 3 * 6 * 4 * 16
+
+
+def test_telling_settings_come_first() -> None:
+    order = list(gpu.settings(gpu.FULL))
+    assert len(order) == len(set(order)) == 3 * 2 * 2 * 2 * 8
+    assert order[:2] == [gpu.Setting("longnet", False, 12, 64, n) for n in (1 << 16, 1 << 20)]
+    assert {s.num_tokens for s in order[:8]} == {1 << n for n in range(13, 21)}
+
+
+def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(tmp_path, "--engines", "sdpa", "flash", *ONE_GROUP, "--commit", "abc")
+    assert report["commit"] == "abc"
+    assert report["torch"] == torch.__version__
+    assert "--engines sdpa flash" in report["command"]
+    assert {"hardware", "driver", "triton", "cuda", "date", "targets", "note"} <= set(report)
+    assert min(report["device"].values()) > 0
+    measured, skipped = report["measurements"]
+    assert (skipped["engine"], skipped["status"]) == ("flash", "skipped")
+    assert skipped["reason"]
+    assert (measured["engine"], measured["status"], measured["num_tokens"]) == ("sdpa", "measured", 256)
+    dense = report["dense"][0]
+    pairs = {"sdpa": gpu.QUICK.patterns["longnet"].count_pairs(256, 2, is_causal=True), "dense": 2 * 256 * 257 // 2}
+    for entry, count in ((measured, pairs["sdpa"]), (dense, pairs["dense"])):
+        for side, factor in (("forward", 4 * 16), ("backward", 10 * 16)):
+            assert entry[f"{side}_tflops"] == pytest.approx(factor * count / entry[f"{side}_ms"] / 1e9)
+    for side in ("forward", "backward"):
+        assert measured[f"{side}_of_dense"] == pytest.approx(measured[f"{side}_tflops"] / dense[f"{side}_tflops"])
+    assert "matrix product" in capsys.readouterr().out
+    assert (tmp_path / "report" / "gpu.png").stat().st_size > 10_000
+
+
+def test_a_run_without_time_says_what_is_missing(tmp_path: Path) -> None:
+    report = run(tmp_path, "--engines", "sdpa", *ONE_GROUP, "--budget-seconds", "0")
+    assert report["measurements"] == []
+    assert [cell["num_tokens"] for cell in report["unmeasured"]] == [256]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory"),
+        (AssertionError("out: Tensor-likes are not close!"), "wrong result"),
+        (RuntimeError("no kernel"), "failed"),
+    ],
+)
+def test_an_error_in_the_backward_keeps_the_forward(error: Exception, status: str) -> None:
+    def forward(x: gpu.Inputs, pattern: DilatedPattern, is_causal: bool) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise error
+        return gpu.dilated(x, pattern, is_causal, backend="sdpa")
+
+    engine = gpu.Engine("sdpa", forward, lambda pattern, device: None)
+    found = gpu.attempt(gpu.Device("cpu"), engine, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
+    assert found["status"] == status
+    assert found["reason"].endswith(str(error))
+    assert found["forward_ms"] > 0
+
+
+def test_a_wrong_result_is_reported() -> None:
+    engine = gpu.Engine("zeros", lambda x, pattern, is_causal: torch.zeros_like(x.q), lambda pattern, device: None)
+    found = gpu.attempt(gpu.Device("cpu"), engine, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
+    assert found["status"] == "wrong result"
+    assert "forward_ms" not in found
+
+
+def test_a_full_run_on_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu"])
+    assert "--device cpu must come with --quick" in capsys.readouterr().err
