@@ -619,8 +619,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
             used = [m for m in trained if m["memory"] is not None]
             below.plot([m["num_tokens"] for m in used], [m["memory"] for m in used], "o-", color=line.get_color(), label=name)
         below.axhline(TARGETS["memory_of_tensors"], color="grey", linestyle=":", label="target at 1M tokens")
-        above.set(title=f"{pattern} {mask} H={heads} D={head_dim}", xscale="log", yscale="log", ylabel="ms")
-        below.set(xscale="log", xlabel="N", ylabel="peak / (q, k, v, out and gradients)", ylim=(0, None))
+        above.set(title=f"{pattern} {mask} H={heads} D={head_dim}", yscale="log", ylabel="ms")
+        below.set_xscale("log", base=2)
+        below.set(xlabel="N", ylabel="peak / (q, k, v, out and gradients)", ylim=(0, None))
         above.legend(fontsize="x-small")
         below.legend(fontsize="x-small")
     figure.suptitle(f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['date']}")

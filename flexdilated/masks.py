@@ -17,6 +17,8 @@ from flexdilated.pieces import plan_pieces
 
 __all__ = ["block_mask_for", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
 
+TILE = 16  # what Triton's matrix product takes
+
 
 def dilated_mask_mod(
     pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
@@ -101,13 +103,15 @@ def create_dilated_block_mask(
 
     Raises:
         TypeError: As `dilated_mask_mod`.
-        ValueError: As `dilated_mask_mod`, or if a block size is below 1.
+        ValueError: As `dilated_mask_mod`; or if a block size is below 1, or no multiple of 16 on a GPU.
         NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
     num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
     _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
+    if device.type != "cpu" and any(size % TILE for size in sizes):
+        raise ValueError(f"BLOCK_SIZE must be a multiple of {TILE} on {device}, the least tile of its kernels, got {BLOCK_SIZE}")
     if torch.compiler.is_compiling():
         if sizes != (128, 128):
             raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")

@@ -514,3 +514,8 @@ def test_block_mask_built_inside_a_compiled_function() -> None:
 
     with pytest.raises(Exception, match=r"BLOCK_SIZE must be 128 inside torch\.compile"):
         torch.compile(small, fullgraph=True, backend="aot_eager")(torch.randn(3))
+
+
+def test_block_mask_refuses_what_no_gpu_kernel_can_tile() -> None:
+    with pytest.raises(ValueError, match=r"BLOCK_SIZE must be a multiple of 16 on meta.*got \(128, 24\)"):
+        create_dilated_block_mask(DilatedPattern((4,), (2,)), 2, seq_len=64, device="meta", BLOCK_SIZE=(128, 24))
