@@ -24,7 +24,8 @@ def test_block_mask_against_all_pairs(benchmark: Any, sizes: Sizes, record: Call
     def ours() -> Any:
         from flexdilated import masks
 
-        masks._lists.cache_clear()
+        masks._find_lists.cache_clear()
+        masks._find_large_lists.cache_clear()
         return create_dilated_block_mask(LONGNET, 1, seq_len=num_tokens, device="cpu")
 
     def theirs() -> Any:

@@ -17,7 +17,8 @@ from flexdilated.pieces import plan_pieces
 
 __all__ = ["block_mask_for", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
 
-TILE = 16  # what Triton's matrix product takes
+LARGE = 1 << 22  # entries: 16 MiB
+TILE = 16  # the least that Triton's matrix product takes
 
 
 def dilated_mask_mod(
@@ -251,7 +252,6 @@ def _assemble(kv: BlockLists, q: BlockLists, seq_len: int, sizes: tuple[int, int
     )
 
 
-@lru_cache(maxsize=32)
 def _lists(
     pattern: DilatedPattern,
     num_heads: int,
@@ -263,7 +263,24 @@ def _lists(
     *,
     separate_full: bool,
 ) -> tuple[BlockLists, BlockLists]:
-    """The lists of key blocks per query block, and the other way round: `(1, heads, ...)`."""
+    """The lists of key blocks per query block, and the other way round, `(1, heads, ...)`. Few large ones are kept."""
+    large = num_heads * (seq_len // sizes[0]) * min(seq_len // sizes[1], most_columns(pattern, *sizes)) > LARGE
+    find = _find_large_lists if large else _find_lists
+    return find(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=separate_full)
+
+
+@lru_cache(maxsize=64)
+def _find_lists(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len: int,
+    is_causal: bool,
+    sizes: tuple[int, int],
+    device: torch.device,
+    *,
+    separate_full: bool,
+) -> tuple[BlockLists, BlockLists]:
     classes: dict[tuple[HeadBranch, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
@@ -276,6 +293,9 @@ def _lists(
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]
     return kv, kv if symmetric else side(sizes[1], sizes[0], "after" if is_causal else "any")
+
+
+_find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 
 def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device: torch.device) -> Tensor:

@@ -281,6 +281,12 @@ def test_strided_keys_are_packed_for_a_backward(monkeypatch: pytest.MonkeyPatch,
     assert given_strides == [not trusted, False]
 
 
+def test_launches_beyond_the_grid_are_refused() -> None:
+    x = torch.empty(flex.GRID_LIMIT + 1, 1, 2, 16, device="meta")
+    with pytest.raises(NotImplementedError, match=r"at most 65535 sequences and heads .* got 65536 and 1; split the batch"):
+        flex.call(x, x, x, score_mod=None, block_mask=None, scale=1.0, want_lse=False, kind=None)
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------------
 
 

@@ -346,7 +346,7 @@ def test_the_same_arguments_give_the_same_lists() -> None:
 
 def test_kept_results_are_bounded() -> None:
     caches = [x for x in vars(masks).values() if hasattr(x, "cache_info") and x.__module__ == masks.__name__]
-    assert len(caches) == 3  # masks, score functions, lists
+    assert len(caches) == 4  # masks, score functions, small and large lists
     assert all(cache.cache_info().maxsize is not None for cache in caches)
 
 

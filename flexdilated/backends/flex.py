@@ -100,9 +100,14 @@ def call(
         kind: What the functions depend on; calls of one kind share their compiled code.
 
     Raises:
-        NotImplementedError: If the tensors reach past what the kernels of this torch can address.
+        NotImplementedError: If the tensors reach past what the kernels of this torch can address, or a launch past its grid.
     """
     on_cpu = q.device.type == "cpu"
+    if not on_cpu and max(q.shape[0], q.shape[1]) > GRID_LIMIT:
+        raise NotImplementedError(
+            f"q must have at most {GRID_LIMIT} sequences and heads for flex_attention on a GPU, got {q.shape[0]} and {q.shape[1]}; "
+            "split the batch, or use backend='sdpa'"
+        )
     q, k, v = (_readable(x) for x in (q, k, v))
     if on_cpu:
         # It refuses inputs that require a gradient even under no_grad, and inputs that share a buffer, as one tensor given twice
