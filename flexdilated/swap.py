@@ -1,0 +1,42 @@
+"""Put other modules in the place of some modules of a model: all of them or, when one is refused, none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+__all__ = ["check_unhooked", "find_modules", "put_modules"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def find_modules(model: nn.Module, kind: type[M], wanted: Callable[[M], bool] = lambda _: True) -> dict[M, list[str]]:
+    """The modules of a kind that are wanted, each with every path at which the model holds it; the model's own path is `""`."""
+    found: dict[M, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, kind) and wanted(module):
+            found.setdefault(module, []).append(path)
+    return found
+
+
+def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
+    """Put a module at each path below the model, in place."""
+    # Read before anything moves: a path may lead through a module that another path shares.
+    parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in places}
+    for path, module in places.items():
+        setattr(parents[path], path.rpartition(".")[2], module)
+
+
+def check_unhooked(module: nn.Module) -> None:
+    """Refuse a module whose hooks or parametrizations a replacement would lose.
+
+    Raises:
+        ValueError: If it has any.
+    """
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in hooks):
+        raise ValueError("module must have no hooks of its own, got some; remove them, and register them again afterwards")
+    if nn.utils.parametrize.is_parametrized(module):
+        raise ValueError("module must have no parametrized weights of its own, got some; remove the parametrizations first")

@@ -1,0 +1,420 @@
+import copy
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated.hub.torchscale import TorchscaleAttention, replace_attention
+from tests.tolerances import EXACT, GOLDEN, SINGLE
+
+BATCH, HEADS, HEAD_DIM = 3, 5, 4
+EMBED = HEADS * HEAD_DIM
+GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "torchscale.npz"
+
+
+def options(**changes: Any) -> SimpleNamespace:
+    """torchscale's `args`, as far as its attention reads them."""
+    values = {
+        "segment_length": [7, 13],
+        "dilated_ratio": [1, 3],
+        "flash_attention": True,
+        "multiway": False,
+        "layernorm_eps": 1e-5,
+        "xpos_rel_pos": False,
+        "xpos_scale_base": 512,
+        "seq_parallel": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+class Multiway(nn.Module):
+    """Two copies of a module: the first tokens go through A, those from `split_position` on through B."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.A, self.B = module, copy.deepcopy(module)
+        self.B.reset_parameters()
+        self.split_position = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        border = x.shape[1] if self.split_position == -1 else self.split_position
+        return torch.cat([self.A(x[:, :border]), self.B(x[:, border:])], dim=1)
+
+
+class Decay(nn.Module):
+    """torchscale's xPos: neighbours of each pair turned by position, `zeta ** (centred position / base)` longer or shorter."""
+
+    def __init__(self, head_dim: int, scale_base: int) -> None:
+        super().__init__()
+        self.scale_base = scale_base
+        self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
+
+    def forward(self, x: Tensor, offset: int = 0, downscale: bool = False) -> Tensor:
+        length, pairs = x.shape[1], self.scale.shape[0]
+        position = torch.arange(length).to(self.scale)[:, None]
+        angle = position / 10000.0 ** (torch.arange(pairs).to(self.scale) / pairs)
+        centred = position - (length + 1) // 2
+        growth = self.scale ** (centred / self.scale_base)
+        growth = 1 / growth if downscale else growth
+        cos, sin = growth * angle.cos(), growth * angle.sin()
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+
+class PlainAttention(nn.Module):
+    """The attributes of torchscale's attention, and ordinary softmax attention."""
+
+    def __init__(
+        self, args: SimpleNamespace, embed_dim: int, num_heads: int, *, is_cross: bool = False, subln: bool = True
+    ) -> None:
+        super().__init__()
+        self.args, self.embed_dim, self.num_heads, self.head_dim = args, embed_dim, num_heads, embed_dim // num_heads
+        self.scaling, self.dropout = self.head_dim**-0.5, 0.0
+        self.self_attention, self.encoder_decoder_attention = not is_cross, is_cross
+        wrap = Multiway if args.multiway else lambda module: module
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (wrap(nn.Linear(embed_dim, embed_dim)) for _ in range(4))
+        self.inner_attn_ln = wrap(nn.LayerNorm(embed_dim, eps=args.layernorm_eps)) if subln else None
+        self.dropout_module = nn.Dropout(0.0)
+        self.xpos = Decay(self.head_dim, args.xpos_scale_base) if args.xpos_rel_pos else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.scaling
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: dict[str, Any] | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        rel_pos: Tensor | None = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        projected = [projection(x) for projection, x in zip((self.q_proj, self.k_proj, self.v_proj), (query, key, value))]
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected)
+        if self.xpos is not None:
+            turned = [
+                self.xpos(x.transpose(1, 2).flatten(0, 1), offset=0, downscale=x is k).unflatten(0, (-1, self.num_heads))
+                for x in (q, k)
+            ]
+            q, k = (x.transpose(1, 2) for x in turned)
+        out = self.attend(q, k, v, is_causal).flatten(2)
+        return self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out)), None
+
+
+class Rows(PlainAttention):
+    """Dilated as torchscale is: dense per branch over rows padded with zeros, mixed with weights that are constants."""
+
+    def dense_to_sparse(self) -> None: ...
+
+    def sparse_to_dense(self) -> None: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        num_tokens = q.shape[1]
+        outs, lses = [], []
+        for length, rate in zip(self.args.segment_length, self.args.dilated_ratio):
+            length = min(length, num_tokens)
+            q_rows, k_rows, v_rows = (self._pad(x, length, rate) for x in (q, k, v))
+            wide = length + -length % rate
+            p = torch.arange(q_rows.shape[1])
+            block = math.ceil(self.num_heads / rate)
+            offset = torch.arange(self.num_heads)[:, None] // block
+            kept = p % wide % rate == offset  # (H, rows)
+            seen = kept[:, :, None] & kept[:, None, :] & (p[:, None] // wide == p // wide)
+            if is_causal:
+                seen &= p <= p[:, None]
+            scores = torch.einsum("bqhd,bkhd->bhqk", q_rows, k_rows) * self.scaling
+            scores = scores.masked_fill(~seen, -1e30)  # finite: what a row without keys gives has weight 0 below
+            lses.append(scores.logsumexp(dim=-1)[:, :, :num_tokens])
+            outs.append(torch.einsum("bhqk,bkhd->bhqd", scores.softmax(dim=-1), v_rows)[:, :, :num_tokens])
+        weights = torch.stack(lses).softmax(dim=0).detach()[..., None]
+        reached = torch.stack(lses).amax(dim=0)[..., None] > -1e29
+        return ((weights * torch.stack(outs)).sum(dim=0) * reached).transpose(1, 2)
+
+    @staticmethod
+    def _pad(x: Tensor, length: int, rate: int) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % length)).unflatten(1, (-1, length))
+        return nn.functional.pad(x, (0, 0, 0, 0, 0, -length % rate)).flatten(1, 2)
+
+
+class DilatedAttention(PlainAttention):
+    """Known by its name alone."""
+
+    attend = Rows.attend
+    _pad = staticmethod(Rows._pad)
+
+
+class Model(nn.Module):
+    """Two dilated layers, a plain cross-attention with the same `args`, and a dilated layer at a second place."""
+
+    def __init__(self, args: SimpleNamespace, **changes: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Rows(args, EMBED, HEADS, **changes)}) for _ in range(2))
+        self.cross = PlainAttention(args, EMBED, HEADS, is_cross=True, subln=False)
+        self.again = self.layers[0]["self_attn"]
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        for module in (*(layer["self_attn"] for layer in self.layers), self.cross, self.again):
+            x = x + module(query=x, key=x, value=x, **call)[0]
+        return x
+
+
+def build(args: SimpleNamespace | None = None, **changes: Any) -> Model:
+    model = Model(options() if args is None else args, **changes).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def tokens(num_tokens: int = 23) -> Tensor:
+    return torch.randn(BATCH, num_tokens, EMBED, dtype=torch.float64)
+
+
+def gradients(model: Model, x: Tensor, **call: Any) -> tuple[Tensor, ...]:
+    """The output, and the gradients of the input and of every parameter."""
+    x = x.detach().clone().requires_grad_()
+    out = model(x, **call)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return out.detach(), *torch.autograd.grad((out * weights).sum(), (x, *model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["pow2_noncausal", "ragged_noncausal", "ragged_causal", "heads_not_multiple", "rate_not_dividing"])
+def test_stand_in_and_replacement_compute_what_torchscale_does(name: str) -> None:
+    with np.load(GOLDEN_FILE) as golden:
+        stored = {
+            key: torch.from_numpy(golden[f"{name}/{key}"]).double() for key in ("q", "k", "v", "out", "grad_out", "dq", "dk", "dv")
+        }
+        meta = json.loads(str(golden[f"{name}/meta"]))
+    heads, head_dim = stored["q"].shape[2:]
+    args = options(segment_length=meta["segment_lengths"], dilated_ratio=meta["dilation_rates"])
+    model = nn.ModuleList([Rows(args, heads * head_dim, heads, subln=False)])
+    for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(model[0], projection, nn.Identity())
+    stand_in = model[0]
+    assert replace_attention(model) == 1
+    for module in (stand_in, model[0]):
+        leaves = [stored[key].flatten(2).requires_grad_() for key in ("q", "k", "v")]
+        out, weights = module(*leaves, is_causal=meta["is_causal"])
+        assert weights is None
+        grads = torch.autograd.grad(out, leaves, stored["grad_out"].flatten(2))
+        for actual, key in zip((out, *grads), ("out", "dq", "dk", "dv")):
+            torch.testing.assert_close(actual, stored[key].flatten(2), **GOLDEN)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 6, 23, 26])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"segment_length": [6, 24], "dilated_ratio": [1, 4]},
+        {"segment_length": "[7, 13]", "dilated_ratio": "[1, 3]"},
+        {"xpos_rel_pos": True, "xpos_scale_base": 7},
+        {"multiway": True},
+    ],
+)
+def test_replacement_equals_torchscale_with_gradients(changes: dict[str, Any], num_tokens: int, is_causal: bool) -> None:
+    args = options(**changes)
+    original, x = build(options(**{**changes, "segment_length": [7, 13], "dilated_ratio": [1, 3]})), tokens(num_tokens)
+    if changes.get("segment_length") == [6, 24]:
+        original = build(args)
+    model = copy.deepcopy(original)
+    for module in model.modules():
+        if isinstance(module, Rows):
+            module.args = args
+    for each in (original, model):
+        each.apply(lambda module: setattr(module, "split_position", num_tokens // 2) if isinstance(module, Multiway) else None)
+    assert replace_attention(model) == 2
+    for actual, expected in zip(gradients(model, x, is_causal=is_causal), gradients(original, x, is_causal=is_causal)):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("changes", [{"subln": False}, {"subln": True}])
+def test_replacement_keeps_the_parameters_their_names_and_their_order(changes: dict[str, Any]) -> None:
+    model = build(options(xpos_rel_pos=True), **changes)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    replace_attention(model)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state)
+
+
+def test_replacement_leaves_plain_and_shared_modules_what_they_are() -> None:
+    model = build()
+    cross = model.cross
+    replace_attention(model)
+    assert model.cross is cross
+    assert isinstance(model.again, TorchscaleAttention)
+    assert model.again is model.layers[0]["self_attn"]
+
+
+def test_replacement_knows_a_module_by_its_name_or_its_methods() -> None:
+    assert replace_attention(nn.Sequential(DilatedAttention(options(), EMBED, HEADS), Rows(options(), EMBED, HEADS))) == 2
+
+
+def test_replacement_keeps_the_mode_of_each_module() -> None:
+    model = build()
+    model.layers[0].eval()
+    model.layers[1]["self_attn"].q_proj.eval()
+    replace_attention(model)
+    modes = [(layer["self_attn"].training, layer["self_attn"].q_proj.training) for layer in model.layers]
+    assert modes == [(False, False), (True, False)]
+
+
+def test_replacement_runs_in_half_precision_and_in_single() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        original, x = build(options(xpos_rel_pos=True)).to(dtype), tokens().to(dtype)
+        model = copy.deepcopy(original)
+        replace_attention(model)
+        assert model(x).dtype == dtype
+        if dtype == torch.float32:
+            torch.testing.assert_close(model(x), original(x), **SINGLE)
+
+
+def test_padding_masks_are_ignored_as_in_torchscale_unless_asked_for() -> None:
+    original, x = build(), tokens()
+    mask = torch.zeros(BATCH, 23, dtype=torch.uint8)
+    mask[1, 17:] = 1
+    faithful, padded = copy.deepcopy(original), copy.deepcopy(original)
+    replace_attention(faithful)
+    replace_attention(padded, apply_padding_mask=True)
+    expected = original(x, key_padding_mask=mask)
+    torch.testing.assert_close(faithful(x, key_padding_mask=mask), expected, **EXACT)
+    torch.testing.assert_close(padded(x, key_padding_mask=mask * 0), expected, **EXACT)
+    attention, changed = padded.layers[0]["self_attn"], x.clone()
+    changed[1, 17:] = 5.0
+    outs = [attention(each, each, each, key_padding_mask=mask)[0][1, :17] for each in (x, changed)]
+    torch.testing.assert_close(*outs, **EXACT)
+    assert not torch.equal(*(attention(each, each, each)[0][1, :17] for each in (x, changed)))
+
+
+@pytest.mark.parametrize("where", ["dropout", "dropout_module"])
+def test_dropout_is_taken_over_and_active_in_training_only(where: str) -> None:
+    model, x = build(), tokens()
+    for module in model.modules():
+        if isinstance(module, Rows):
+            module.dropout_module.p = 0.5
+            if where == "dropout":
+                module.dropout = 0.25
+            else:
+                del module.dropout  # torchscale's first versions have none
+    expected = copy.deepcopy(model)(x)
+    replace_attention(model)
+    attention = model.layers[0]["self_attn"]
+    assert attention.dropout == (0.25 if where == "dropout" else 0.5)
+    assert (model.train()(x) - expected).abs().max() > 0.01
+    torch.testing.assert_close(model.eval()(x), expected, **EXACT)
+
+
+def test_named_backend_is_used() -> None:
+    model, x = build(), tokens()
+    expected = model(x)
+    replace_attention(model, backend="reference")
+    assert model.again.backend == "reference"
+    torch.testing.assert_close(model(x), expected, **EXACT)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["incremental_state", "attn_mask", "rel_pos"])
+def test_replacement_rejects_what_dilated_attention_cannot_take(name: str) -> None:
+    model, x = build(), tokens()
+    replace_attention(model)
+    argument = {} if name == "incremental_state" else torch.zeros(23, 23)
+    with pytest.raises(NotImplementedError, match=rf"^{name} must be None, got a"):
+        model.again(x, x, x, **{name: argument})
+    model.again(x, x, x, is_first_step=True, **{name: None})
+
+
+def test_replacement_rejects_other_shapes_and_lengths() -> None:
+    model, x = build(), tokens()
+    replace_attention(model)
+    for call, name in (
+        ((x, x[:, 1:], x), "key"),
+        ((x, x, x[:, 1:]), "value"),
+        ((x[..., 1:], x, x), "query"),
+        ((x[0], x, x), "query"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} must have shape \(B, N, 20\), the same for all three, got \("):
+            model.again(*call)
+
+
+def test_replacement_rejects_a_model_without_dilated_attention() -> None:
+    model = nn.Sequential(PlainAttention(options(), EMBED, HEADS), nn.MultiheadAttention(EMBED, HEADS))
+    with pytest.raises(ValueError, match=r"^model must hold a DilatedAttention of torchscale, got none in Sequential$"):
+        replace_attention(model)
+    with pytest.raises(TypeError, match=r"^model must be an nn.Module, got NoneType$"):
+        replace_attention(None)
+    model = build()
+    replace_attention(model)
+    with pytest.raises(ValueError, match=r"^model must hold a DilatedAttention of torchscale, got none in Model$"):
+        replace_attention(model)
+
+
+def test_replacement_rejects_an_attention_itself_and_says_what_to_do() -> None:
+    module, x = Rows(options(), EMBED, HEADS).double(), tokens()
+    with pytest.raises(ValueError, match=r"^model must hold the .*, got one itself; use TorchscaleAttention\(module\)$"):
+        replace_attention(module)
+    torch.testing.assert_close(TorchscaleAttention(module)(x, x, x)[0], module(x, x, x)[0], **EXACT)
+
+
+REFUSED = {
+    "cross": (lambda module: setattr(module, "self_attention", False), "module must be self-attention, got"),
+    "decoder": (lambda module: setattr(module, "encoder_decoder_attention", True), "module must be self-attention, got"),
+    "hooks": (lambda module: module.register_forward_pre_hook(lambda *_: None), "module must have no hooks of its own, got some"),
+    "rates": (
+        lambda module: setattr(module, "args", options(dilated_ratio=[1, 17])),
+        r"dilation_rates\[1\] must be in \[1, segment",
+    ),
+    "lengths": (
+        lambda module: setattr(module, "args", options(segment_length=[7.5, 13])),
+        r"segment_lengths\[0\] must be an integer",
+    ),
+    "none": (
+        lambda module: setattr(module, "args", options(segment_length=None)),
+        "args.segment_length must be a list of integers, got None",
+    ),
+    "text": (
+        lambda module: setattr(module, "args", options(segment_length="seven")),
+        "args.segment_length must be a list of integers, got 'seven'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_replacement_rejects_a_module_by_its_path_and_changes_nothing(case: str) -> None:
+    change, reason = REFUSED[case]
+    model = build()
+    change(model.layers[1]["self_attn"])
+    before = dict(model.named_modules(remove_duplicate=False))
+    with pytest.raises(ValueError, match=rf"^'layers.1.self_attn': {reason}"):
+        replace_attention(model)
+    after = dict(model.named_modules(remove_duplicate=False))
+    assert all(before[path] is after[path] for path in before)
+
+
+def test_replacement_rejects_keys_that_torchscale_would_gather_from_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(options(seq_parallel=True)), tokens(12)
+    replace_attention(model)
+    model(x)  # one process: nothing to gather
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(
+        NotImplementedError, match=r"^args.seq_parallel must be False where a segment=13 is longer than .* rank=12, got True"
+    ):
+        model(x)
+    model(tokens(13))
