@@ -8,6 +8,7 @@ from flexdilated.masks import create_dilated_block_mask as create_dilated_block_
 from flexdilated.masks import dilated_mask_mod as dilated_mask_mod
 from flexdilated.masks import dilated_score_mod as dilated_score_mod
 from flexdilated.nn import DilatedAttention as DilatedAttention
+from flexdilated.nn import LongNet as LongNet
 from flexdilated.nn import LongNetConfig as LongNetConfig
 from flexdilated.nn import LongNetLM as LongNetLM
 from flexdilated.nn import MultiheadDilatedAttention as MultiheadDilatedAttention

@@ -1,0 +1,199 @@
+"""LongNet as encoder and decoder, on embeddings: dilated self-attention in both, dilated cross-attention in the decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.transformer import Block, FeedForward
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["DecoderBlock", "LongNet"]
+
+
+class DecoderBlock(nn.Module):
+    """`x + self_attn(norm(x))`, then `x + encoder_attn(norm(x), memory)`, then `x + ffn(norm(x))`.
+
+    Args:
+        self_attn: The self-attention.
+        encoder_attn: The cross-attention: queries from the decoder, keys and values from the memory.
+        ffn: The feed-forward network.
+        dropout_p: Probability of dropping an element of a branch in training.
+        layer_norm_eps: Epsilon of the LayerNorms.
+    """
+
+    def __init__(
+        self,
+        self_attn: MultiheadDilatedAttention,
+        encoder_attn: MultiheadDilatedAttention,
+        ffn: FeedForward,
+        *,
+        dropout_p: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.self_attn_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps=layer_norm_eps)
+        self.self_attn = self_attn
+        self.encoder_attn_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps=layer_norm_eps)
+        self.encoder_attn = encoder_attn
+        self.final_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps=layer_norm_eps)
+        self.ffn = ffn
+        self.dropout = nn.Dropout(dropout_p)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None, memory_key_padding_mask: Tensor | None
+    ) -> Tensor:
+        """`(B, N, embed_dim)` from x and memory of that shape; the masks are `(B, N)`, True where a key is ignored."""
+        h = self.self_attn_layer_norm(x)
+        x = x + self.dropout(self.self_attn(h, h, h, key_padding_mask)[0])
+        h = self.encoder_attn_layer_norm(x)
+        x = x + self.dropout(self.encoder_attn(h, memory, memory, memory_key_padding_mask)[0])
+        return x + self.dropout(self.ffn(self.final_layer_norm(x)))
+
+
+class LongNet(nn.Module):
+    """Encoder and decoder of equal length over dilated attention, on embeddings that already carry positions.
+
+    `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. Cross-attention is
+    dilated like self-attention: decoder token `p` sees the memory at the positions that its branch keeps in the segment of `p`.
+    So the segments of both sides must line up, and other lengths are refused.
+    Source: LongNet, arXiv 2307.02486; sub-LayerNorm (none in cross-attention) and initial gains for N encoder and M decoder layers,
+    `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`: MAGNETO, arXiv 2210.06423, figure 2.
+
+    Args:
+        d_model: Elements of a token.
+        nhead: Heads; must divide `d_model`.
+        num_encoder_layers: Layers of the encoder, at least 1.
+        num_decoder_layers: Layers of the decoder, at least 1.
+        dim_feedforward: Elements inside the feed-forward networks.
+        segment_lengths: Of the pattern of every attention. Default: LongNet's, 2048..32768.
+        dilation_rates: Of the pattern. Default: LongNet's, 1, 2, 4, 6, 12.
+        dropout: Probability of dropping an element of a residual branch in training.
+        attention_dropout: Probability of dropping an attention weight in training.
+        layer_norm_eps: Epsilon of all LayerNorms.
+        heads: `"all"` (LongNet) or `"grouped"` (a group of heads per branch, as in the earlier packages).
+        encoder_is_causal: Whether a source token sees only those before it.
+        decoder_is_causal: Whether a target token sees only those before it.
+        cross_is_causal: Whether a target token sees only the memory up to its own position.
+        backend: `"auto"` or the name of an engine.
+        device: Where the parameters live.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: If a number is below 1 or does not divide, or a probability is out of range.
+    """
+
+    def __init__(
+        self,
+        d_model: int = 768,
+        nhead: int = 12,
+        num_encoder_layers: int = 12,
+        num_decoder_layers: int = 12,
+        dim_feedforward: int = 3072,
+        segment_lengths: Sequence[int] = DilatedPattern.longnet().segment_lengths,
+        dilation_rates: Sequence[int] = DilatedPattern.longnet().dilation_rates,
+        dropout: float = 0.0,
+        *,
+        attention_dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        heads: Literal["all", "grouped"] = "all",
+        encoder_is_causal: bool = False,
+        decoder_is_causal: bool = True,
+        cross_is_causal: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if d_model < 1:
+            raise ValueError(f"d_model must be at least 1, got {d_model}")
+        if nhead < 1 or d_model % nhead:
+            raise ValueError(f"nhead must divide d_model={d_model}, got {nhead}")
+        sizes = (("num_encoder_layers", num_encoder_layers), ("num_decoder_layers", num_decoder_layers))
+        for name, size in (*sizes, ("dim_feedforward", dim_feedforward)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+        self.d_model = d_model
+        self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
+        decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
+        encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
+
+        def attention(gamma: float, is_causal: bool, layer_norm: bool = True) -> MultiheadDilatedAttention:
+            return MultiheadDilatedAttention(
+                d_model,
+                nhead,
+                self.pattern,
+                dropout_p=attention_dropout,
+                layer_norm=layer_norm,
+                layer_norm_eps=layer_norm_eps,
+                gamma_init=gamma,
+                is_causal=is_causal,
+                backend=backend,
+            )
+
+        def ffn(gamma: float) -> FeedForward:
+            return FeedForward(d_model, dim_feedforward, gamma_init=gamma, layer_norm_eps=layer_norm_eps)
+
+        self.encoder = nn.ModuleList(
+            Block(attention(encoder_gamma, encoder_is_causal), ffn(encoder_gamma), dropout_p=dropout, layer_norm_eps=layer_norm_eps)
+            for _ in range(num_encoder_layers)
+        )
+        self.encoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
+        self.decoder = nn.ModuleList(
+            DecoderBlock(
+                attention(decoder_gamma, decoder_is_causal),
+                attention(decoder_gamma, cross_is_causal, layer_norm=False),
+                ffn(decoder_gamma),
+                dropout_p=dropout,
+                layer_norm_eps=layer_norm_eps,
+            )
+            for _ in range(num_decoder_layers)
+        )
+        self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
+        self.to(device=device, dtype=dtype)
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        *,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """`(B, N, d_model)` from source and target embeddings of that shape.
+
+        Args:
+            src: `(B, N, d_model)`.
+            tgt: `(B, N, d_model)`, as long as src.
+            src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention.
+            tgt_key_padding_mask: `(B, N)` bool, True where a target token is ignored.
+
+        Raises:
+            ValueError: If a shape is wrong, or the lengths differ.
+        """
+        for name, x in (("src", src), ("tgt", tgt)):
+            if x.dim() != 3 or x.shape[2] != self.d_model:
+                raise ValueError(f"{name} must have shape (B, N, {self.d_model}), got {tuple(x.shape)}")
+        if src.shape[1] != tgt.shape[1]:
+            raise ValueError(
+                f"tgt must be as long as src={src.shape[1]}, got {tgt.shape[1]}: a token sees the memory of its own segment, so "
+                f"the segments of both sides must line up; pad the shorter side and give its key_padding_mask"
+            )
+        if src.shape[0] != tgt.shape[0]:
+            raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")
+        memory = src
+        for layer in self.encoder:
+            memory = layer(memory, key_padding_mask=src_key_padding_mask, cu_seqlens=None, rotation=None)
+        memory = self.encoder_layer_norm(memory)
+        for layer in self.decoder:
+            tgt = layer(tgt, memory, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=src_key_padding_mask)
+        return self.decoder_layer_norm(tgt)

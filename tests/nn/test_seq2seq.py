@@ -1,0 +1,229 @@
+"""LongNet as encoder and decoder: by its formula, what sees what, its initial gains, and refusals."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flexdilated
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, reference
+from flexdilated.nn import LongNet
+from tests.tolerances import EXACT
+
+BATCH, TOKENS, EMBED, HEADS, FFN = 2, 23, 15, 5, 31
+LENGTHS, RATES = (7, 13), (1, 3)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(2307)
+
+
+def model(encoder_layers: int = 2, decoder_layers: int = 3, **options: object) -> LongNet:
+    """In evaluation mode, with biases and gains that differ from zeros and ones."""
+    options = {"segment_lengths": LENGTHS, "dilation_rates": RATES, "dtype": torch.float64, **options}
+    result = LongNet(EMBED, HEADS, encoder_layers, decoder_layers, FFN, **options)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return result.eval()
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape or (BATCH, TOKENS, EMBED), dtype=torch.float64)
+
+
+def norm(x: Tensor, layer: nn.LayerNorm, eps: float) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), layer.weight, layer.bias, eps)
+
+
+def attend(
+    layer: MultiheadDilatedAttention,
+    x: Tensor,
+    y: Tensor,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    mask: Tensor | None,
+    eps: float,
+) -> Tensor:
+    def project(projection: nn.Linear, z: Tensor) -> Tensor:
+        return F.linear(z, projection.weight, projection.bias).unflatten(-1, (HEADS, -1))
+
+    q, k, v = project(layer.q_proj, x), project(layer.k_proj, y), project(layer.v_proj, y)
+    out, _ = reference.dilated_attention(q, k, v, pattern, is_causal=is_causal, key_padding_mask=mask)
+    out = out.flatten(2)
+    if isinstance(layer.inner_attn_ln, nn.LayerNorm):
+        out = norm(out, layer.inner_attn_ln, eps)
+    return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
+
+
+def formula(
+    m: LongNet, src: Tensor, tgt: Tensor, causal: tuple[bool, bool, bool], masks: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    """The whole model over the reference; `causal` for encoder, decoder and cross-attention, `masks` for source and target."""
+
+    def ffn(layer: nn.Module, x: Tensor) -> Tensor:
+        h = norm(F.gelu(F.linear(x, layer.fc1.weight, layer.fc1.bias)), layer.ffn_layernorm, eps)
+        return F.linear(h, layer.fc2.weight, layer.fc2.bias)
+
+    for layer in m.encoder:
+        h = norm(src, layer.self_attn_layer_norm, eps)
+        src = src + attend(layer.self_attn, h, h, m.pattern, causal[0], masks[0], eps)
+        src = src + ffn(layer.ffn, norm(src, layer.final_layer_norm, eps))
+    memory = norm(src, m.encoder_layer_norm, eps)
+    for layer in m.decoder:
+        h = norm(tgt, layer.self_attn_layer_norm, eps)
+        tgt = tgt + attend(layer.self_attn, h, h, m.pattern, causal[1], masks[1], eps)
+        h = norm(tgt, layer.encoder_attn_layer_norm, eps)
+        tgt = tgt + attend(layer.encoder_attn, h, memory, m.pattern, causal[2], masks[0], eps)
+        tgt = tgt + ffn(layer.ffn, norm(tgt, layer.final_layer_norm, eps))
+    return norm(tgt, m.decoder_layer_norm, eps)
+
+
+@pytest.mark.parametrize("heads", ["all", "grouped"])
+@pytest.mark.parametrize("causal", [(False, True, False), (True, False, True), (True, True, True)], ids=str)
+def test_longnet_equals_its_formula_over_the_reference(causal: tuple[bool, bool, bool], heads: str) -> None:
+    encoder, decoder, cross = causal
+    eps = 0.2
+    module = model(heads=heads, layer_norm_eps=eps, encoder_is_causal=encoder, decoder_is_causal=decoder, cross_is_causal=cross)
+    src, tgt = draw().requires_grad_(), draw().requires_grad_()
+    masks = tuple(torch.arange(TOKENS) >= torch.tensor(ends)[:, None] for ends in ([19, TOKENS], [TOKENS, 17]))
+    actual = module(src, tgt, src_key_padding_mask=masks[0], tgt_key_padding_mask=masks[1])
+    expected = formula(module, src, tgt, causal, masks, eps)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    dout = draw()
+    for a, b in zip(torch.autograd.grad(actual, (src, tgt), dout), torch.autograd.grad(expected, (src, tgt), dout)):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def touched(module: LongNet, which: str, place: int) -> Tensor:
+    """Which target tokens change when the source or target token at a place changes."""
+    inputs = {"src": draw(1, TOKENS, EMBED), "tgt": draw(1, TOKENS, EMBED)}
+    before = module(**inputs)
+    inputs[which][:, place] += draw(EMBED)  # a constant would vanish in the LayerNorms
+    return (module(**inputs) != before).any(dim=-1)[0]
+
+
+def test_longnet_by_default_reads_all_of_its_segment_and_writes_left_to_right() -> None:
+    module = model(1, 1, segment_lengths=(11,), dilation_rates=(1,))
+    p = torch.arange(TOKENS)
+    assert torch.equal(touched(module, "src", 13), (p >= 11) & (p < 22))
+    assert torch.equal(touched(module, "tgt", 13), (p >= 13) & (p < 22))
+
+
+def test_longnet_made_causal_throughout_leaks_nothing() -> None:
+    module = model(encoder_is_causal=True, cross_is_causal=True)
+    for which in ("src", "tgt"):
+        assert torch.equal(touched(module, which, 13)[:13], torch.zeros(13, dtype=torch.bool))
+
+
+def test_longnet_drops_in_training_only() -> None:
+    src, tgt = draw(), draw()
+    for options in ({"dropout": 0.3}, {"attention_dropout": 0.3}):
+        module = model(**options)
+        plain = module(src, tgt)
+        torch.testing.assert_close(module(src, tgt), plain, **EXACT)
+        assert not torch.allclose(module.train()(src, tgt), plain)
+
+
+def test_longnet_initial_gains_are_those_of_magneto() -> None:
+    """16,384 samples or more: the standard error is below 0.6 %."""
+    module = LongNet(128, 4, 3, 5, 128, segment_lengths=LENGTHS, dilation_rates=RATES)
+    decoder = math.sqrt(math.log(15))
+    encoder = math.sqrt(math.log(15) * math.log(6) / 3)
+    one = math.sqrt(2 / 256)
+    for layers, gain in ((module.encoder, encoder), (module.decoder, decoder)):
+        for name, weight in layers[-1].named_parameters():
+            if weight.dim() == 2:
+                expected = one * (1.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else gain)
+                assert weight.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_longnet_has_no_sub_layer_norm_in_cross_attention() -> None:
+    names = list(model().state_dict())
+    assert any("self_attn.inner_attn_ln" in name for name in names)
+    assert not any("encoder_attn.inner_attn_ln" in name for name in names)
+
+
+def test_longnet_defaults_are_the_base_model_of_the_paper() -> None:
+    module = LongNet(device="meta")
+    assert module.pattern == DilatedPattern.longnet()
+    assert (len(module.encoder), len(module.decoder), module.d_model) == (12, 12, 768)
+    assert module.encoder[0].self_attn.num_heads == 12
+    assert module.encoder[0].ffn.fc1.out_features == 3072
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+
+
+def test_longnet_is_exported_copied_and_pickled() -> None:
+    assert flexdilated.LongNet is LongNet
+    module, src, tgt = model(), draw(), draw()
+    expected = module(src, tgt)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(src, tgt), expected)
+    fresh = model()
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh(src, tgt), expected)
+
+
+def test_longnet_passes_its_backend_on() -> None:
+    src, tgt = draw(), draw()
+    module = model()
+    expected = module(src, tgt)
+    twin = model(backend="reference")
+    twin.load_state_dict(module.state_dict())
+    torch.testing.assert_close(twin(src, tgt), expected, **EXACT)
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'abacus'"):
+        model(backend="abacus")(src, tgt)
+
+
+def test_longnet_rejects_different_lengths_with_the_reason_and_accepts_padding() -> None:
+    module, src, tgt = model(), draw(), draw(BATCH, 17, EMBED)
+    reason = (
+        r"^tgt must be as long as src=23, got 17: .* the segments of both sides must line up; pad the shorter side and give its"
+    )
+    with pytest.raises(ValueError, match=reason):
+        module(src, tgt)
+    ignored = (torch.arange(TOKENS) >= 17).expand(BATCH, -1)
+    padded = module(src, F.pad(tgt, (0, 0, 0, 6)), tgt_key_padding_mask=ignored)
+    other = module(src, F.pad(tgt, (0, 0, 0, 6), value=3.0), tgt_key_padding_mask=ignored)
+    assert torch.equal(padded[:, :17], other[:, :17])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "match"),
+    [
+        (((2, 23, 14), (2, 23, 15)), r"^src must have shape \(B, N, 15\), got \(2, 23, 14\)$"),
+        (((2, 23, 15), (23, 15)), r"^tgt must have shape \(B, N, 15\), got \(23, 15\)$"),
+        (((2, 23, 15), (3, 23, 15)), r"^tgt must have the batch size of src=2, got 3$"),
+    ],
+)
+def test_longnet_rejects_wrong_shapes(shapes: tuple[tuple[int, ...], ...], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        model()(*(draw(*shape) for shape in shapes))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"d_model": 0}, r"^d_model must be at least 1, got 0$"),
+        ({"nhead": 7}, r"^nhead must divide d_model=16, got 7$"),
+        ({"nhead": 0}, r"^nhead must divide d_model=16, got 0$"),
+        ({"num_encoder_layers": 0}, r"^num_encoder_layers must be at least 1, got 0$"),
+        ({"num_decoder_layers": 0}, r"^num_decoder_layers must be at least 1, got 0$"),
+        ({"dim_feedforward": 0}, r"^dim_feedforward must be at least 1, got 0$"),
+        ({"dropout": 1.0}, r"^dropout must be in \[0, 1\), got 1.0$"),
+        ({"attention_dropout": -0.5}, r"^attention_dropout must be in \[0, 1\), got -0.5$"),
+        ({"segment_lengths": (8, 16, 32)}, r"^dilation_rates must hold one rate per segment length=3, got"),
+        ({"heads": "some"}, r"^heads must be one of \('all', 'grouped'\), got 'some'$"),
+    ],
+)
+def test_longnet_rejects_wrong_options_and_accepts_their_twins(options: dict[str, object], match: str) -> None:
+    sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 1, "dropout": 0.9}
+    sizes |= {"segment_lengths": LENGTHS, "dilation_rates": RATES}
+    LongNet(**sizes)
+    with pytest.raises(ValueError, match=match):
+        LongNet(**{**sizes, **options})

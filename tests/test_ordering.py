@@ -1,0 +1,219 @@
+"""Orders of 2-D tokens: true permutations, unit steps, compact segments, and refusals."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated.ordering import ORDERS, Order, coordinate_order, grid_order, reorder, restore
+
+GRIDS = [(1, 1), (1, 17), (17, 1), (2, 3), (5, 4), (4, 5), (7, 7), (8, 16), (13, 29), (31, 6), (2, 53), (53, 2), (37, 41)]
+
+
+def cells(order: Order, width: int) -> Tensor:
+    """(row, column) of each place."""
+    return torch.stack((order.permutation // width, order.permutation % width), dim=1)
+
+
+def steps(path: Tensor) -> Tensor:
+    return path.diff(dim=0).abs().sum(dim=1)
+
+
+def draw_holes(height: int, width: int, share: float) -> Tensor:
+    """Coordinates of a grid with holes, in random order, one corner away from the origin."""
+    everything = torch.cartesian_prod(torch.arange(height), torch.arange(width)) + torch.tensor([-3, 101])
+    kept = everything[torch.rand(len(everything)) < share]
+    return kept[torch.randperm(len(kept))]
+
+
+# -- full grids ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_grid_order_is_a_permutation_with_its_inverse(grid: tuple[int, int], order: str) -> None:
+    permutation, inverse = grid_order(grid, order=order)
+    tokens = torch.arange(grid[0] * grid[1])
+    assert permutation.dtype == inverse.dtype == torch.int64
+    assert torch.equal(permutation.sort().values, tokens)
+    assert torch.equal(permutation[inverse], tokens)
+    assert torch.equal(inverse[permutation], tokens)
+
+
+@pytest.mark.parametrize("order", ["hilbert", "serpentine"])
+def test_consecutive_tokens_are_neighbours_on_every_grid(order: str) -> None:
+    for height in range(1, 24):
+        for width in range(1, 24):
+            path = cells(grid_order((height, width), order=order), width)
+            assert (steps(path) == 1).all(), (height, width)
+
+
+def test_hilbert_of_a_power_of_two_divides_in_quadrants() -> None:
+    """Each quarter of the classic curve is a quadrant, at every level."""
+    path = cells(grid_order((16, 16)), 16)
+    for size in (8, 4, 2):
+        for run in path.view(-1, size * size, 2):
+            corner = run.amin(dim=0)
+            assert (corner % size == 0).all()
+            assert (run.amax(dim=0) == corner + size - 1).all()
+
+
+def test_hilbert_of_four_tokens_by_hand() -> None:
+    assert grid_order((2, 2)).permutation.tolist() == [0, 2, 3, 1]
+
+
+def test_hilbert_begins_and_ends_at_corners_of_one_side() -> None:
+    path = cells(grid_order((12, 20)), 20)
+    assert path[0].tolist() == [0, 0]
+    assert path[-1].tolist() == [0, 19]
+
+
+@pytest.mark.parametrize("grid", [(64, 64), (97, 103), (61, 200), (200, 61)], ids=str)
+def test_hilbert_segments_are_compact(grid: tuple[int, int]) -> None:
+    """A segment of n tokens spans at most 4 sqrt(n) in either direction, which row-major order exceeds."""
+    length = 128
+    spans = {}
+    for order in ORDERS:
+        path = cells(grid_order(grid, order=order), grid[1])
+        segments = path[: len(path) // length * length].view(-1, length, 2)
+        spans[order] = (segments.amax(dim=1) - segments.amin(dim=1) + 1).max().item()
+    assert spans["hilbert"] <= 4 * length**0.5 < min(spans["row_major"], spans["serpentine"])
+
+
+def test_serpentine_and_row_major_by_hand() -> None:
+    assert grid_order((3, 3), order="serpentine").permutation.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
+    assert grid_order((3, 3), order="row_major").permutation.tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_are_deterministic(order: str) -> None:
+    first = grid_order((13, 29), order=order)
+    torch.manual_seed(1)
+    for a, b in zip(first, grid_order((13, 29), order=order)):
+        assert torch.equal(a, b)
+
+
+# -- coordinates -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_coordinate_order_visits_what_is_there_along_the_curve_of_the_grid(share: float, order: str) -> None:
+    """The first and last row and column are kept, so that the bounding box is the grid."""
+    height, width = 19, 23
+    coordinates = torch.cat([draw_holes(height, width, share), torch.tensor([[-3, 101], [-3 + height - 1, 101 + width - 1]])])
+    coordinates = coordinates.unique(dim=0)
+    coordinates = coordinates[torch.randperm(len(coordinates))]
+    permutation, inverse = coordinate_order(coordinates, order=order)
+    assert torch.equal(permutation[inverse], torch.arange(len(coordinates)))
+    numbers = (coordinates[:, 0] + 3) * width + coordinates[:, 1] - 101
+    places = grid_order((height, width), order=order).inverse[numbers[permutation]]
+    assert (places.diff() > 0).all()
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-99, 99)), max_size=40), st.sampled_from(ORDERS))
+def test_coordinate_order_is_a_permutation_whatever_the_coordinates(points: list[tuple[int, int]], order: str) -> None:
+    permutation, inverse = coordinate_order(torch.tensor(points, dtype=torch.int32).reshape(-1, 2), order=order)
+    assert torch.equal(permutation.sort().values, torch.arange(len(points)))
+    assert torch.equal(inverse[permutation], torch.arange(len(points)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_coordinate_order_does_not_depend_on_the_given_order_or_the_origin(order: str) -> None:
+    coordinates = draw_holes(17, 11, 0.6)
+    shuffled = coordinates[torch.randperm(len(coordinates))]
+    first = coordinates[coordinate_order(coordinates, order=order).permutation]
+    assert torch.equal(shuffled[coordinate_order(shuffled, order=order).permutation], first)
+    moved = shuffled + torch.tensor([1009, -2003])
+    assert torch.equal(shuffled[coordinate_order(moved, order=order).permutation], first)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tokens_at_one_place_keep_their_order(order: str) -> None:
+    coordinates = torch.tensor([[0, 1], [0, 0], [0, 1], [0, 0], [0, 1]])
+    assert coordinate_order(coordinates, order=order).permutation.tolist() == [1, 3, 0, 2, 4]
+
+
+def test_serpentine_turns_at_every_row_that_holds_a_token() -> None:
+    coordinates = torch.tensor([[0, 0], [0, 5], [2, 0], [2, 5], [3, 0], [3, 5]])
+    assert coordinate_order(coordinates, order="serpentine").permutation.tolist() == [0, 1, 3, 2, 4, 5]
+
+
+def test_coordinates_in_pixels_of_a_large_slide_need_no_grid() -> None:
+    coordinates = draw_holes(40, 30, 0.5) * 262_144  # 1e14 cells
+    permutation = coordinate_order(coordinates).permutation
+    assert torch.equal(permutation.sort().values, torch.arange(len(coordinates)))
+    near = steps(coordinates[permutation]).double().mean()
+    assert near < steps(coordinates).double().mean() / 5
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5)], ids=str)
+def test_restore_undoes_reorder(shape: tuple[int, ...]) -> None:
+    order = grid_order((7, 5))
+    x = torch.randn(2, 35, *shape)
+    along = reorder(x, order)
+    assert torch.equal(along[:, 3], x[:, order.permutation[3]])
+    assert not torch.equal(along, x)
+    assert torch.equal(restore(along, order), x)
+    assert torch.equal(reorder(restore(x, tuple(order)), tuple(order)), x)
+
+
+def test_reorder_passes_gradients_back_to_their_tokens() -> None:
+    order = grid_order((3, 5))
+    x = torch.randn(1, 15, requires_grad=True)
+    weights = torch.randn(1, 15)
+    (reorder(x, order) * weights).sum().backward()
+    assert torch.equal(x.grad, restore(weights, order))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "error", "match"),
+    [
+        ((7,), ValueError, r"^grid must be \(height, width\), got \(7,\); 1-D text is already in the order"),
+        (7, ValueError, r"^grid must be \(height, width\), got 7; 1-D text"),
+        ("ab", ValueError, r"^grid must be \(height, width\), got 'ab'; "),
+        ((0, 3), ValueError, r"^grid height must be at least 1, got 0$"),
+        ((3, -1), ValueError, r"^grid width must be at least 1, got -1$"),
+        ((3.0, 2), TypeError, r"^grid height must be an integer, got 3.0$"),
+        ((3, True), TypeError, r"^grid width must be an integer, got True$"),
+    ],
+)
+def test_grid_order_rejects_what_is_no_grid(grid: object, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        grid_order(grid)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "error", "match"),
+    [
+        (torch.arange(7), ValueError, r"^coordinates must have shape \(N, 2\), got \(7,\); 1-D text is already in the order"),
+        (torch.ones(7, 1).long(), ValueError, r"^coordinates must have shape \(N, 2\), got \(7, 1\); "),
+        (torch.ones(7, 2), TypeError, r"^coordinates must be integers, got torch.float32$"),
+        (torch.ones(7, 2).bool(), TypeError, r"^coordinates must be integers, got torch.bool$"),
+        ([[1, 2]], TypeError, r"^coordinates must be a tensor, got list$"),
+        (torch.tensor([[0, 0], [2**40, 2**40]]), ValueError, r"^coordinates must span at most 2\*\*62 cells, got 10995\d+ x 10995"),
+    ],
+)
+def test_coordinate_order_rejects_what_are_no_coordinates(coordinates: object, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        coordinate_order(coordinates)
+
+
+def test_orders_reject_an_unknown_name() -> None:
+    for make in (lambda: grid_order((3, 2), order="peano"), lambda: coordinate_order(torch.ones(3, 2).long(), order="peano")):
+        with pytest.raises(ValueError, match=r"^order must be one of \('hilbert', 'serpentine', 'row_major'\), got 'peano'$"):
+            make()
+
+
+@pytest.mark.parametrize("shape", [(15,), (2, 14), (2, 16, 3)], ids=str)
+def test_reorder_and_restore_reject_another_number_of_tokens(shape: tuple[int, ...]) -> None:
+    for apply in (reorder, restore):
+        with pytest.raises(ValueError, match=r"^x must have shape \(B, 15, \.\.\.\), one token per place of the order, got \("):
+            apply(torch.ones(shape), grid_order((3, 5)))
