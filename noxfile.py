@@ -61,6 +61,14 @@ def tests_torch(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
+def tests_transformers(session: nox.Session) -> None:
+    """The models of the transformers library under dilated attention."""
+    _install(session)
+    session.install("-e", ".[test,transformers]", "accelerate", f"torch=={TORCH}")
+    session.run("pytest", "tests/hub/test_transformers.py", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("capability", CAPABILITIES)
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
