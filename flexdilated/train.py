@@ -331,17 +331,11 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
 
 
 def sample(model: LongNetLM, prompt: bytes, *, num_bytes: int, temperature: float, seed: int) -> bytes:
-    """`prompt` continued by `num_bytes` bytes drawn from the model, the whole prefix read anew for each."""
-    device = next(model.parameters()).device
+    """`prompt` continued by `num_bytes` bytes drawn from the model."""
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)], device=device)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(num_bytes):
-            weights = torch.softmax(model(tokens)[0, -1].float().cpu() / temperature, dim=-1)
-            following = torch.multinomial(weights, 1, generator=generator).to(device)
-            tokens = torch.cat([tokens, following[None]], dim=1)
-    return bytes(tokens[0].tolist())
+    drawn = model.generate(tokens, max_new_tokens=num_bytes, temperature=temperature, generator=generator)
+    return prompt + bytes(drawn[0].tolist())
 
 
 def draw_losses(curves: dict[str, Trainer], path: Path) -> None:

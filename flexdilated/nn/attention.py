@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.decode import DilatedKVCache
 from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
@@ -245,6 +246,8 @@ class MultiheadDilatedAttention(nn.Module):
         rotation: Rotation | None = None,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        cache: DilatedKVCache | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """The call of `nn.MultiheadAttention`; returns `(out, None)`.
 
@@ -261,19 +264,27 @@ class MultiheadDilatedAttention(nn.Module):
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
             score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
+            cache: Decodes: the tokens follow those that the cache has seen, and join them.
+            lengths: `(B,)` int64, with `cache`: how many of the tokens of each sequence are no padding.
 
         Returns:
             `out`, the shape of query, and None.
 
         Raises:
-            NotImplementedError: If weights or an arbitrary mask are asked for, or a tensor is nested.
-            ValueError: If a shape is wrong.
+            NotImplementedError: If weights or an arbitrary mask are asked for, a tensor is nested, or a cache comes with a mask,
+                with documents, with dropout in training or without causality.
+            ValueError: If a shape is wrong, or the cache is for another pattern.
         """
-        options = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
         if need_weights:
             raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
         if attn_mask is not None and not is_causal:
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
+        if cache is not None:
+            self._check_cache(cache, is_causal, {"key_padding_mask": key_padding_mask, **options})
+            options = {"cache": cache, "lengths": lengths}
+        elif lengths is not None:
+            raise ValueError("lengths must come with cache, got no cache; use key_padding_mask")
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.is_nested:
                 raise NotImplementedError(
@@ -304,6 +315,11 @@ class MultiheadDilatedAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotation.apply(q, k)
+        cache = options.get("cache")
+        if cache is not None:
+            attention = self.attention
+            out = cache.attend(q, k, v, lengths=options["lengths"], scale=attention.scale, backend=attention.backend)
+            return self.out_proj(self.inner_attn_ln(out.flatten(2)))
         out = self.attention(
             q,
             k,
@@ -313,6 +329,19 @@ class MultiheadDilatedAttention(nn.Module):
             **options,
         )
         return self.out_proj(self.inner_attn_ln(out.flatten(2)))
+
+    def _check_cache(self, cache: DilatedKVCache, is_causal: bool, excluded: dict[str, Any]) -> None:
+        for name, value in excluded.items():
+            if value is not None:
+                raise NotImplementedError(f"{name} must be None with cache, got a value; padding is told by lengths")
+        if not (is_causal or self.attention.is_causal):
+            raise NotImplementedError(
+                "cache must come with is_causal=True, got is_causal=False: later tokens would change earlier ones"
+            )
+        if self.training and self.attention.dropout_p > 0.0:
+            raise NotImplementedError(f"cache must come without dropout, got {self.attention.dropout_p}; call eval() first")
+        if cache.pattern != self.attention.pattern:
+            raise ValueError(f"cache must be for the layer's pattern={self.attention.pattern}, got {cache.pattern}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         projections = (self.q_proj, self.k_proj, self.v_proj)

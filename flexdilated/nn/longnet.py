@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flexdilated.decode import DilatedKVCache
+from flexdilated.generate import Sampler
 from flexdilated.nn.attention import MultiheadDilatedAttention
-from flexdilated.nn.position import Rotary, XPos, token_positions
+from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 
@@ -133,22 +135,168 @@ class LongNetLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
 
-    def forward(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Logits `(B, N, vocab_size)` of the token that follows each of `tokens`.
 
         Args:
             tokens: `(B, N)` integers in `[0, vocab_size)`, any N from 1 up.
             key_padding_mask: `(B, N)` bool, True at padding.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
+            caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
+            lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
         """
+        x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def _embed(
+        self,
+        tokens: Tensor,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        caches: Sequence[DilatedKVCache] | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """What the head reads, `(B, N, embed_dim)`."""
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
-        rotation = self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
+        if caches is None:
+            if lengths is not None:
+                raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
+            rotation = self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
+        else:
+            rotation = self._rotation(tokens, caches)
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation)
-        x = self.layer_norm(x)
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        for i, layer in enumerate(self.layers):
+            decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
+            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation, **decoding)
+        return self.layer_norm(x)
+
+    def _rotation(self, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Rotation:
+        if len(caches) != len(self.layers):
+            raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
+        if tokens.shape[0] != caches[0].batch_size:
+            raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
+        positions = caches[0].new_positions(tokens.shape[1])
+        if isinstance(self.position, XPos):
+            return self.position.decode(positions, max_length=caches[0].max_length)
+        return self.position(positions)
+
+    def make_caches(self, batch_size: int, *, max_length: int | None = None) -> tuple[DilatedKVCache, ...]:
+        """An empty key/value cache for each layer, on the model's device and in the dtype of its keys, autocast included.
+
+        Args:
+            batch_size: Sequences decoded side by side.
+            max_length: Positions that will be reached at most; saves memory where it is below the segment lengths. xPos needs it
+                where the segment lengths have too large a common multiple. Default: any number.
+
+        Raises:
+            ValueError: If a number is out of range, or xPos cannot tell that many positions.
+            NotImplementedError: If the pattern cannot be decoded.
+        """
+        config, weight = self.config, self.embedding.weight
+        device = weight.device.type
+        autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+        if isinstance(self.position, XPos):
+            self.position.decode(torch.zeros(1, 1, dtype=torch.int64, device=weight.device), max_length=max_length)
+        return tuple(
+            DilatedKVCache(
+                config.pattern,
+                batch_size=batch_size,
+                num_kv_heads=config.num_kv_heads or config.num_heads,
+                head_dim=config.embed_dim // config.num_heads,
+                max_length=max_length,
+                dtype=torch.get_autocast_dtype(device) if autocast else weight.dtype,
+                device=weight.device,
+            )
+            for _ in self.layers
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        *,
+        max_new_tokens: int,
+        lengths: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Sequence[int] = (),
+        pad_token: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Tokens that continue each prompt, drawn one after another from the model, without dropout.
+
+        The prompt is read once; then a token costs the same time and memory wherever it stands. Ends early when every sequence has
+        drawn a stop token.
+
+        Args:
+            tokens: Prompts, `(B, N)`, N at least 1.
+            max_new_tokens: Tokens to draw for each, at least 1.
+            lengths: `(B,)` int64 in `[1, N]`: the lengths of the prompts, where padding follows them. Default: all N.
+            temperature: The logits are divided by it; 0 takes the likeliest token.
+            top_k: Draw among the k likeliest tokens. Default: all.
+            top_p: Draw among the fewest tokens whose probabilities, after temperature and `top_k`, reach it. Default: all.
+            stop_tokens: A sequence ends with the first of these that it draws.
+            pad_token: Fills what follows a stop token.
+            generator: Where the random numbers come from. Default: torch's global generator of the model's device.
+
+        Returns:
+            The new tokens alone, `(B, M)` int64, `1 <= M <= max_new_tokens`; a stop token is among them.
+
+        Raises:
+            ValueError: If a number is out of range or a shape is wrong.
+            NotImplementedError: If the pattern cannot be decoded.
+        """
+        sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+        lengths = self._check_generate(tokens, max_new_tokens, lengths, stop_tokens, pad_token)
+        stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
+        was_training = self.training
+        self.eval()
+        try:
+            # The last token drawn is not read.
+            caches = self.make_caches(tokens.shape[0], max_length=tokens.shape[1] + max_new_tokens - 1)
+            x = self._embed(tokens, caches=caches, lengths=lengths)
+            x = x.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, x.shape[2]))  # the head reads one token, not the prompt
+            ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+            drawn: list[Tensor] = []
+            while True:
+                logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+                following = sampler.draw(logits[:, 0], generator=generator).masked_fill(ended, pad_token)
+                drawn.append(following)
+                ended = ended | torch.isin(following, stops)
+                if len(drawn) == max_new_tokens or (stop_tokens and bool(ended.all())):
+                    return torch.stack(drawn, dim=1)
+                x = self._embed(following[:, None], caches=caches)
+        finally:
+            self.train(was_training)
+
+    def _check_generate(
+        self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, stop_tokens: Sequence[int], pad_token: int
+    ) -> Tensor:
+        """The lengths of the prompts."""
+        if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
+        for name, token in [("pad_token", pad_token), *((f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))]:
+            if not 0 <= token < self.config.vocab_size:
+                raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")
+        if lengths is None:
+            return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+        if lengths.shape != tokens.shape[:1]:
+            raise ValueError(f"lengths must have shape (B,)=({tokens.shape[0]},), got {tuple(lengths.shape)}")
+        if not bool(((lengths >= 1) & (lengths <= tokens.shape[1])).all()):
+            raise ValueError(f"lengths must be in [1, N={tokens.shape[1]}], got {lengths.tolist()}")
+        return lengths.to(tokens.device, torch.int64)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder, made if missing; a file is replaced only when complete."""

@@ -14,10 +14,15 @@ __all__ = ["Rotary", "Rotation", "XPos", "token_positions"]
 
 # Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.
 FLOAT16_LOG_GROWTH = 6.0
+# Of float32, whose largest number is exp(88).
+MAX_LOG_GROWTH = 80.0
+# -log(zeta) of the pair that decays fastest, the first.
+LOG_LARGEST_DECAY = math.log(1.4 / 0.4)
 
 
 class Rotation(NamedTuple):
-    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers.
+    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers;
+    `(B, N, 1, D / 2)` where the rows of a batch stand at different positions.
 
     `log_growth` bounds the natural log of the largest factor.
     """
@@ -34,7 +39,7 @@ class Rotation(NamedTuple):
         Raises:
             ValueError: If the rotation is for another number of tokens or head dim, or would leave the range of float16.
         """
-        expected = (self.q_cos.shape[0], 2 * self.q_cos.shape[2])
+        expected = (self.q_cos.shape[-3], 2 * self.q_cos.shape[-1])
         if (q.shape[1], q.shape[3]) != expected:
             raise ValueError(f"rotation must be for the N and D of q={(q.shape[1], q.shape[3])}, got {expected}")
         if q.dtype == torch.float16 and self.log_growth > FLOAT16_LOG_GROWTH:
@@ -69,7 +74,7 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotation of `(N,)` positions."""
+        """The rotation of `(N,)` or `(B, N)` positions."""
         cos, sin = _angles(positions, self.head_dim, self.base)
         return Rotation(cos, sin, cos, sin)
 
@@ -102,6 +107,8 @@ class XPos(Rotary):
         longest = max(pattern.segment_lengths)
         nested = all(longest % length == 0 for length in pattern.segment_lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
+        # No segment crosses a multiple of it.
+        self.common_period = math.lcm(*pattern.segment_lengths)
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
@@ -110,12 +117,41 @@ class XPos(Rotary):
             ValueError: If the decay over the reach of the positions leaves float32.
         """
         reach = positions.shape[0] if self.period is None else min(positions.shape[0], self.period)
-        log_growth = reach / 2 / self.scale_base * math.log(1.4 / 0.4)
-        if log_growth > 80.0:
-            least = math.ceil(reach / 160 * math.log(1.4 / 0.4))
+        log_growth = self._log_growth(reach)
+        if log_growth > MAX_LOG_GROWTH:
+            least = math.ceil(reach / (2 * MAX_LOG_GROWTH) * LOG_LARGEST_DECAY)
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
-        centred = within - (within.min() + within.max()) // 2
+        return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth)
+
+    def decode(self, positions: Tensor, *, max_length: int | None = None) -> Rotation:
+        """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.
+
+        The centre must be the same in every call: positions are counted from the middle of the least common multiple of the
+        segment lengths, which no segment crosses, or of `max_length` if that is less.
+
+        Args:
+            positions: Below `max_length`, where that is given.
+            max_length: Positions that will be reached at most. Default: any number.
+
+        Raises:
+            ValueError: If the decay over that many positions leaves float32.
+        """
+        reach = self.common_period if max_length is None else min(self.common_period, max_length)
+        log_growth = self._log_growth(reach)
+        if log_growth > MAX_LOG_GROWTH:
+            limit = int(2 * MAX_LOG_GROWTH * self.scale_base / LOG_LARGEST_DECAY)
+            raise ValueError(
+                f"max_length must be at most {limit} in decoding with scale_base={self.scale_base} and segment lengths whose least "
+                f"common multiple is {self.common_period}, got {max_length}; use rotary positions"
+            )
+        within = positions % reach if reach == self.common_period else positions
+        return self._rotation(positions, within - reach // 2, log_growth)
+
+    def _log_growth(self, reach: int) -> float:
+        return reach / 2 / self.scale_base * LOG_LARGEST_DECAY
+
+    def _rotation(self, positions: Tensor, centred: Tensor, log_growth: float) -> Rotation:
         cos, sin = _angles(positions, self.head_dim, self.base)
         decay = _decay(centred, self.head_dim, self.scale_base)
         return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
@@ -144,27 +180,27 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("flexdilated::rotary_angles", mutates_args=())
 def _angles(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, `(N, 1, D / 2)` float32, of `positions` `(N,)` times the wavelengths."""
+    """Cosine and sine, `(..., N, 1, D / 2)` float32, of `positions` `(..., N)` times the wavelengths."""
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
-    angle = positions.to(exact)[:, None] * base ** (-pairs / head_dim)
-    return torch.cos(angle).float()[:, None], torch.sin(angle).float()[:, None]
+    angle = positions.to(exact)[..., None, None] * base ** (-pairs / head_dim)
+    return torch.cos(angle).float(), torch.sin(angle).float()
 
 
 @torch.library.custom_op("flexdilated::xpos_decay", mutates_args=())
 def _decay(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
-    """`zeta ** (positions / scale_base)`, `(N, 1, D / 2)` float32."""
+    """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)` float32."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     zeta = (pairs / head_dim + 0.4) / 1.4
-    return (zeta ** (positions.float()[:, None] / scale_base))[:, None]
+    return zeta ** (positions.float()[..., None, None] / scale_base)
 
 
 @_angles.register_fake
 def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    shape = (positions.shape[0], 1, head_dim // 2)
+    shape = (*positions.shape, 1, head_dim // 2)
     return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
 
 
 @_decay.register_fake
 def _(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
-    return positions.new_empty((positions.shape[0], 1, head_dim // 2), dtype=torch.float32)
+    return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=torch.float32)

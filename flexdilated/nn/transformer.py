@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.position import Rotation
 
@@ -59,11 +60,18 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout_p)
 
     def forward(
-        self, x: Tensor, *, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, rotation: Rotation | None
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        rotation: Rotation | None = None,
+        cache: DilatedKVCache | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """`(B, N, embed_dim)` to the same; the arguments are those of the attention."""
         h = self.self_attn_layer_norm(x)
-        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation)
+        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation, cache=cache, lengths=lengths)
         x = x + self.dropout(h)
         return x + self.dropout(self.ffn(self.final_layer_norm(x)))
 

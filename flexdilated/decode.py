@@ -1,0 +1,407 @@
+"""The bounded key/value cache: causal decoding in memory that does not grow with the context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexdilated.attention import dilated_attention
+from flexdilated.pattern import DilatedPattern, num_kept
+
+__all__ = ["DilatedKVCache"]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
+BLOCK = 128
+
+
+class DilatedKVCache:
+    """The keys and values that causal dilated attention can still reach: of each branch and head, those of the current segment.
+
+    The key of position `p` lies in row `(p % w) // r` of its branch, and the next segment overwrites it: `sum_i ceil(w_i / r_i)`
+    rows per head (under `heads="grouped"` those of the head's own branch), allocated once, whatever the length of the context.
+    A token attends, per branch and head that keeps it, to the rows of its own segment; all branches share one softmax, which is
+    their mixture by log-sum-exp. A token that no branch of a head keeps gives 0 there, as in `dilated_attention`.
+
+    Positions live in tensors: under `torch.compile(fullgraph=True)` a step of one size compiles once. For inference: no gradients.
+    Source: LongNet, arXiv 2307.02486, section 2; the mixture as one softmax over the multiset union of the branches' keys.
+
+    Args:
+        pattern: Which positions attend to which.
+        batch_size: Sequences decoded side by side, each at its own length.
+        num_kv_heads: Key/value heads.
+        head_dim: Elements per head.
+        max_length: Positions that will be reached at most; longer segments then take no more rows than that. Default: any number.
+        dtype: Of keys and values. Default: torch's default dtype.
+        device: Where they lie.
+
+    Raises:
+        ValueError: If a size is below 1.
+        TypeError: If the pattern, a size or the dtype has the wrong type.
+        NotImplementedError: If the pattern has torchscale's shifted positions, where an output depends on the sequence's end.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in (sizes if max_length is None else sizes | {"max_length": max_length}).items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+        refusal = cache_refusal(pattern, max_length)
+        if refusal is not None:
+            raise NotImplementedError(refusal)
+        self.pattern, self.max_length = pattern, max_length
+        self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
+        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._is_empty = True
+        if pattern.heads == "all":
+            runs = [tuple(range(len(pattern.branches)))]
+        else:
+            runs = [(i,) for i in range(len(pattern.branches)) if pattern.head_range(i, num_kv_heads)]
+        self._stores = tuple(_Store(pattern, branches, self) for branches in runs)
+
+    # -- what it holds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Tensor:
+        """`(B,)` int64: the tokens seen of each sequence, which is the position of the next one."""
+        return self._lengths.clone()
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values lie."""
+        return self._lengths.device
+
+    @property
+    def rows_per_head(self) -> tuple[int, ...]:
+        """The rows allocated for each key/value head."""
+        return tuple(sum(store.rows) for store in self._stores for _ in store.heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values allocated."""
+        return sum(store.k.nbytes + store.v.nbytes for store in self._stores)
+
+    def new_positions(self, num_tokens: int) -> Tensor:
+        """`(B, T)` int64: the positions of the next `num_tokens` tokens of each sequence."""
+        return self._lengths[:, None] + torch.arange(num_tokens, device=self.device)
+
+    # -- decoding -----------------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, scale: float | None = None, backend: str = "auto"
+    ) -> Tensor:
+        """The causal attention of the next tokens of each sequence, whose keys and values are then stored.
+
+        Row `t` equals row `lengths + t` of `dilated_attention(..., is_causal=True)` over the whole sequence, to rounding. Chunks
+        may have any size and cross any border of segments.
+
+        Args:
+            q: Queries of the new tokens, `(B, T, H, D)`, `H` a multiple of `num_kv_heads`.
+            k: Their keys, `(B, T, num_kv_heads, D)`, in the dtype of the cache, as are q and v.
+            v: Their values, the shape of k.
+            lengths: `(B,)` int64, in `[0, T]`: how many of the T tokens a sequence has; what follows is padding, which is not
+                stored and gives 0. Default: all T.
+            scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
+            backend: Engine for the first chunk of an empty cache, if longer than one token; later chunks use
+                `scaled_dot_product_attention`.
+
+        Returns:
+            `out` `(B, T, H, D)` in the dtype of q.
+
+        Raises:
+            ValueError: If a shape or device is wrong.
+            TypeError: If a dtype is wrong.
+            NotImplementedError: If a gradient is asked for.
+            RuntimeError: If a sequence grows beyond `max_length`.
+        """
+        self._check(q, k, v, lengths)
+        num_tokens = q.shape[1]
+        added = torch.full_like(self._lengths, num_tokens) if lengths is None else lengths
+        if self.max_length is not None:
+            torch._assert_async(
+                (self._lengths + added <= self.max_length).all(), f"lengths must stay within max_length={self.max_length}"
+            )
+        is_real = None
+        if lengths is not None:
+            is_real = torch.arange(num_tokens, device=q.device) < lengths[:, None]  # (B, T)
+            k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
+        if num_tokens == 1:
+            out = self._attend_one(q, k, v, added, scale)
+        elif self._is_empty:
+            out = dilated_attention(q, k, v, self.pattern, is_causal=True, scale=scale, backend=backend)
+            self._store(k, v, added)
+        else:
+            out = self._attend_blocks(q, k, v, added, scale)
+        self._is_empty = False
+        return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
+
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> Tensor:
+        """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
+        positions = self.new_positions(1)  # (B, 1), a copy: the lengths are about to change
+        for store in self._stores:
+            store.put(k, v, positions[:, 0], added > 0)
+        self._lengths += added
+        # Where nothing was added the output is padding, whatever is seen.
+        parts = [store.attend(q, positions, self._lengths, scale) for store in self._stores]
+        return torch.cat(parts, dim=2)
+
+    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> Tensor:
+        """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
+        outs = []
+        for start in range(0, q.shape[1], BLOCK):
+            block = slice(start, start + BLOCK)
+            q_b, k_b, v_b = q[:, block], k[:, block], v[:, block]
+            positions = self.new_positions(q_b.shape[1])
+            parts = [store.attend(q_b, positions, self._lengths, scale, k_b, v_b) for store in self._stores]
+            outs.append(torch.cat(parts, dim=2))
+            self._store(k_b, v_b, (added - start).clamp(0, q_b.shape[1]))
+        return torch.cat(outs, dim=1)
+
+    def _store(self, k: Tensor, v: Tensor, added: Tensor) -> None:
+        for store in self._stores:
+            store.put_last(k, v, self._lengths, added)
+        self._lengths += added
+
+    # -- beams --------------------------------------------------------------------------------------------------------------
+
+    def reorder(self, indices: Tensor) -> None:
+        """Let sequence `b` go on from what sequence `indices[b]` holds, as beam search does.
+
+        Args:
+            indices: `(B,)` int64 in `[0, B)`; one may occur several times.
+
+        Raises:
+            ValueError: If the shape is wrong or an index is out of range.
+            TypeError: If the dtype is not int64.
+        """
+        if indices.dtype != torch.int64:
+            raise TypeError(f"indices must be int64, got {indices.dtype}")
+        if indices.shape != (self.batch_size,):
+            raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
+        if not torch.compiler.is_compiling() and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
+            raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
+        indices = indices.to(self.device)
+        tensors = [self._lengths, *(x for store in self._stores for x in (store.k, store.v, store.held))]
+        for x in tensors:
+            x.copy_(x.index_select(0, indices))
+
+    def crop(self, length: int | Tensor) -> None:
+        """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
+
+        What a branch stored of an earlier segment is gone, so the new end must lie in the segment that each branch holds, or at
+        the beginning of a segment, where nothing is needed. Either every sequence is cut or none. Waits for the device.
+
+        Args:
+            length: Tokens that stay: one number, or `(B,)` integers.
+
+        Raises:
+            ValueError: If a length is below 0, has the wrong shape, or ends in a segment that is no longer stored.
+            TypeError: If it is no integer.
+        """
+        if isinstance(length, Tensor):
+            if length.is_floating_point() or length.is_complex() or length.dtype == torch.bool:
+                raise TypeError(f"length must hold integers, got {length.dtype}")
+            if length.shape != (self.batch_size,):
+                raise ValueError(f"length must have shape (B,)=({self.batch_size},), got {tuple(length.shape)}")
+            wanted = length.tolist()
+        else:
+            if isinstance(length, bool) or not isinstance(length, int):
+                raise TypeError(f"length must be an integer or a tensor, got {length!r}")
+            wanted = [length] * self.batch_size
+        for b, (new, old) in enumerate(zip(wanted, self._lengths.tolist())):
+            if new < 0:
+                raise ValueError(f"length must be at least 0, got {new}")
+            if new < old:
+                self._check_held(b, new, old)
+        self._lengths.copy_(torch.minimum(self._lengths, torch.tensor(wanted, device=self.device)))
+
+    def _check_held(self, sequence: int, new: int, old: int) -> None:
+        for store in self._stores:
+            for (w, _), held in zip(store.branches, store.held[sequence].tolist()):
+                if new % w and held != new // w:
+                    raise ValueError(
+                        f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
+                        f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
+                    )
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        self._lengths.zero_()
+        for store in self._stores:
+            store.k.zero_()
+            store.v.zero_()
+            store.held.fill_(-1)
+        self._is_empty = True
+
+    # -- refusals -----------------------------------------------------------------------------------------------------------
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4:
+                raise ValueError(f"{name} must have shape (B, T, H, D), got {tuple(x.shape)}")
+            if (x.shape[0], x.shape[3]) != (self.batch_size, self.head_dim):
+                raise ValueError(f"{name} must match the cache in B and D={(self.batch_size, self.head_dim)}, got {tuple(x.shape)}")
+            if x.dtype != self.dtype:
+                raise TypeError(f"{name} must have the dtype of the cache={self.dtype}, got {x.dtype}")
+            if x.device != self.device:
+                raise ValueError(f"{name} must be on the device of the cache={self.device}, got {x.device}")
+            if x.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(f"{name} must not require a gradient: the cache is for inference; use torch.no_grad()")
+        if q.shape[1] < 1:
+            raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
+        if q.shape[2] < 1 or q.shape[2] % self.num_kv_heads:
+            raise ValueError(f"q must have a multiple of num_kv_heads={self.num_kv_heads} heads, got {q.shape[2]}")
+        for name, x in (("k", k), ("v", v)):
+            if (x.shape[1], x.shape[2]) != (q.shape[1], self.num_kv_heads):
+                raise ValueError(f"{name} must have T={q.shape[1]} tokens of {self.num_kv_heads} heads, got {tuple(x.shape)}")
+        if lengths is None:
+            return
+        if lengths.dtype != torch.int64:
+            raise TypeError(f"lengths must be int64, got {lengths.dtype}")
+        if lengths.shape != (self.batch_size,):
+            raise ValueError(f"lengths must have shape (B,)=({self.batch_size},), got {tuple(lengths.shape)}")
+        if lengths.device != self.device:
+            raise ValueError(f"lengths must be on the device of the cache={self.device}, got {lengths.device}")
+        # Elsewhere this would wait for the device at every step.
+        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = (lengths < 0) | (lengths > q.shape[1])
+            if bool(outside.any()):
+                raise ValueError(f"lengths must be in [0, T={q.shape[1]}], got {lengths.tolist()}")
+
+
+def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:
+    """Why a causal pattern cannot be decoded token by token; None if it can."""
+    for w, r in pattern.branches:
+        if pattern.zero_padding and w % r and (max_length is None or max_length > w):
+            return (
+                f"pattern must not shift positions in decoding, got zero_padding=True and dilation rate {r} of segment length {w}; "
+                "use rates that divide their segments, or zero_padding=False"
+            )
+    return None
+
+
+class _Store:
+    """The rows of the key/value heads that run the same branches.
+
+    `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another. `held` `(B, branches)`: the number of the segment that
+    each branch holds, -1 before the first token.
+    """
+
+    def __init__(self, pattern: DilatedPattern, branches: Sequence[int], cache: DilatedKVCache) -> None:
+        num_heads, device = cache.num_kv_heads, cache.device
+        self.num_kv_heads, self.heads = num_heads, pattern.head_range(branches[0], num_heads)
+        self.branches = [pattern.branches[i] for i in branches]
+        longest = math.inf if cache.max_length is None else cache.max_length
+        self.rows = [num_kept(int(min(w, longest)), r, 0) for w, r in self.branches]
+        self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
+        shape = (cache.batch_size, len(self.heads), sum(self.rows), cache.head_dim)
+        self.k, self.v = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
+        self.held = torch.full((cache.batch_size, len(branches)), -1, dtype=torch.int64, device=device)
+        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in self.heads]
+        self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
+        self.lengths_of_segments, self.rates, self.first_rows = (
+            torch.tensor(values, device=device)
+            for values in ([w for w, _ in self.branches], [r for _, r in self.branches], self.starts)
+        )
+        # Where each row lies in its segment, per head.
+        self.places = [
+            torch.arange(rows, device=device) * r + self.offsets[:, i, None]  # (heads, rows)
+            for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
+        ]
+
+    def keeps(self, positions: Tensor) -> Tensor:
+        """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
+        residues = positions[..., None] % self.lengths_of_segments % self.rates  # (B, T, branches)
+        return residues[:, None] == self.offsets[:, None]
+
+    def attend(
+        self,
+        q: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        scale: float | None,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+    ) -> Tensor:
+        """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
+
+        Stored rows below position `lengths` `(B,)`, and the keys `(B, T, Hkv, D)` of the queries' own tokens where they are not
+        stored yet. Those stand once per branch, so that each counts as often as branches join the pair.
+        """
+        batch, num_tokens = positions.shape
+        keeps = self.keeps(positions)
+        # The end of the stored keys inside the segment of the query, 0 where the query is in another one.
+        ends = (lengths[:, None] - self.held * self.lengths_of_segments).clamp(min=0)  # (B, branches)
+        segments = positions[..., None] // self.lengths_of_segments  # (B, T, branches)
+        sees = keeps & (segments == self.held[:, None])[:, None]
+        limits = torch.where(sees, ends[:, None, None], 0)  # (B, heads, T, branches)
+        masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
+        k, v = self.k, self.v
+        if k_new is not None and v_new is not None:
+            at_or_before = positions[:, None, :] <= positions[:, :, None]  # (B, T, T)
+            for i in range(len(self.branches)):
+                together = at_or_before & (segments[:, None, :, i] == segments[:, :, None, i])
+                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, :, i])
+            k, v = (torch.cat([x, *[self._own(y)] * len(self.branches)], dim=2) for x, y in ((k, k_new), (v, v_new)))
+        reached = keeps.any(-1, keepdim=True)  # a kept token sees itself
+        # Kernels disagree on a row without a key: let it see everything, and drop what it gives.
+        mask = torch.cat(masks, dim=-1) | ~reached
+        k_heads = k.shape[1]
+        q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
+        group, head_dim = q.shape[3:]
+        # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
+        q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
+        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out = out.unflatten(2, (group, num_tokens)).masked_fill(~reached[:, :, None], 0.0)  # (B, heads, group, T, D)
+        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def put(self, k: Tensor, v: Tensor, positions: Tensor, is_new: Tensor) -> None:
+        """Store one token `(B, 1, Hkv, D)` per sequence, at `positions` `(B,)`, where `is_new` `(B,)`."""
+        keeps = self.keeps(positions[:, None])[:, :, 0] & is_new[:, None, None]  # (B, heads, branches)
+        rows = positions[:, None] % self.lengths_of_segments // self.rates + self.first_rows  # (B, branches)
+        index = rows[:, None, :, None].expand(-1, len(self.heads), -1, self.k.shape[3])
+        for stored, x in ((self.k, k), (self.v, v)):
+            stored.scatter_(2, index, torch.where(keeps[..., None], self._own(x), stored.gather(2, index)))
+        self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
+
+    def put_last(self, k: Tensor, v: Tensor, lengths: Tensor, added: Tensor) -> None:
+        """Store of the first `added` `(B,)` of T tokens `(B, T, Hkv, D)`, which follow `lengths` `(B,)` others, what lies in the
+        segment of the last one."""
+        end = lengths + added
+        segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
+        k, v = self._own(k), self._own(v)  # (B, heads, T, D)
+        for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
+            positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
+            is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
+            index = (positions - lengths[:, None, None]).clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])
+            for stored, x in ((self.k, k), (self.v, v)):
+                part = stored[:, :, start : start + rows]
+                part.copy_(torch.where(is_new, x.gather(2, index), part))
+        self.held.copy_(segments)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """`(B, heads, T, D)`: the heads of this store out of `(B, T, Hkv, D)`."""
+        return x[:, :, self.heads.start : self.heads.stop].transpose(1, 2)

@@ -1,0 +1,87 @@
+"""How the next token is drawn from logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Sampler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """`softmax(logits / temperature)`, cut to the `top_k` likeliest tokens, then to the fewest whose probabilities reach `top_p`.
+
+    Source: nucleus sampling, arXiv 1904.09751, section 3.1.
+
+    Args:
+        temperature: 0 takes the likeliest token, the first of equals.
+        top_k: At least 1. Of equal tokens at the cut, all stay. Default: all tokens.
+        top_p: In (0, 1]. The likeliest token always stays. Default: all tokens.
+
+    Raises:
+        ValueError: If a number is out of range, or a cut comes with `temperature=0`, where it would mean nothing.
+        TypeError: If a number has the wrong type.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("temperature", (int, float)), ("top_p", (int, float)), ("top_k", int)):
+            value = getattr(self, name)
+            if value is None and name != "temperature":
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise TypeError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if self.temperature == 0 and value is not None:
+                raise ValueError(f"{name} must be None with temperature=0, which takes the likeliest token, got {value}")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """`(B, V)` float32 of logits `(B, V)`: what `draw` draws from.
+
+        Raises:
+            ValueError: If `temperature` is 0.
+        """
+        if self.temperature == 0:
+            raise ValueError("temperature must be above 0 for probabilities, got 0")
+        # The largest logit becomes 0 first: however small the temperature, nothing overflows but to -inf.
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        weights = torch.softmax(logits, dim=-1)
+        if self.top_p is None or self.top_p == 1:
+            return weights
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+        # A token stays while those before it fall short of top_p.
+        stays = ordered.cumsum(-1) - ordered < self.top_p
+        kept = torch.zeros_like(weights).scatter_(-1, order, torch.where(stays, ordered, 0.0))
+        return kept / kept.sum(-1, keepdim=True)
+
+    def draw(self, logits: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """`(B,)` int64 tokens of logits `(B, V)`, on their device.
+
+        Args:
+            logits: One row per sequence.
+            generator: Where the random numbers come from, on any device. Default: torch's global one of the device of the logits.
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        weights = self.probabilities(logits)
+        if generator is not None:
+            weights = weights.to(generator.device)
+        return torch.multinomial(weights, 1, generator=generator)[:, 0].to(logits.device)

@@ -1,0 +1,323 @@
+"""The bounded cache: decoding equals the full forward, in memory that the pattern alone determines."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from math import ceil
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.decode import BLOCK, DilatedKVCache
+from tests.cases import patterns
+from tests.tolerances import EXACT, assert_twice_naive
+
+LONGNET = DilatedPattern((7, 14, 28), (1, 2, 4))
+RAGGED = DilatedPattern((5, 11), (2, 3), offsets="interleaved")
+GROUPED = DilatedPattern((5, 11, 13), (1, 2, 3), heads="grouped")
+PATTERNS = (LONGNET, RAGGED, GROUPED)
+BATCH, TOKENS, HEADS, GROUP, DIM = 3, 61, 5, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> object:
+    with torch.no_grad():
+        yield
+
+
+def draw(tokens: int = TOKENS, heads: int = HEADS, group: int = GROUP, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64).to(dtype) for h in (heads * group, heads, heads))
+
+
+def make(pattern: DilatedPattern, **options: object) -> DilatedKVCache:
+    defaults = {"batch_size": BATCH, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.float64}
+    return DilatedKVCache(pattern, **(defaults | options))
+
+
+def feed(cache: DilatedKVCache, inputs: tuple[Tensor, ...], start: int, end: int) -> Tensor:
+    return cache.attend(*(x[:, start:end] for x in inputs))
+
+
+def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern) -> Tensor:
+    return reference.dilated_attention(*inputs, pattern, is_causal=True)[0]
+
+
+# -- equal to the full forward ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_chunks_of_any_size_equal_the_full_forward(data: st.DataObject) -> None:
+    pattern = data.draw(patterns())
+    if pattern.zero_padding:
+        pattern = dataclasses.replace(pattern, zero_padding=False)
+    tokens, heads = data.draw(st.integers(1, 43)), data.draw(st.sampled_from((1, 2, 5)))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    inputs = draw(tokens, heads, data.draw(st.sampled_from((1, 2))))
+    cache = make(pattern, num_kv_heads=heads, max_length=data.draw(st.sampled_from((None, tokens, tokens + 7))))
+    outs, at = [], 0
+    while at < tokens:
+        size = data.draw(st.integers(1, tokens - at))
+        outs.append(feed(cache, inputs, at, at + size))
+        at += size
+    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern), **EXACT)
+    assert cache.lengths.tolist() == [tokens] * BATCH
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 13, 60])
+def test_equal_chunks_equal_the_full_forward(pattern: DilatedPattern, chunk: int) -> None:
+    inputs, cache = draw(), make(pattern)
+    outs = [feed(cache, inputs, at, at + chunk) for at in range(0, TOKENS, chunk)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern), **EXACT)
+
+
+def test_chunk_longer_than_a_block_equals_the_full_forward() -> None:
+    tokens = 2 * BLOCK + 17
+    inputs, cache = draw(tokens), make(LONGNET)
+    outs = [feed(cache, inputs, 0, 3), feed(cache, inputs, 3, tokens - 1), feed(cache, inputs, tokens - 1, tokens)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, LONGNET), **EXACT)
+
+
+def test_token_that_no_branch_keeps_gives_zero() -> None:
+    pattern = DilatedPattern((6,), (3,))  # heads 0 and 1 keep residue 0, heads 2 and 3 residue 1, head 4 residue 2
+    inputs, cache = draw(), make(pattern)
+    outs = torch.cat([feed(cache, inputs, t, t + 1) for t in range(7)], dim=1)
+    zero = (outs == 0).all(-1)[0, :, ::GROUP]  # (T, Hkv)
+    assert torch.equal(zero, torch.tensor([[t % 6 % 3 != h // 2 for h in range(HEADS)] for t in range(7)]))
+
+
+def test_scale_is_used_in_every_path() -> None:
+    inputs, cache = draw(), make(LONGNET)
+    outs = [cache.attend(*(x[:, a:b] for x in inputs), scale=0.3) for a, b in ((0, 9), (9, 30), (30, 31))]
+    expected = reference.dilated_attention(*inputs, LONGNET, is_causal=True, scale=0.3)[0]
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, :31], **EXACT)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern, first: int) -> None:
+    inputs, cache = draw(), make(pattern)
+    expected = full(inputs, pattern)
+    at, outs = [0] * BATCH, [[] for _ in range(BATCH)]
+    steps = [[17, 0, 5], [0, 1, 1], [1, 0, 1], [3, 13, 2], [1, 1, 1], [0, 0, 0], [1, 1, 0], [2, 2, 2]]
+    if first:
+        steps.insert(0, [first] * BATCH)
+    for counts in steps:
+        size = max(*counts, 1)
+        chunk = [torch.full((BATCH, size, *x.shape[2:]), torch.nan, dtype=x.dtype) for x in inputs]
+        for b, count in enumerate(counts):
+            for part, x in zip(chunk, inputs):
+                part[b, :count] = x[b, at[b] : at[b] + count]
+        chunk[0].nan_to_num_(3.0)
+        out = cache.attend(*chunk, lengths=torch.tensor(counts))
+        for b, count in enumerate(counts):
+            outs[b].append(out[b, :count])
+            assert not out[b, count:].any()
+            at[b] += count
+    assert cache.lengths.tolist() == at
+    for b in range(BATCH):
+        torch.testing.assert_close(torch.cat(outs[b]), expected[b, : at[b]], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
+    inputs, cache = draw(dtype=dtype), make(LONGNET, dtype=dtype)
+    out = torch.cat([feed(cache, inputs, a, b) for a, b in ((0, 20), (20, 33), *((t, t + 1) for t in range(33, TOKENS)))], dim=1)
+    assert out.dtype == dtype
+    naive = dilated_attention(*inputs, LONGNET, is_causal=True, backend="sdpa")
+    assert_twice_naive(out, naive, full(inputs, LONGNET))
+
+
+def test_torchscale_rules_without_shifts_are_decoded() -> None:
+    pattern = DilatedPattern.torchscale((8, 24), (1, 4))
+    inputs, cache = draw(), make(pattern)
+    out = torch.cat([feed(cache, inputs, a, b) for a, b in ((0, 9), (9, 10), (10, 61))], dim=1)
+    torch.testing.assert_close(out, full(inputs, pattern), **EXACT)
+
+
+# -- memory and compilation ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_current_segments_alone() -> None:
+    assert make(LONGNET).rows_per_head == (7 + 7 + 7,) * HEADS
+    assert make(RAGGED).rows_per_head == (ceil(5 / 2) + ceil(11 / 3),) * HEADS
+    assert make(GROUPED).rows_per_head == (5, 5, 6, 6, 5)
+    assert make(LONGNET, max_length=9).rows_per_head == (7 + 5 + 3,) * HEADS
+    cache = make(LONGNET)
+    assert cache.nbytes == 2 * 8 * BATCH * HEADS * 21 * DIM
+    before = [store.k.data_ptr() for store in cache._stores]
+    inputs = draw(300)
+    for a, b in ((0, 100), (100, 250), (250, 251)):
+        feed(cache, inputs, a, b)
+    assert [store.k.data_ptr() for store in cache._stores] == before
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_step_compiles_once(pattern: DilatedPattern) -> None:
+    inputs, cache = draw(), make(pattern)
+    compilations = torch._dynamo.testing.CompileCounter()
+    torch.compiler.reset()
+    step = torch.compile(cache.attend, fullgraph=True, backend=compilations, dynamic=False)
+    feed(cache, inputs, 0, 9)
+    outs = [step(*(x[:, t : t + 1].contiguous() for x in inputs)) for t in range(9, TOKENS)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern)[:, 9:], **EXACT)
+    assert compilations.frame_count == 1
+
+
+# -- beams --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_reorder_goes_on_from_other_sequences(pattern: DilatedPattern) -> None:
+    inputs, cache = draw(), make(pattern)
+    cache.attend(*(x[:, :17] for x in inputs), lengths=torch.tensor([17, 12, 3]))
+    indices = torch.tensor([1, 1, 0])
+    cache.reorder(indices)
+    assert cache.lengths.tolist() == [12, 12, 17]
+    joined = [torch.stack([x[1], x[1], torch.cat([x[0, :17], x[2, 17:]])]) for x in inputs]
+    expected = full(tuple(joined), pattern)
+    steps = [torch.stack([x[0, 12 + t], x[1, 12 + t], x[2, 17 + t]]) for x in joined for t in range(5)]
+    steps = [steps[i * 5 : i * 5 + 5] for i in range(3)]
+    for t in range(5):
+        out = cache.attend(*(x[t][:, None] for x in steps))
+        torch.testing.assert_close(out[:, 0], torch.stack([expected[b, n + t] for b, n in enumerate((12, 12, 17))]), **EXACT)
+
+
+@pytest.mark.parametrize(("seen", "kept"), [(13, 8), (13, 12), (13, 7), (14, 9), (25, 22), (28, 22), (20, 14), (20, 0), (5, 9)])
+def test_crop_forgets_what_came_after(seen: int, kept: int) -> None:
+    pattern = DilatedPattern((7,), (2,))
+    inputs, other, cache = draw(), draw(), make(pattern)
+    feed(cache, inputs, 0, seen)
+    cache.crop(kept)
+    kept = min(seen, kept)
+    assert cache.lengths.tolist() == [kept] * BATCH
+    joined = tuple(torch.cat([x[:, :kept], y[:, kept:]], dim=1) for x, y in zip(inputs, other))
+    expected = full(joined, pattern)
+    out = torch.cat([feed(cache, joined, kept, kept + 1), feed(cache, joined, kept + 1, kept + 12)], dim=1)
+    torch.testing.assert_close(out, expected[:, kept : kept + 12], **EXACT)
+
+
+def test_crop_takes_a_length_per_sequence() -> None:
+    inputs, cache = draw(), make(DilatedPattern((7,), (2,)))
+    feed(cache, inputs, 0, 13)
+    cache.crop(torch.tensor([8, 20, 12]))
+    assert cache.lengths.tolist() == [8, 13, 12]
+
+
+def test_crop_rejects_what_is_overwritten_and_accepts_its_neighbours() -> None:
+    inputs, cache = draw(), make(DilatedPattern((7, 14), (1, 2)))
+    feed(cache, inputs, 0, 16)
+    with pytest.raises(ValueError, match=r"^length must end in the segment that is stored, .*, got 13 of 16 tokens"):
+        cache.crop(13)
+    with pytest.raises(ValueError, match=r"got 7 of 16 tokens in sequence 1: segment 0 of segment_length=14 is overwritten"):
+        cache.crop(torch.tensor([14, 7, 16]))
+    assert cache.lengths.tolist() == [16] * BATCH
+    cache.crop(15)
+    cache.crop(14)
+    with pytest.raises(ValueError, match="got 10 of 14 tokens"):  # the beginning of a segment brings the one before not back
+        cache.crop(10)
+    cache.crop(0)
+
+
+def test_reset_starts_anew() -> None:
+    inputs, cache = draw(), make(LONGNET)
+    feed(cache, tuple(x.fill_(torch.nan) for x in draw()), 0, 20)
+    cache.reset()
+    assert cache.lengths.tolist() == [0] * BATCH
+    out = torch.cat([feed(cache, inputs, 0, 5), feed(cache, inputs, 5, 25)], dim=1)
+    torch.testing.assert_close(out, full(inputs, LONGNET)[:, :25], **EXACT)
+
+
+def test_lengths_cannot_be_changed_from_outside() -> None:
+    cache = make(LONGNET)
+    cache.lengths.fill_(7)
+    assert cache.lengths.tolist() == [0] * BATCH
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
+        ({"head_dim": 2.0}, TypeError, "head_dim must be an integer, got 2.0"),
+        ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
+        ({"dtype": torch.int64}, TypeError, "dtype must be float64, float32, bfloat16 or float16, got torch.int64"),
+    ],
+)
+def test_cache_rejects_wrong_sizes(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        make(LONGNET, **options)
+
+
+def test_cache_rejects_shifted_positions_and_accepts_one_segment() -> None:
+    pattern = DilatedPattern((7,), (2,), zero_padding=True)
+    with pytest.raises(NotImplementedError, match=r"^pattern must not shift positions in decoding, got zero_padding=True and"):
+        make(pattern, max_length=8)
+    with pytest.raises(NotImplementedError, match="dilation rate 2 of segment length 7"):
+        make(pattern)
+    inputs, cache = draw(7), make(pattern, max_length=7)
+    out = torch.cat([feed(cache, inputs, 0, 4), feed(cache, inputs, 4, 7)], dim=1)
+    torch.testing.assert_close(out, full(inputs, pattern), **EXACT)
+    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got tuple$"):
+        make(((7,), (2,)))
+
+
+def test_attend_rejects_wrong_tensors() -> None:
+    q, k, v = (x[:, :2] for x in draw())
+    cache, good = make(LONGNET), torch.tensor([2, 1, 0])
+    for arguments, error, message in (
+        ((q[0], k, v), ValueError, "q must have shape (B, T, H, D), got (2, 10, 3)"),
+        ((q[:2], k, v), ValueError, "q must match the cache in B and D=(3, 3), got (2, 2, 10, 3)"),
+        ((q, k.float(), v), TypeError, "k must have the dtype of the cache=torch.float64, got torch.float32"),
+        ((q[:, :, :7], k, v), ValueError, "q must have a multiple of num_kv_heads=5 heads, got 7"),
+        ((q, k, v[:, :1]), ValueError, "v must have T=2 tokens of 5 heads, got (3, 1, 5, 3)"),
+        ((q[:, :0], k, v), ValueError, "q must have at least one token, got shape (3, 0, 10, 3)"),
+        ((q.to("meta"), k, v), ValueError, "q must be on the device of the cache=cpu, got meta"),
+        ((q, k, v, good.int()), TypeError, "lengths must be int64, got torch.int32"),
+        ((q, k, v, good[:2]), ValueError, "lengths must have shape (B,)=(3,), got (2,)"),
+        ((q, k, v, good.to("meta")), ValueError, "lengths must be on the device of the cache=cpu, got meta"),
+        ((q, k, v, good + 1), ValueError, "lengths must be in [0, T=2], got [3, 2, 1]"),
+        ((q, k, v, good - 1), ValueError, "lengths must be in [0, T=2], got [1, 0, -1]"),
+    ):
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            cache.attend(*arguments[:3], lengths=arguments[3] if len(arguments) > 3 else None)
+    cache.attend(q, k, v, lengths=good)
+
+
+def test_attend_rejects_gradients() -> None:
+    inputs, cache = tuple(x[:, :1] for x in draw()), make(LONGNET)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match=r"^k must not require a gradient: .*; use torch"):
+        cache.attend(inputs[0], inputs[1].requires_grad_(), inputs[2])
+
+
+def test_attend_rejects_what_goes_beyond_max_length() -> None:
+    inputs, cache = draw(), make(LONGNET, max_length=11)
+    feed(cache, inputs, 0, 11)
+    with pytest.raises(RuntimeError, match="lengths must stay within max_length=11"):
+        feed(cache, inputs, 11, 12)
+
+
+def test_reorder_and_crop_reject_wrong_arguments() -> None:
+    cache = make(LONGNET)
+    for call, error, message in (
+        (lambda: cache.reorder(torch.tensor([0, 1])), ValueError, "indices must have shape (B,)=(3,), got (2,)"),
+        (lambda: cache.reorder(torch.tensor([0, 1, 3])), ValueError, "indices must be in [0, B=3), got [0, 1, 3]"),
+        (lambda: cache.reorder(torch.tensor([0, -1, 2])), ValueError, "indices must be in [0, B=3), got [0, -1, 2]"),
+        (lambda: cache.reorder(torch.tensor([0.0, 1.0, 2.0])), TypeError, "indices must be int64, got torch.float32"),
+        (lambda: cache.crop(-1), ValueError, "length must be at least 0, got -1"),
+        (lambda: cache.crop(1.0), TypeError, "length must be an integer or a tensor, got 1.0"),
+        (lambda: cache.crop(torch.ones(3)), TypeError, "length must hold integers, got torch.float32"),
+        (lambda: cache.crop(torch.tensor(1)), ValueError, "length must have shape (B,)=(3,), got ()"),
+    ):
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            call()
