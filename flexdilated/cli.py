@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 
 from flexdilated import __version__
 from flexdilated.doctor import doctor
 from flexdilated.draw import show
+from flexdilated.encode import encode_slide
 from flexdilated.hardware import detect, recommended_dtype
-from flexdilated.nn.longnet import LongNetConfig
+from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
 from flexdilated.refusal import refuse
 from flexdilated.train import (
@@ -44,6 +46,7 @@ app = typer.Typer(
 )
 app.command()(show)
 app.command()(doctor)
+app.command()(encode_slide)
 
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 
@@ -135,6 +138,67 @@ def train(
         if not compiled or "compiler" not in str(error).lower():
             raise
         refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        Path, typer.Option(help="Folder of a byte-level model, as `flexdilated train` writes it (runs/longnet/dilated).")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File whose text to continue.")] = None,
+    num_bytes: Annotated[int, typer.Option("--bytes", min=1, help="Bytes to write after the prompt.")] = 240,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Divides the logits; 0 takes the likeliest byte.")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest bytes.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest bytes that together reach this probability.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the bytes drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")] = "auto",
+) -> None:
+    """Continue a text with a trained model, and print both. Time and memory per byte do not grow with the length of the text."""
+    try:
+        read = _prompt(prompt, prompt_file)
+        loaded = _model(model, _device(device))
+        drawn = loaded.generate(
+            torch.tensor([list(read)], device=loaded.embedding.weight.device),
+            max_new_tokens=num_bytes,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            generator=torch.Generator().manual_seed(seed),
+        )
+    except (UserError, ValueError, TypeError, NotImplementedError) as error:
+        refuse(error)
+    typer.echo((read + bytes(drawn[0].tolist())).decode("utf-8", "replace"))
+
+
+def _model(folder: Path, device: torch.device) -> LongNetLM:
+    try:
+        model = LongNetLM.from_pretrained(folder, device=device)
+    except FileNotFoundError as error:
+        raise UserError(f"--model must be a folder that `flexdilated train` wrote: {error}") from None
+    except (OSError, ValueError, TypeError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"--model must hold a whole model, got {folder}: {str(error).splitlines()[0]}") from None
+    if model.config.vocab_size != BYTES:
+        raise UserError(f"--model must be a model of bytes, with vocab_size={BYTES}, got vocab_size={model.config.vocab_size}")
+    return model
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
+    if (prompt is None) == (prompt_file is None):
+        raise UserError(f"--prompt must come, or else --prompt-file, got {'neither' if prompt is None else 'both'}")
+    if prompt_file is None:
+        read, name = (prompt or "").encode(), "--prompt"
+    else:
+        name = "--prompt-file"
+        try:
+            read = prompt_file.read_bytes()
+        except OSError as error:
+            raise UserError(f"--prompt-file must be readable, got {prompt_file}: {error.strerror}") from None
+    if not read:
+        raise UserError(f"{name} must hold at least one byte, got none")
+    return read
 
 
 def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:

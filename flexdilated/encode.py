@@ -1,0 +1,324 @@
+"""The slide encoder as a command: a file of tile embeddings and coordinates in, a file with the slide embedding out."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import time
+import zipfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from flexdilated.doctor import _check_device, _default_device
+from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+from flexdilated.refusal import refuse
+
+__all__ = ["COORDINATES", "EMBEDDINGS", "encode_slide"]
+
+# What the embeddings are called in a tile file: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
+EMBEDDINGS = ("tile_embeds", "features", "embeddings")
+COORDINATES = "coords"
+
+TILE_FILES = (".pt", ".h5", ".npz")
+OUTPUTS = (".pt", ".npz")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Half precision does not hold the pixels of a slide: float16 ends at 65504, bfloat16 is exact to 256.
+PIXELS = (
+    *(torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+
+# What torch.load, np.load and h5py raise on files that are damaged, or are something else.
+DAMAGED = (
+    *(OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, OverflowError, MemoryError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+
+
+def encode_slide(
+    tiles: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TILES",
+            help="A .pt (a dict of tensors), .h5 or .npz file of one slide. Under tile_embeds, features or embeddings: (N, C) or "
+            "(1, N, C). Under coords: (N, 2) or (1, N, 2), upper left corners of the tiles in pixels.",
+        ),
+    ],
+    weights: Annotated[
+        Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed unless --random.")
+    ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Encode with random weights, to try the command: the embedding means nothing.")
+    ] = False,
+    arch: Annotated[
+        str, typer.Option(help=f"The architecture of the weights: {', '.join(ARCHITECTURES)}.")
+    ] = "gigapath_slide_enc12l768d",
+    in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the embedding, .pt or .npz. Default: beside TILES, ending in .slide.npz for .npz, else .slide.pt.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    all_layers: Annotated[
+        bool,
+        typer.Option(
+            "--all-layers",
+            help="Write the embedding after every layer, layer_0_embed (the embedded tiles) on, and the last one again as "
+            "last_layer_embed, instead of slide_embed; they have not passed the encoder's last LayerNorm.",
+        ),
+    ] = False,
+    global_pool: Annotated[
+        bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
+    ] = False,
+    tile_size: Annotated[int, typer.Option(help="Side of a tile, in the pixels of the coordinates.")] = 256,
+    slide_ngrids: Annotated[int, typer.Option(help="Tiles along each side of the grid that coordinates must lie in.")] = 1000,
+    max_wsi_size: Annotated[int, typer.Option(help="Side of the largest slide in pixels, which sets the segments.")] = 262144,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. Default: cuda, else mps, else cpu.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the computation: float32, bfloat16 or float16. What is written is float32.")
+    ] = "float32",
+) -> None:
+    """Encode a slide: embeddings and coordinates of its tiles in, one embedding of the slide out, by Prov-GigaPath's encoder.
+
+    The output holds slide_embed, (1, embed_dim), in float32.
+    """
+    if dtype not in DTYPES:
+        refuse(f"--dtype must be one of {', '.join(DTYPES)}, got '{dtype}'")
+    if arch not in ARCHITECTURES:
+        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
+    sizes = {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids, "--max-wsi-size": max_wsi_size}
+    for option, size in sizes.items():
+        if size < 1:
+            refuse(f"{option} must be at least 1, got {size}")
+    if (weights is not None) == random:
+        refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
+    if tiles.suffix.lower() not in TILE_FILES:
+        refuse(f"TILES must end in {', '.join(TILE_FILES)}, got '{tiles}'")
+    for option, path in (("TILES", tiles), ("--weights", weights)):
+        if path is not None and not path.is_file():
+            refuse(f"{option} must be a file that exists, got '{path}'")
+    if output is None:
+        output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
+    _check_output(output, [path for path in (tiles, weights) if path is not None], overwrite=overwrite)
+    place = _default_device() if device is None else device
+    _check_device(place)
+
+    key, x, coords = _read(tiles, in_chans)
+    try:
+        model = create_model(
+            None,
+            arch,
+            in_chans,
+            global_pool=global_pool,
+            slide_ngrids=slide_ngrids,
+            tile_size=tile_size,
+            max_wsi_size=max_wsi_size,
+        )
+    except (ValueError, TypeError) as error:  # what the sizes do not allow together
+        refuse(error)
+    if weights is None:
+        typer.echo(
+            "WARNING: --random: the weights are RANDOM, so the embedding means nothing and differs from run to run", err=True
+        )
+    else:
+        _load(model, weights)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    source = "RANDOM weights" if weights is None else f"'{weights}'"
+    typer.echo(f"{x.shape[1]:,} tiles of {x.shape[2]:,} elements, '{key}' of '{tiles}'")
+    typer.echo(f"{num_parameters:,} parameters of {arch}, {source}; {place} in {dtype}")
+    embeddings, seconds, memory = _encode(model, x, coords, place, DTYPES[dtype], all_layers=all_layers)
+    _check_finite(embeddings, dtype)
+    typer.echo(f"encoded in {seconds:.2f} s, {memory}")
+    _save(embeddings, output)
+    typer.echo(f"wrote {', '.join(embeddings) if len(embeddings) == 1 else f'{len(embeddings)} embeddings'} to '{output}'")
+
+
+# -- the tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
+    """The key of the embeddings, the embeddings `(1, N, C)` and the coordinates `(1, N, 2)`, int64 or floating, on the CPU."""
+    try:
+        found = _arrays(path)
+    except ImportError:
+        refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install 'flexdilated[slides]'")
+    except DAMAGED as error:
+        refuse(f"TILES must be a whole {path.suffix.lower()} file without pickled objects, got '{path}': {_first_line(error)}")
+    keys = [key for key in EMBEDDINGS if key in found]
+    if len(keys) != 1 or COORDINATES not in found:
+        refuse(
+            f"TILES must hold {COORDINATES} and one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found)) or 'no keys'} "
+            f"in '{path}'"
+        )
+    key = keys[0]
+    x, coords = _tensor(key, found[key], FLOATS), _tensor(COORDINATES, found[COORDINATES], PIXELS)
+    for name, value, width in ((key, x, "C"), (COORDINATES, coords, "2")):
+        slides = value.shape[0] if value.dim() == 3 else 1
+        if value.dim() not in (2, 3) or slides != 1 or value.shape[-2] < 1 or (name == COORDINATES and value.shape[-1] != 2):
+            refuse(f"{name} must have shape (N, {width}) or (1, N, {width}) with N at least 1, got {tuple(value.shape)}")
+    x, coords = x.reshape(1, *x.shape[-2:]), coords.reshape(1, *coords.shape[-2:])
+    if x.shape[1] != coords.shape[1]:
+        refuse(f"{COORDINATES} must hold one row for each of the {x.shape[1]} rows of {key}, got {coords.shape[1]}")
+    if x.shape[2] != in_chans:
+        refuse(f"{key} must have --in-chans={in_chans} elements per tile, as the weights expect, got {x.shape[2]}")
+    finite = x.isfinite()
+    if not bool(finite.all()):
+        _, n, c = (~finite).nonzero()[0].tolist()
+        refuse(f"{key} must be finite, got {x[0, n, c].item()} at {key}[{n}, {c}]")
+    if not coords.is_floating_point():
+        coords = coords.to(torch.int64)  # torch computes little in uint16 to uint64
+    return key, x, coords
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    """What the file holds by key, in its order; only what can be used is read, the rest is None."""
+    wanted = (*EMBEDDINGS, COORDINATES)
+    if path.suffix.lower() == ".pt":
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(loaded, dict):
+            raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
+        return loaded
+    if path.suffix.lower() == ".npz":
+        # np.load leaves a file that it opened itself open where it is damaged.
+        with path.open("rb") as opened:
+            archive = np.load(opened, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise TypeError("it holds a single array")
+            with archive:
+                return {key: archive[key] if key in wanted else None for key in archive.files}
+    import h5py  # an extra
+
+    with h5py.File(path, "r") as file:
+        # A group, which is no array, has no shape.
+        return {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
+
+
+def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of one of the dtypes, of an array or tensor."""
+    if isinstance(value, np.ndarray):
+        try:
+            value = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))
+        except TypeError:
+            refuse(f"{name} must be of {_listed(dtypes)}, got {value.dtype}")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        refuse(f"{name} must be a dense array, got {'no array' if value is None else type(value).__name__}")
+    if value.dtype not in dtypes:
+        refuse(f"{name} must be of {_listed(dtypes)}, got {_spelled(value.dtype)}")
+    return value.detach()
+
+
+# -- the model ----------------------------------------------------------------------------------------------------------------
+
+
+def _load(model: LongNetViT, path: Path) -> None:
+    try:
+        load_weights(model, path)
+    except DAMAGED as error:
+        refuse(f"--weights must be a whole checkpoint that fits --arch and --in-chans, got '{path}': {_first_line(error)}")
+
+
+def _encode(
+    model: LongNetViT, x: Tensor, coords: Tensor, place: str, dtype: torch.dtype, *, all_layers: bool
+) -> tuple[dict[str, Tensor], float, str]:
+    """The embeddings `(1, embed_dim)` by name, float32, on the CPU; the seconds that the encoder ran; the memory in words."""
+    is_cuda = torch.device(place).type == "cuda"
+    try:
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(place)
+        model = model.eval().to(place, dtype)
+        x, coords = x.to(place, dtype), coords.to(place)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            layers = [layer.float().cpu() for layer in model(x, coords, all_layer_embed=all_layers)]  # waits for the device
+        seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        refuse(f"--device={place} must have the memory for {x.shape[1]:,} tiles in {_spelled(dtype)}: {_first_line(error)}")
+    except (ValueError, TypeError, NotImplementedError) as error:  # coordinates outside the grid, a dtype without a kernel
+        refuse(error)
+    memory = f"peak memory {torch.cuda.max_memory_allocated(place) / 2**30:.2f} GiB on {place}" if is_cuda else _process_memory()
+    if not all_layers:
+        return {"slide_embed": layers[0]}, seconds, memory
+    # The names of Prov-GigaPath's pipeline.
+    named = {f"layer_{i}_embed": layer for i, layer in enumerate(layers)}
+    return named | {"last_layer_embed": layers[-1].clone()}, seconds, memory
+
+
+def _process_memory() -> str:
+    if sys.platform == "win32":
+        return "peak memory not known on Windows"
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of the process"
+
+
+def _check_finite(embeddings: dict[str, Tensor], dtype: str) -> None:
+    for name, embedding in embeddings.items():
+        broken = embedding[~embedding.isfinite()]
+        if broken.numel():
+            advice = "use bfloat16 or float32" if dtype == "float16" else "check the weights and the scale of the tile embeddings"
+            refuse(f"{name} must be finite, got {broken[0].item()} with --dtype={dtype}; {advice}")
+
+
+# -- the output ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_output(output: Path, inputs: list[Path], *, overwrite: bool) -> None:
+    """Refuse, before minutes of work, what could not be written after them."""
+    if output.suffix.lower() not in OUTPUTS:
+        refuse(f"--output must end in {' or '.join(OUTPUTS)}, got '{output}'")
+    if not output.parent.is_dir() or output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+        refuse(f"--output must be a file in a folder that can be written, got '{output}'")
+    if output.exists():
+        if any(output.samefile(path) for path in inputs):
+            refuse(f"--output must be another file than TILES and --weights, got '{output}'")
+        if not overwrite:
+            refuse(f"--output must not exist, got '{output}'; use --overwrite or another name")
+
+
+def _save(embeddings: dict[str, Tensor], output: Path) -> None:
+    """Write the file beside its final name, then rename it: a reader never sees half of it."""
+    buffer = io.BytesIO()
+    if output.suffix.lower() == ".npz":
+        np.savez(buffer, **{name: embedding.numpy() for name, embedding in embeddings.items()})  # type: ignore[arg-type]
+    else:
+        torch.save(embeddings, buffer)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        with partial.open("xb") as file:
+            file.write(buffer.getbuffer())
+        partial.replace(output)
+    except OSError as error:
+        refuse(f"--output must be a file that can be written, got '{output}': {error.strerror or error}")
+    finally:
+        with suppress(OSError):  # there is none after the rename
+            partial.unlink()
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(_spelled, dtypes))
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
