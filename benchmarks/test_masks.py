@@ -34,7 +34,8 @@ def test_block_mask_against_all_pairs(benchmark: Any, sizes: Sizes, record: Call
     mask, ratio = side_by_side(benchmark, ours, theirs, rounds=sizes.rounds)
     assert torch.equal(mask.kv_num_blocks, theirs().kv_num_blocks)
     record(
-        Ratio(f"block mask in closed form over all pairs/N={num_tokens}", ratio, 0.1, "lower"),
+        # Below a hundredth it is the noise of two milliseconds.
+        Ratio(f"block mask in closed form over all pairs/N={num_tokens}", max(ratio, 0.01), 0.1, "lower"),
         shape=(1, num_tokens, 1, 0),
         dtype=torch.int32,
     )
