@@ -14,7 +14,7 @@ from flexdilated.cost import Call, Layout, choose_layout, mergeable
 from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
-from flexdilated.mods import MaskMod, ScoreMod
+from flexdilated.mods import MaskMod, ScoreMod, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
@@ -84,10 +84,7 @@ def _layout(pattern: DilatedPattern, q: Tensor, k: Tensor, length: int, options:
     zero_keys = any(piece.zero_keys for piece in pieces)
     modified = options.score_mod is not None or options.mask_mod is not None
     if zero_keys and modified:
-        raise NotImplementedError(
-            f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={length}, got zero_padding=True: those "
-            "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
-        )
+        refuse_zero_keys(length)
     if _on_cpu(q):  # there is no lse to merge pieces by
         if zero_keys:
             raise NotImplementedError(

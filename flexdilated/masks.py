@@ -323,6 +323,12 @@ def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -
     return flat.as_strided((heads, rows, columns), (rows * width, width, 1))
 
 
+def _traced_size(pattern: DilatedPattern, seq_len: int) -> tuple[int, int]:
+    """Rows of blocks, and the width of lists that is known without looking, for blocks of 128."""
+    rows = -(-seq_len // 128)
+    return rows, min(rows, most_columns(pattern, 128, 128))
+
+
 @torch.library.custom_op("flexdilated::block_lists", mutates_args=())
 def _traced_lists(
     segment_lengths: list[int],
@@ -342,8 +348,7 @@ def _traced_lists(
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
     sizes = (128, 128)
     lists = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=separate_full)[of_queries]
-    rows = -(-seq_len // 128)
-    width = min(rows, most_columns(pattern, *sizes))
+    rows, width = _traced_size(pattern, seq_len)
 
     def flat(indices: Tensor) -> Tensor:
         found = indices[0, :, :, :width]
@@ -373,8 +378,7 @@ def _(
     device: torch.device,
     of_queries: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = -(-seq_len // 128)
-    width = min(rows, most_columns(DilatedPattern(tuple(segment_lengths), tuple(dilation_rates)), 128, 128))
+    rows, width = _traced_size(DilatedPattern(tuple(segment_lengths), tuple(dilation_rates)), seq_len)
     counts, flat = (num_heads, rows), (num_heads * rows * width + rows,)
     partial, indices, full, full_indices = (
         torch.empty(shape, dtype=torch.int32, device=device) for shape in (counts, flat, counts, flat)
@@ -386,8 +390,7 @@ def _shaped(
     lists: tuple[Tensor, Tensor, Tensor, Tensor], seq_len: int, pattern: DilatedPattern, num_heads: int, device: torch.device
 ) -> BlockLists:
     """What the operator gave, as a BlockMask wants it."""
-    rows = -(-seq_len // 128)
-    width = min(rows, most_columns(pattern, 128, 128))
+    rows, width = _traced_size(pattern, seq_len)
     columns = rows if device.type == "cpu" else width
 
     def shaped(flat: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexdilated.merge import accumulated
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
-from flexdilated.mods import MaskMod, ScoreMod, modify
+from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
@@ -55,10 +56,7 @@ def materialised(
     spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
     plans = [plan_pieces(pattern, ((0, length),), k.shape[2], is_causal) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
-        raise NotImplementedError(
-            f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={q.shape[1]}, got zero_padding=True: "
-            "those keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
-        )
+        refuse_zero_keys(q.shape[1])
     if key_padding_mask is not None:
         # What ignored keys and values hold must not matter, and 0 times NaN would.
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
@@ -130,8 +128,7 @@ def _attend(
     options: _Options,
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries `(B, S, C, G, group, rows, D)` over the keys of their segments, `(B, S, C, G, 1, R, D)`."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k, v = (x.to(dtype) for x in (q, k, v))
+    q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[4:6]
     scores = (q.flatten(4, 5) @ k[:, :, :, :, 0].transpose(-1, -2)).unflatten(4, (group, rows)) * options.scale
     scores, visible = modify(scores, b, h, q_idx, kv_idx, options.score_mod, options.mask_mod)

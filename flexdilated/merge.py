@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["add_zero_keys_", "merge_", "safe_lse"]
+__all__ = ["accumulated", "add_zero_keys_", "merge_", "safe_lse"]
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of sums for inputs of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge_(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:

@@ -20,7 +20,7 @@ from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.flex import GRID_LIMIT
 from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options
-from flexdilated.merge import add_zero_keys_, merge_
+from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
 
@@ -146,7 +146,7 @@ class _Run:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
     out = run.accumulator(q.shape, q.dtype, 0.0)
-    lse = run.accumulator((q.shape[0], q.shape[2], q.shape[1]), _accumulated(q.dtype), -torch.inf)
+    lse = run.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
     lse_rows = lse.transpose(1, 2)[..., None]
     for piece, part, options in run.slabs():
         out_i, lse_i = run.attend(q, k, v, piece, part, options)
@@ -209,10 +209,6 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
     return tuple((a, b - a) for a, b in pairwise(borders))
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _spread(seed: int, ordinal: int) -> int:
     """A seed for each slab, far from its neighbours'."""
     return (seed + ordinal * 0x9E3779B97F4A7C15) % (1 << 63)
@@ -247,7 +243,7 @@ def _forward_op(
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_accumulated(q.dtype))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["MaskMod", "ScoreMod", "check_mods", "modify"]
+from flexdilated.merge import accumulated
+
+__all__ = ["MaskMod", "ScoreMod", "check_mods", "modify", "refuse_zero_keys"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -25,7 +27,7 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
     if not torch.compiler.is_compiling():  # then the functions are traced, and the tracer says what is wrong with them
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
         if score_mod is not None:
-            score = torch.zeros(zero.shape, dtype=_accumulated(q.dtype), device=q.device)
+            score = torch.zeros(zero.shape, dtype=accumulated(q.dtype), device=q.device)
             result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, zero, zero, zero, zero)
             if not result.is_floating_point():
                 raise TypeError(f"score_mod must return a floating-point score, got {result.dtype}")
@@ -61,6 +63,14 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
     return result
 
 
+def refuse_zero_keys(num_tokens: int) -> NoReturn:
+    """Refuse torchscale's zero keys: they have no position to tell the functions."""
+    raise NotImplementedError(
+        f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={num_tokens}, got zero_padding=True: those "
+        "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
+    )
+
+
 def modify(
     scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -72,7 +82,3 @@ def modify(
     if score_mod is not None:
         scores = score_mod(scores, b, h, q_idx, kv_idx).to(scores.dtype).expand_as(scores)
     return scores, None if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

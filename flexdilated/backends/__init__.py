@@ -52,9 +52,10 @@ def choose(backend: str, request: Request) -> str:
         NotImplementedError: If the named engine cannot run the request; the message has its reason.
     """
     if backend == "auto":
-        reasons = {name: BACKENDS[name](request) for name in prefer(request)}
-        for name, reason in reasons.items():
-            if reason is None:
+        reasons = {}
+        for name in prefer(request):
+            reasons[name] = BACKENDS[name](request)
+            if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no backend can run this on {request.hardware}: {said}")

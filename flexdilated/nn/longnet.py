@@ -154,7 +154,7 @@ class LongNetLM(nn.Module):
             lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
         """
         x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths)
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return self._logits(x)
 
     def _embed(
         self,
@@ -188,6 +188,9 @@ class LongNetLM(nn.Module):
         if isinstance(self.position, XPos):
             return self.position.decode(positions, max_length=caches[0].max_length)
         return self.position(positions)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def make_caches(self, batch_size: int, *, max_length: int | None = None) -> tuple[DilatedKVCache, ...]:
         """An empty key/value cache for each layer, on the model's device and in the dtype of its keys, autocast included.
@@ -269,7 +272,7 @@ class LongNetLM(nn.Module):
             ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
             drawn: list[Tensor] = []
             while True:
-                logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+                logits = self._logits(x)
                 following = sampler.draw(logits[:, 0], generator=generator).masked_fill(ended, pad_token)
                 drawn.append(following)
                 ended = ended | torch.isin(following, stops)
