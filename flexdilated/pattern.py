@@ -171,11 +171,19 @@ class DilatedPattern:
             return head % rate
         return head // _ceil_div(num_heads, rate)
 
-    def head_runs(self, branch: int, num_heads: int) -> tuple[HeadRun, ...]:
-        """The heads of a branch gathered by offset, in ascending order of the offset."""
+    def head_runs(self, branch: int, num_heads: int, within: range | None = None) -> tuple[HeadRun, ...]:
+        """The heads of a branch gathered by offset, in ascending order of the offset.
+
+        Args:
+            branch: Which branch.
+            num_heads: Of the whole model.
+            within: The consecutive heads that are held here; runs count heads from its start. Default: all of them.
+        """
+        first = 0 if within is None else within.start
         by_offset: dict[int, list[int]] = {}
         for head in self.head_range(branch, num_heads):
-            by_offset.setdefault(self.offset(branch, head, num_heads), []).append(head)
+            if within is None or head in within:
+                by_offset.setdefault(self.offset(branch, head, num_heads), []).append(head - first)
         return tuple(
             HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
             for offset, heads in sorted(by_offset.items())

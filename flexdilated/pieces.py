@@ -60,9 +60,18 @@ class _Rows(NamedTuple):
     zero_row: bool
     zero_keys: int
 
+    def among(self, segments: range) -> _Rows:
+        """Those of the segments that lie in a range."""
+        first = max(self.first, segments.start)
+        return self._replace(first=first, segments=max(0, min(self.first + self.segments, segments.stop) - first))
+
 
 def plan_pieces(
-    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool
+    pattern: DilatedPattern,
+    documents: tuple[tuple[int, int], ...],
+    num_heads: int,
+    is_causal: bool,
+    within: range | None = None,
 ) -> tuple[Piece, ...]:
     """The boxes that make up a pattern over packed documents.
 
@@ -71,36 +80,58 @@ def plan_pieces(
     Args:
         pattern: The pattern.
         documents: `(first token, number of tokens)` of each document.
-        num_heads: Key/value heads.
+        num_heads: Key/value heads of the whole model.
         is_causal: Zero keys lie behind every real query, so a causal pattern has none.
+        within: The key/value heads that the tensors hold, where they are a part of the model's.
     """
     plan = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan  # the tracer warns about caches
-    return plan(pattern, documents, num_heads, is_causal)
+    return plan(pattern, documents, num_heads, is_causal, within)
 
 
 @lru_cache(maxsize=64)
-def _plan(pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool) -> tuple[Piece, ...]:
-    everything = [i for i, rate in enumerate(pattern.dilation_rates) if rate == 1 and pattern.heads == "all"][:1]
-    order = everything + [i for i in range(len(pattern.branches)) if i not in everything]
+def _plan(
+    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool, within: range | None
+) -> tuple[Piece, ...]:
     return tuple(
-        piece._replace(tiles=i in everything)
-        for i in order
+        piece._replace(tiles=i == everything_kept(pattern))
+        for i in branch_order(pattern)
         for start, num_tokens in documents
         if num_tokens
-        for piece in _branch_pieces(pattern, i, start, num_tokens, num_heads, is_causal)
+        for piece in segment_pieces(pattern, i, start, num_tokens, num_heads, is_causal, within=within)
     )
 
 
-def _branch_pieces(
-    pattern: DilatedPattern, branch: int, start: int, num_tokens: int, num_heads: int, is_causal: bool
+def everything_kept(pattern: DilatedPattern) -> int | None:
+    """The first branch that keeps every position of every head, if there is one."""
+    return next((i for i, rate in enumerate(pattern.dilation_rates) if rate == 1 and pattern.heads == "all"), None)
+
+
+def branch_order(pattern: DilatedPattern) -> list[int]:
+    """The branches as pieces are computed: the one that keeps everything first."""
+    return sorted(range(len(pattern.branches)), key=lambda i: i != everything_kept(pattern))
+
+
+def segment_pieces(
+    pattern: DilatedPattern,
+    branch: int,
+    start: int,
+    num_tokens: int,
+    num_heads: int,
+    is_causal: bool,
+    *,
+    within: range | None = None,
+    segments: range | None = None,
 ) -> Iterator[Piece]:
+    """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments."""
     length, rate = pattern.branches[branch]
     length = min(length, num_tokens)
     out_stride = length + -length % rate if pattern.zero_padding else length
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
-    for run in pattern.head_runs(branch, num_heads):
+    for run in pattern.head_runs(branch, num_heads, within):
         for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
-            alike.setdefault((rows, run.heads, run.step), []).append(run)
+            chosen = rows if segments is None else rows.among(segments)
+            if chosen.segments:
+                alike.setdefault((chosen, run.heads, run.step), []).append(run)
     for (rows, heads, step), runs in alike.items():
         for first, offsets, head_step in _affine(runs):
             yield Piece(
