@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ from flexdilated.mixture import documents, mixture
 from flexdilated.mods import MaskMod, ScoreMod, check_mods
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["dilated_attention"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["attend_local", "dilated_attention"]
+
+EXCHANGES = ("auto", "gather", "ring", "heads")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,6 +42,9 @@ def dilated_attention(
     mask_mod: MaskMod | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    mesh: DeviceMesh | None = ...,
+    exchange: str = ...,
+    shard_lengths: Sequence[int] | None = ...,
 ) -> Tensor: ...
 @overload
 def dilated_attention(
@@ -54,6 +62,9 @@ def dilated_attention(
     mask_mod: MaskMod | None = ...,
     backend: str = ...,
     return_lse: Literal[True],
+    mesh: DeviceMesh | None = ...,
+    exchange: str = ...,
+    shard_lengths: Sequence[int] | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def dilated_attention(
     q: Tensor,
@@ -70,6 +81,9 @@ def dilated_attention(
     mask_mod: MaskMod | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    mesh: DeviceMesh | None = None,
+    exchange: str = "auto",
+    shard_lengths: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Segment-local dilated attention, its branches mixed by log-sum-exp.
 
@@ -78,7 +92,12 @@ def dilated_attention(
     the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
     that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
     Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
-    Source: LongNet, arXiv 2307.02486, section 2.
+
+    With `mesh`, q, k and v are this rank's contiguous shard of a longer sequence, and so are `key_padding_mask`, `out` and `lse`;
+    segments, offsets and `cu_seqlens` follow positions in the whole sequence. The result is that of one device, gradients included:
+    every rank must then call backward. A segment inside a shard needs no communication. DTensors say themselves how they are
+    sharded: on the tokens, as with `mesh`; on the heads, whose offsets then follow their index in the whole model; on the batch.
+    Source: LongNet, arXiv 2307.02486, section 2 and, for the distributed algorithm, section 3.
 
     Args:
         q: Queries, `(B, N, H, D)`, float64, float32, bfloat16 or float16, any strides.
@@ -101,6 +120,12 @@ def dilated_attention(
         backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"flex"`, `"reference"`. A named engine runs or raises, it
             is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
+        mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
+        exchange: How rows travel over the mesh. `"gather"`: the keys and values that a rank needs, all at once. `"ring"`: those of
+            one rank after another, in memory that does not grow with the number of ranks. `"heads"`: the rows of a segment to the
+            ranks that compute its heads, and the outputs back. `"auto"`: the least bytes whose buffers are no larger than twice
+            q, k, v and out.
+        shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:
         `out` `(B, N, H, D)` in the dtype of q; with `return_lse`, `(out, lse)`, `lse` `(B, H, N)`, natural log, float32 (float64
@@ -109,17 +134,112 @@ def dilated_attention(
     Raises:
         ValueError: If a shape, length, probability or name is wrong.
         TypeError: If an argument has the wrong type or dtype.
-        NotImplementedError: If the named backend cannot run the call, or on a double backward.
+        NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions over
+            a mesh.
     """
-    _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens)
-    q, k, v = _autocast(q, k, v)
-    _check_dtypes(q, k, v)
-    modified = score_mod is not None or mask_mod is not None
-    if modified:
-        check_mods(score_mod, mask_mod, q)
-    request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, wants_lse=return_lse)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    engine = backends.choose(backend, request)
+    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        from flexdilated.distributed.dtensors import attend  # not loaded with the package
+
+        return attend(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            backend=backend,
+            return_lse=return_lse,
+            mesh=mesh,
+            exchange=exchange,
+            shard_lengths=shard_lengths,
+        )
+    out, lse = attend_local(
+        q,
+        k,
+        v,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        backend=backend,
+        return_lse=return_lse,
+        mesh=mesh,
+        exchange=exchange,
+        shard_lengths=shard_lengths,
+    )
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def attend_local(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    backend: str,
+    return_lse: bool,
+    mesh: DeviceMesh | None,
+    exchange: str,
+    shard_lengths: Sequence[int] | None,
+    within: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`dilated_attention` of plain tensors; `within` is `(first, total)` where the key/value heads are a part of a model's."""
+    axis = _axis(mesh, exchange, shard_lengths)
+    try:
+        lengths = None if axis is None else axis.lengths(q)
+        divides = lengths is not None and len(lengths) > 1
+        _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens, allow_empty=divides)
+        q, k, v = _autocast(q, k, v)
+        _check_dtypes(q, k, v)
+        modified = score_mod is not None or mask_mod is not None
+        if modified:
+            check_mods(score_mod, mask_mod, q)
+        request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, wants_lse=return_lse)
+        scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+        engine = backends.choose(backend, request, divided=divides or within is not None)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if axis is not None and not torch.compiler.is_compiling():
+            axis.withdraw(error)  # the other ranks would wait for this one
+        raise
+    if axis is not None and lengths is not None and divides:
+        from flexdilated.sharded import sharded  # not loaded with the package
+
+        return sharded(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            engine=engine,
+            within=within,
+            group_name=axis.group_name,
+            rank=axis.rank,
+            shard_lengths=lengths,
+            exchange=exchange,
+        )
     lse: Tensor | None
     if engine == "reference":
         documents(cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
@@ -176,11 +296,70 @@ def dilated_attention(
             key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens,
             engine=engine,
+            within=within,
         )
-    if not return_lse:
-        return out
-    assert lse is not None
     return out, lse
+
+
+class _Axis(NamedTuple):
+    """The ranks that hold a sequence, and which this one is."""
+
+    group_name: str
+    rank: int
+    size: int
+    device_type: str
+    shard_lengths: tuple[int, ...] | None
+
+    def lengths(self, q: Tensor) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        if not isinstance(q, Tensor) or q.dim() != 4:
+            return ()  # refused with the other arguments
+        if q.device.type != self.device_type:
+            raise ValueError(f"q must be on the device of mesh={self.device_type}, got {q.device}")
+        if self.shard_lengths is None:
+            return (q.shape[1],) * self.size
+        if self.shard_lengths[self.rank] != q.shape[1]:
+            raise ValueError(
+                f"shard_lengths[{self.rank}] must be this rank's number of tokens={q.shape[1]}, got {self.shard_lengths[self.rank]}"
+            )
+        return self.shard_lengths
+
+    def withdraw(self, error: Exception) -> None:
+        """Tell the other ranks that this one takes no part."""
+        if self.size > 1:
+            from flexdilated.sharded import withdraw_from
+
+            withdraw_from(self.group_name, str(error))
+
+
+def _axis(mesh: DeviceMesh | None, exchange: str, shard_lengths: Sequence[int] | None) -> _Axis | None:
+    """Where a mesh says that the sequence is; these arguments are checked without one too."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if mesh is None:
+        if shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got {tuple(shard_lengths)} and no mesh")
+        if exchange != "auto":
+            raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
+        return None
+    from flexdilated.distributed.sharding import group_of  # not loaded with the package
+
+    group_name, rank, size = group_of(mesh)
+    if shard_lengths is None:
+        return _Axis(group_name, rank, size, mesh.device_type, None)
+    lengths = tuple(shard_lengths)
+    if len(lengths) != size:
+        raise ValueError(f"shard_lengths must hold one length per rank of mesh={size}, got {lengths}")
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
+        raise TypeError(f"shard_lengths must be integers, got {lengths}")
+    if min(lengths) < 0 or sum(lengths) < 1:
+        raise ValueError(f"shard_lengths must be at least 0 and at least 1 in all, got {lengths}")
+    return _Axis(group_name, rank, size, mesh.device_type, lengths)
+
+
+def _is_dtensor(x: object) -> bool:
+    # By name: torch.distributed.tensor takes a third of a second to import.
+    return type(x).__name__ == "DTensor"
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,6 +382,8 @@ def _check(
     dropout_p: float,
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    *,
+    allow_empty: bool = False,
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -213,7 +394,7 @@ def _check(
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q={q.device}, got {x.device}")
-    if q.shape[1] < 1 or q.shape[2] < 1 or q.shape[3] < 1:
+    if (q.shape[1] < 1 and not allow_empty) or q.shape[2] < 1 or q.shape[3] < 1:
         raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):

@@ -24,7 +24,7 @@ from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
 
-__all__ = ["documents", "mixture"]
+__all__ = ["Run", "as_pattern", "backward", "documents", "draw_seed", "forward", "mixture", "rows_contiguous", "spread"]
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
@@ -49,10 +49,14 @@ def mixture(
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     engine: str,
+    within: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, both differentiable; `engine` names a kernel engine."""
-    # Drawn here and not inside the operator: activation checkpointing then draws the same seed again.
-    seed = torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, both differentiable; `engine` names a kernel engine.
+
+    `within` is `(first, total)` where the key/value heads are a part of a model's: the first one's index, and how many there are.
+    """
+    seed = draw_seed(dropout_p)
+    first_head, num_heads = within or (0, k.shape[2])
     out, lse = _forward_op(
         q,
         k,
@@ -70,30 +74,37 @@ def mixture(
         scale,
         dropout_p,
         engine,
+        first_head,
+        num_heads,
     )
     return out, lse
 
 
-class _Run:
-    """One walk over the slabs of a pattern: which rows, under which options."""
+def draw_seed(dropout_p: float) -> Tensor | None:
+    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again."""
+    return torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
+
+
+class Run:
+    """One walk over the slabs of some pieces: which rows, under which options."""
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
         key_padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        seed: Tensor | None,
+        seed: int | None,
         pattern: DilatedPattern,
+        pieces: tuple[Piece, ...],
         is_causal: bool,
         scale: float,
         dropout_p: float,
         engine: str,
     ) -> None:
         self.pattern = pattern
+        self.pieces = pieces
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
-        self.pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), k.shape[2], is_causal)
         self.kernel: Kernel = KERNEL_ENGINES[engine](request_of(q, k, k, key_padding_mask, dropout_p))
         self._batch = q.shape[0]
         self._row_bytes = self.group * q.shape[3] * q.element_size()
@@ -101,7 +112,7 @@ class _Run:
         # The mask has no heads: every head reads the same column.
         self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
         self._options = Options(is_causal, scale)
-        self._dropout = None if seed is None else Dropout(dropout_p, int(seed.item()))
+        self._dropout = None if seed is None else Dropout(dropout_p, seed)
 
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
         """Memory to merge or add into; where the first pieces tile it, they write it, and it needs no start."""
@@ -120,7 +131,7 @@ class _Run:
                     rows = box(self._ignored, piece)[part][:, :, :, :1]
                     options = options._replace(ignored=fold(rows, piece.rows)[:, 0, :, 0])
                 if self._dropout is not None:
-                    options = options._replace(dropout=self._dropout._replace(seed=_spread(self._dropout.seed, ordinal)))
+                    options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, ordinal)))
                 ordinal += 1
                 yield piece, part, options
 
@@ -144,7 +155,7 @@ class _Run:
         return out, lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     out = run.accumulator(q.shape, q.dtype, 0.0)
     lse = run.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
     lse_rows = lse.transpose(1, 2)[..., None]
@@ -161,12 +172,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, run: _Run
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    run: Run,
+    sums: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`dq, dk, dv` of the pieces, in the dtype `sums`, which is by default that of the inputs."""
     # In the dtype of the inputs: a position has one term per branch, and adding those in bfloat16 adds 3 to 6 % to the error that
     # the kernels make anyway, where float32 sums cost three tensors of twice the size.
-    dq, dk, dv = (run.accumulator(x.shape, x.dtype, 0.0) for x in (q, k, v))
+    dq, dk, dv = (run.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
     lse_rows = lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
     for piece, part, options in run.slabs():
@@ -209,9 +229,31 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
     return tuple((a, b - a) for a, b in pairwise(borders))
 
 
-def _spread(seed: int, ordinal: int) -> int:
-    """A seed for each slab, far from its neighbours'."""
+def spread(seed: int, ordinal: int) -> int:
+    """A seed for each part, far from its neighbours'."""
     return (seed + ordinal * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    pattern: DilatedPattern,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    engine: str,
+    first_head: int,
+    num_heads: int,
+) -> Run:
+    """The walk over a whole sequence."""
+    kv_heads = k.shape[2]
+    within = None if kv_heads == num_heads else range(first_head, first_head + kv_heads)
+    pieces = plan_pieces(pattern, documents(cu_seqlens, q.shape[1]), num_heads, is_causal, within)
+    number = None if seed is None else spread(int(seed.item()), first_head << 32)
+    return Run(q, k, key_padding_mask, number, pattern, pieces, is_causal, scale, dropout_p, engine)
 
 
 # -- the operators ------------------------------------------------------------------------------------------------------------
@@ -235,10 +277,12 @@ def _forward_op(
     scale: float,
     dropout_p: float,
     engine: str,
+    first_head: int,
+    num_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
-    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine)
-    return _forward(_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), run)
+    pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
+    run = _whole(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine, first_head, num_heads)
+    return forward(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), run)
 
 
 @_forward_op.register_fake
@@ -269,11 +313,13 @@ def _backward_op(
     scale: float,
     dropout_p: float,
     engine: str,
+    first_head: int,
+    num_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
-    run = _Run(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine)
-    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout, q, k, v, out))
-    return _backward(dout, dlse, q, k, v, out, lse, run)
+    pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
+    run = _whole(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine, first_head, num_heads)
+    dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
+    return backward(dout, dlse, q, k, v, out, lse, run)
 
 
 @_backward_op.register_fake
@@ -293,7 +339,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv = _backward_op(dout, dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed, *ctx.options)
-    return dq, dk, dv, *(None for _ in range(13))
+    return dq, dk, dv, *(None for _ in range(15))
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -304,7 +350,7 @@ _forward_op.register_autograd(_differentiate, setup_context=_save)
 _backward_op.register_autograd(_refuse)
 
 
-def _pattern(
+def as_pattern(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     heads: Any,
@@ -312,6 +358,7 @@ def _pattern(
     zero_padding: bool,
     detach_weights: bool,
 ) -> DilatedPattern:
+    """The pattern that an operator was given in parts."""
     return DilatedPattern(
         tuple(segment_lengths),
         tuple(dilation_rates),
@@ -322,6 +369,6 @@ def _pattern(
     )
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     """The kernels read any strides but the last."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flexdilated.mixture
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.mixture import documents
-from flexdilated.pieces import Piece
+from flexdilated.pieces import Piece, plan_pieces
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT
 
@@ -55,7 +55,8 @@ def test_a_launch_elsewhere_fits_the_grid(limit: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(flexdilated.mixture, "GRID_LIMIT", limit)
     case = Case(DilatedPattern((5, 2), (3, 1)), batch=3)
     q, k, _, _, _ = case.tensors()
-    run = flexdilated.mixture._Run(q, k, None, None, None, case.pattern, False, 1.0, 0.0, "sdpa")
+    pieces = plan_pieces(case.pattern, documents(None, q.shape[1]), k.shape[2], False)
+    run = flexdilated.mixture.Run(q, k, None, None, case.pattern, pieces, False, 1.0, 0.0, "sdpa")
     run._packs = False  # as off the CPU
     launches: dict[Piece, int] = {}
     for piece, (batch, segments), _ in run.slabs():
@@ -241,6 +242,8 @@ def test_operators_keep_pytorch_s_contract(case: Case) -> None:
             0.5,
             0.0,
             "sdpa",
+            0,
+            k.shape[2],
         ),
     )
 

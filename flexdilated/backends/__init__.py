@@ -44,8 +44,10 @@ def why_not(backend: str, request: Request) -> str | None:
     return BACKENDS[backend](request)
 
 
-def choose(backend: str, request: Request) -> str:
+def choose(backend: str, request: Request, *, divided: bool = False) -> str:
     """The engine that runs a request: the named one, or for `"auto"` the first that can, fastest first.
+
+    `divided` requests hold a part of the tokens or heads of a model: only kernel engines run them.
 
     Raises:
         ValueError: If there is no engine of that name.
@@ -54,12 +56,22 @@ def choose(backend: str, request: Request) -> str:
     if backend == "auto":
         reasons = {}
         for name in prefer(request):
-            reasons[name] = BACKENDS[name](request)
+            reasons[name] = _divided_why_not(name, request) if divided else BACKENDS[name](request)
             if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no backend can run this on {request.hardware}: {said}")
     reason = why_not(backend, request)
+    if reason is None and divided:
+        reason = _divided_why_not(backend, request)
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware}: {reason}")
     return backend
+
+
+def _divided_why_not(name: str, request: Request) -> str | None:
+    if name not in KERNEL_ENGINES:
+        return f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
+    if request.modified:
+        return "shards have no score_mod or mask_mod; call it on the whole sequence"
+    return BACKENDS[name](request)

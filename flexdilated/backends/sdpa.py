@@ -33,7 +33,7 @@ class Dropout(NamedTuple):
 class Options(NamedTuple):
     """What a kernel call needs besides its tensors.
 
-    `ignored` is `(batch, rows)` bool, True for a key that no query may see. Ignored keys and values hold zeros.
+    `ignored` is `(batch, keys)` bool, True for a key that no query may see. Ignored keys and values hold zeros.
     """
 
     is_causal: bool
@@ -48,7 +48,7 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], t
 
 @dataclass(frozen=True)
 class Kernel:
-    """Dense attention on `(batch, heads, rows, D)` tensors of equal rows.
+    """Dense attention on `(batch, heads, rows, D)` tensors; as many queries as keys where it is causal.
 
     `forward` gives `out` and `lse`, `backward` the gradients for a given `out` and `lse`: these may be the mixture's instead of
     the kernel's own, which makes the sum over all pieces the exact gradient of the mixture.
@@ -132,11 +132,11 @@ def why_not(request: Request) -> str | None:
 
 
 def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:
-    """`(batch, rows)`: the queries that see no key."""
+    """The queries that see no key: `(batch, rows)`, or `(batch, 1)` where all see the same keys."""
     visible = ~ignored
     if is_causal:
         return visible.cumsum(dim=1) == 0
-    return ~visible.any(dim=1, keepdim=True).expand_as(visible)
+    return ~visible.any(dim=1, keepdim=True)
 
 
 def _bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
@@ -137,6 +138,20 @@ class ContextPlan:
     @cached_property
     def _borders(self) -> Integers:
         return np.array(self.borders, np.int64)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What ranks must share, in JSON types; many lengths or documents are told by a hash."""
+        return {
+            "pattern": self.pattern.to_dict(),
+            "world_size": self.num_ranks,
+            "shard_lengths": _shown(self.shard_lengths),
+            "num_kv_heads": self.num_heads,
+            "kv_heads_held": [self.within.start, self.within.stop],
+            "query_heads_per_kv_head": self.group,
+            "documents": _shown(self.documents),
+            "is_causal": self.is_causal,
+        }
 
     # -- segments -----------------------------------------------------------------------------------------------------------
 
@@ -368,6 +383,11 @@ class ContextPlan:
         keys = (kv.received(p) + _reversed(kv).received(p)) * size.kv
         return keys + queries + (out.received(p) + _reversed(out).received(p)) * size.out
 
+    def default_budget(self, *, head_dim: int, itemsize: int, batch: int = 1) -> int:
+        """Twice the bytes of q, k, v and out of the largest shard."""
+        heads = len(self.within) * (2 + 2 * self.group)
+        return 2 * max(self.shard_lengths) * heads * head_dim * itemsize * batch
+
     def choose(self, *, budget: int, **sizes: Any) -> str:
         """The exchange of the least bytes at the busiest rank, forward and backward, whose buffers fit `budget` bytes.
 
@@ -583,6 +603,12 @@ def _reach(index: Integers, start: Any, num_tokens: Any, w: Any, out: Any) -> tu
     """First token and end of segments with their outputs."""
     low = start + index * w
     return low, np.minimum(np.maximum(low + w, start + index * out + out), start + num_tokens)
+
+
+def _shown(values: tuple[Any, ...]) -> Any:
+    if len(values) <= 64:
+        return [list(value) if isinstance(value, tuple) else value for value in values]
+    return f"{len(values)} values of sha256 {sha256(repr(values).encode()).hexdigest()}"
 
 
 def _kept(length: Integers, rate: int, offset: int) -> Integers:

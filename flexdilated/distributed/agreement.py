@@ -1,0 +1,232 @@
+"""The ranks of a group agree, once per plan, that they hold the same plan: over the group's store, without a collective."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_timeout
+
+__all__ = ["Ledger", "agree", "withdraw"]
+
+MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
+MAX_ITEMS = 8  # of a list, of the ranks that share a value, or of the fields and values of one message
+MAX_CHARACTERS = 120  # of one value in a message
+FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
+
+
+def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
+    """Return once all ranks of the group are known to hold this plan.
+
+    The first call with a plan is a round of the group: all of its ranks must call, and the last to come compares. Later calls with
+    it return at once and touch no store. Ranks in messages are those of the group.
+
+    Args:
+        group: A process group that has this rank.
+        plan: What the ranks must share: names to JSON types (number, string, bool, None, lists of them; a tuple counts as a list).
+
+    Raises:
+        ValueError: If the ranks differ in a field, the same error on every rank; if a rank withdrew from the round.
+        TimeoutError: If a rank has not come within the group's timeout, on every rank, the late one included.
+        TypeError: If a value of the plan is not of JSON types.
+    """
+    if group.size() > 1:
+        _ledger(group).agree(plan, _timeout(group))
+
+
+def withdraw(group: dist.ProcessGroup, reason: str) -> None:
+    """End the round that the other ranks wait in, or will wait in, with `ValueError: rank <this> refused: <reason>`; does not wait.
+
+    For a rank whose own arguments are wrong, instead of `agree` and before it raises.
+
+    Args:
+        group: A process group that has this rank.
+        reason: This rank's own error, in words.
+    """
+    if group.size() > 1:
+        _ledger(group).withdraw(reason)
+
+
+class Ledger:
+    """One rank's side of the rounds of one group, and the plans that they settled.
+
+    Keys of round k: `<life>/<k>/<rank>`, what each rank holds; `<life>/<k>/arrived`, how many came; `<life>/<k>/outcome`, written
+    once, by the first of: the last rank to come, a rank that withdraws, a rank whose time is over. All ranks read the same outcome,
+    so all of them agree or all of them raise, and all go on to round k + 1.
+
+    A rank that withdraws while the others hold an agreed plan is alone in its round: the others meet that refusal in their next
+    round and raise it, while this rank waits for them one round later, until its timeout. An error on all ranks, never silence.
+
+    Args:
+        store: Shared by the ranks of this group and by no other group.
+        rank: This rank, in [0, size).
+        size: Ranks of the group.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.round = 0
+        self.kept: list[int] = []  # earlier rounds whose keys this rank has not deleted yet
+        self.agreed: dict[bytes, None] = {}  # in the order of their rounds
+        # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
+        # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
+        self.life = store.add(f"lives/{rank}", 1)
+
+    def agree(self, plan: Mapping[str, object], timeout: timedelta) -> None:
+        """As the function `agree`, waiting for the others for `timeout` at most."""
+        try:
+            digest = _digest(plan)
+        except TypeError as error:
+            raise TypeError(f"plan must map names to JSON types, got another: {error}") from error
+        if digest in self.agreed:
+            return
+        fields = json.dumps({name: [_shown(value), _digest(value).hex()] for name, value in plan.items()})
+        end = time.monotonic() + timeout.total_seconds()
+        here = self._enter()
+        self.store.set(f"{here}/{self.rank}", fields)
+        if self.store.add(f"{here}/arrived", 1) == self.size:
+            outcome = self._settle(here, _compare(self._posts(here)))
+        else:
+            outcome = self._wait(here, end, timeout)
+        kind, message = json.loads(outcome)
+        if kind:
+            _raise(kind, message)
+        # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
+        if len(self.agreed) == MAX_AGREED:
+            del self.agreed[next(iter(self.agreed))]
+        self.agreed[digest] = None
+
+    def withdraw(self, reason: str) -> None:
+        """As the function `withdraw`."""
+        here = self._enter()
+        self._settle(here, ["refused", f"rank {self.rank} refused: {reason}"])
+        self.store.add(f"{here}/arrived", 1)
+
+    def _enter(self) -> str:
+        """Go on to the next round; the prefix of its keys."""
+        # If all came to the last round, all have left the rounds before it.
+        if self.kept and self.store.add(f"{self.life}/{self.kept[-1]}/arrived", 0) == self.size:
+            for past in self.kept[:-1]:
+                self.store.delete_key(f"{self.life}/{past}/{self.rank}")
+                if self.rank == 0:
+                    self.store.delete_key(f"{self.life}/{past}/arrived")
+                    self.store.delete_key(f"{self.life}/{past}/outcome")
+            del self.kept[:-1]
+        here = f"{self.life}/{self.round}"
+        self.kept.append(self.round)
+        self.round += 1
+        return here
+
+    def _wait(self, here: str, end: float, timeout: timedelta) -> bytes:
+        """The outcome of the round, written by this rank if the time is over."""
+        # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
+        # thread in while it waits.
+        pause = FIRST_PAUSE
+        while not self.store.check([f"{here}/outcome"]):
+            left = end - time.monotonic()
+            if left <= 0:
+                return self._settle(here, self._overdue(here, timeout))
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_PAUSE)
+        return self.store.get(f"{here}/outcome")
+
+    def _settle(self, here: str, outcome: Sequence[str]) -> bytes:
+        """The outcome of the round: this one, unless another rank was first."""
+        return self.store.compare_set(f"{here}/outcome", "", json.dumps(outcome))
+
+    def _overdue(self, here: str, timeout: timedelta) -> Sequence[str]:
+        """The outcome of a round whose time is over."""
+        missing = [rank for rank in range(self.size) if not self.store.check([f"{here}/{rank}"])]
+        if not missing:  # the last to come ended before it compared
+            return _compare(self._posts(here))
+        they, call = ("it", "calls") if len(missing) == 1 else ("they", "call")
+        return [
+            "overdue",
+            f"{_ranks(missing)} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
+            f"{they} did not: {they} ended, or {call} it with an already agreed plan",
+        ]
+
+    def _posts(self, here: str) -> list[bytes]:
+        return self.store.multi_get([f"{here}/{rank}" for rank in range(self.size)])
+
+
+# Ledgers live as long as their groups: the number of the round and the agreed plans are facts about a group, which torch gives no
+# place to keep, and dilated_attention is a function, which has none either. The only alternative is a round at every call.
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
+
+
+def _ledger(group: dist.ProcessGroup) -> Ledger:
+    ledger = _ledgers.get(group)
+    if ledger is None:
+        # Group names are unique in a process, not across processes: two groups of one name may share the store.
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+        store = PrefixStore(f"flexdilated/agreement/{members}", group.get_group_store())
+        ledger = _ledgers[group] = Ledger(store, group.rank(), group.size())
+    return ledger
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The shortest timeout of the group's backends."""
+    timeouts = []
+    for device in group._device_types:
+        try:
+            timeouts.append(group._get_backend(device).options._timeout)
+        except RuntimeError:  # a backend without options, as mpi
+            continue
+    return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))
+
+
+def _compare(posts: Sequence[bytes]) -> Sequence[str]:
+    """The outcome of a round to which all ranks came."""
+    plans = [json.loads(post) for post in posts]
+    absent = ["nothing", ""]
+    differences = []
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        values = [plan.get(name, absent) for plan in plans]
+        if any(value[1] != values[0][1] for value in values):
+            differences.append(f"{name}, got {_shared(values)}")
+    if not differences:
+        return ["", ""]
+    return ["differ", f"ranks must agree on {_short(differences, '; on ', 'fields')}"]
+
+
+def _shared(values: Sequence[Sequence[str]]) -> str:
+    """Each value with the ranks that hold it, for example `17 on ranks 0, 2 and 19 on rank 1`."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for rank, (shown, digest) in enumerate(values):
+        holders.setdefault((shown, digest), []).append(rank)
+    return _short([f"{shown} on {_ranks(ranks)}" for (shown, _), ranks in holders.items()], " and ", "values")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_short([str(rank) for rank in ranks], ', ', 'ranks')}"
+
+
+def _short(items: Sequence[str], separator: str, what: str) -> str:
+    shown = separator.join(items[:MAX_ITEMS])
+    return shown if len(items) <= MAX_ITEMS else f"{shown}, ... ({len(items)} {what})"
+
+
+def _shown(value: object) -> str:
+    """The value as a message shows it; what is cut is told apart by its digest."""
+    if isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
+        text = f"[{_short([repr(item) for item in value], ', ', 'values')}]"
+    else:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+        if len(text) <= MAX_CHARACTERS:
+            return text
+    return f"{text[:MAX_CHARACTERS]}... sha256 {_digest(value).hex()[:8]}"
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _raise(kind: str, message: str) -> NoReturn:
+    raise (TimeoutError if kind == "overdue" else ValueError)(message)

@@ -1,0 +1,132 @@
+"""Dilated attention of DTensors: their placements say which tokens, heads and sequences a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Size, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from flexdilated.attention import attend_local
+
+__all__ = ["attend"]
+
+BATCH, TOKENS, HEADS = 0, 1, 2
+
+
+class _Layout(NamedTuple):
+    """Which dim of `(B, N, H, D)` each axis of a mesh shards, None where it replicates."""
+
+    mesh: DeviceMesh
+    dims: tuple[int | None, ...]
+
+    def axis(self, dim: int) -> int | None:
+        """The axis of the mesh that shards a dim."""
+        return self.dims.index(dim) if dim in self.dims else None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+    """`dilated_attention` of DTensors; `out` and `lse` are DTensors of the same mesh and placements.
+
+    Raises:
+        TypeError: If only some of q, k and v are DTensors.
+        ValueError: If their placements differ, or `mesh` or `shard_lengths` are given beside them.
+        NotImplementedError: If a placement is none of replicated, sharded on batch, tokens or heads, or two axes shard one dim.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{name} must be a DTensor where q, k or v is one, got {type(x).__name__}")
+    for name in ("mesh", "shard_lengths"):
+        if options.pop(name) is not None:
+            raise ValueError(f"{name} must be None for DTensors, whose placements say how they are sharded, got a value")
+    assert isinstance(q, DTensor)
+    assert isinstance(k, DTensor)
+    assert isinstance(v, DTensor)
+    layout = _layout(q)
+    for name, x in (("k", k), ("v", v)):
+        if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
+            raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
+    mask = options.pop("key_padding_mask")
+    if isinstance(mask, DTensor):
+        wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
+        mask = mask.redistribute(q.device_mesh, wanted).to_local()
+    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
+    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
+    axis = layout.axis(TOKENS)
+    wants_lse = options.pop("return_lse")
+    out, lse = attend_local(
+        local[0],
+        local[1],
+        local[2],
+        *args,
+        key_padding_mask=mask,
+        mesh=None if axis is None else _axis_of(layout.mesh, axis),
+        shard_lengths=None if axis is None else _chunks(q.shape[TOKENS], layout.mesh.size(axis)),
+        within=_within(q, k, layout),
+        return_lse=wants_lse,
+        **options,
+    )
+    whole = DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=q.shape, stride=_strides(q.shape))
+    if not wants_lse:
+        return whole
+    assert lse is not None
+    shape = Size((q.shape[0], q.shape[2], q.shape[1]))
+    moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
+    placements = [Replicate() if dim is None else Shard(moved[dim]) for dim in layout.dims]
+    return whole, DTensor.from_local(lse, q.device_mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+
+
+def _layout(q: DTensor) -> _Layout:
+    dims = []
+    for placement in q.placements:
+        dims.append(_dim(placement))
+    for dim, name in ((BATCH, "batch"), (TOKENS, "tokens"), (HEADS, "heads")):
+        if dims.count(dim) > 1:
+            raise NotImplementedError(f"q must be sharded on the {name} by at most one axis of its mesh, got {q.placements}")
+    return _Layout(q.device_mesh, tuple(dims))
+
+
+def _dim(placement: Placement) -> int | None:
+    if isinstance(placement, Replicate):
+        return None
+    # Subclasses, such as strided shards, hold other tokens.
+    if type(placement) is Shard and placement.dim % 4 in (BATCH, TOKENS, HEADS):
+        return placement.dim % 4
+    raise NotImplementedError(
+        f"q must be replicated or sharded on dim 0 (batch), 1 (tokens) or 2 (heads), got {placement}; redistribute it first"
+    )
+
+
+def _axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """One axis as a mesh of its own."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError("the mesh of q must have named dims where it has several, got none; give mesh_dim_names")
+    return mesh[mesh.mesh_dim_names[axis]]
+
+
+def _within(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int] | None:
+    """The first key/value head held here, and how many there are in all."""
+    axis = layout.axis(HEADS)
+    if axis is None:
+        return None
+    size, rank = layout.mesh.size(axis), layout.mesh.get_local_rank(axis)
+    heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
+    if kv_heads % size or heads % size:
+        raise NotImplementedError(f"heads must be a multiple of the ranks that share them={size}, got {heads} and {kv_heads} of k")
+    return rank * (kv_heads // size), kv_heads
+
+
+def _chunks(length: int, parts: int) -> Sequence[int]:
+    """How DTensor cuts a dim: as `torch.chunk`, and nothing for the last ranks where it gives fewer chunks."""
+    step = -(-length // parts)
+    return tuple(max(0, min(step, length - i * step)) for i in range(parts))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1]

@@ -1,0 +1,251 @@
+"""A sequence in contiguous shards, one per rank of a mesh: cutting it, and putting it together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "even_shard_lengths",
+    "group_of",
+    "local_shard_lengths",
+    "replicated_like",
+    "shard_lengths_of",
+    "shard_sequence",
+    "unshard_sequence",
+]
+
+Batch = TypeVar("Batch")
+
+
+def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
+    """The name of the process group of a 1-D mesh, this rank in it and its size; traces under `torch.compile(fullgraph=True)`.
+
+    Raises:
+        TypeError: If it is no `DeviceMesh`.
+        ValueError: If it has other than one dim, lacks this rank, or does not list its ranks in ascending order.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    rank, num_ranks = _place(mesh)
+    return mesh.get_group().group_name, rank, num_ranks
+
+
+@torch.compiler.assume_constant_result  # reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself
+def _place(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank in a 1-D mesh, and the number of its ranks."""
+    if mesh.ndim != 1:
+        names, sizes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+        axis = "one axis" if names is None else f"one axis, as mesh[{names[-1]!r}]"
+        raise ValueError(f"mesh must be 1-D, got dims {names} of sizes {sizes}; give {axis}")
+    rank, ranks = dist.get_rank(), mesh.mesh.tolist()
+    if rank not in ranks:
+        raise ValueError(f"mesh must hold this rank, got rank {rank} and ranks {ranks}")
+    if ranks != sorted(ranks):  # a process group sorts its ranks, so shards in the order of the mesh would be mixed up
+        raise ValueError(f"mesh must list its ranks in ascending order, got {ranks}")
+    return ranks.index(rank), len(ranks)
+
+
+def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    """Lengths as equal as can be, the first ones one longer: `even_shard_lengths(7, 3) == (3, 2, 2)`.
+
+    Raises:
+        ValueError: If a number of tokens is negative, or there is no rank.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    length, longer = divmod(num_tokens, num_ranks)
+    return (length + 1,) * longer + (length,) * (num_ranks - longer)
+
+
+def shard_lengths_of(mesh: DeviceMesh, num_tokens: int, shard_lengths: Sequence[int] | None = None) -> tuple[int, ...]:
+    """How many of `num_tokens` each rank of a 1-D mesh holds: equally many, or what `shard_lengths` declares.
+
+    Raises:
+        TypeError: If `mesh` is no `DeviceMesh`, or a length no integer.
+        ValueError: If the mesh cannot be used, the ranks do not divide the tokens, or the lengths do not tile them.
+    """
+    _, _, num_ranks = group_of(mesh)
+    if shard_lengths is None:
+        if num_tokens % num_ranks:
+            raise ValueError(
+                f"num_tokens must be a multiple of the ranks of mesh={num_ranks}, got {num_tokens}; "
+                f"give shard_lengths, as {even_shard_lengths(num_tokens, num_ranks)}"
+            )
+        return (num_tokens // num_ranks,) * num_ranks
+    lengths = _check_lengths(shard_lengths, num_ranks)
+    if sum(lengths) != num_tokens:
+        raise ValueError(f"shard_lengths must sum to num_tokens={num_tokens}, got {lengths} of sum {sum(lengths)}")
+    return lengths
+
+
+def local_shard_lengths(
+    mesh: DeviceMesh, num_tokens_local: int, shard_lengths: Sequence[int] | None = None
+) -> tuple[int, tuple[int, ...]]:
+    """This rank in a 1-D mesh, and the shard lengths of all, given that of this rank: equal ones, or what `shard_lengths` declares.
+
+    Raises:
+        TypeError: As `shard_lengths_of`.
+        ValueError: If the mesh cannot be used, or the lengths are malformed or give this rank another number of tokens.
+    """
+    _, rank, num_ranks = group_of(mesh)
+    if shard_lengths is None:
+        return rank, (num_tokens_local,) * num_ranks
+    lengths = _check_lengths(shard_lengths, num_ranks)
+    if lengths[rank] != num_tokens_local:
+        raise ValueError(f"shard_lengths[{rank}] must be the number of tokens of this rank={num_tokens_local}, got {lengths}")
+    return rank, lengths
+
+
+def _check_lengths(shard_lengths: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    lengths = tuple(shard_lengths)
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+            raise TypeError(f"shard_lengths must hold integers, got {lengths}")
+    if len(lengths) != num_ranks:
+        raise ValueError(f"shard_lengths must hold one length per rank of mesh={num_ranks}, got {lengths}")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"shard_lengths must not be negative, got {lengths}")
+    return lengths
+
+
+def shard_sequence(batch: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_lengths: Sequence[int] | None = None) -> Batch:
+    """This rank's contiguous shard of a sequence that every rank holds; a view, without communication, differentiable.
+
+    Args:
+        batch: A tensor, or nested dicts, lists and tuples of tensors of one length along `dim`; other numbers, strings and None in
+            them stay as they are. Borders of documents (`cu_seqlens`) are global: keep them out.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`; a single rank gets the whole.
+        dim: Dim of every tensor that is the sequence.
+        shard_lengths: Tokens of each rank. Default: equally many.
+
+    Returns:
+        The same structure, with tensors of `shard_lengths[rank]` tokens.
+
+    Raises:
+        TypeError: If the batch holds no tensor, or something of another type.
+        ValueError: If the tensors differ in length, or the shards do not tile them.
+    """
+    num_tokens = _length(batch, dim)
+    lengths = shard_lengths_of(mesh, num_tokens, shard_lengths)
+    _, rank, _ = group_of(mesh)
+    start = sum(lengths[:rank])
+    return _map(lambda x: x.narrow(dim, start, lengths[rank]), batch)
+
+
+def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_lengths: Sequence[int] | None = None) -> Batch:
+    """The whole sequence on every rank, from the shard that each holds: the inverse of `shard_sequence`, for any dtype.
+
+    Differentiable, by the convention of `DTensor.full_tensor()`: every rank goes on to compute the same from the whole, so the
+    gradient of its shard is that slice of its own gradient, and nothing is summed over ranks. A loss that is computed from the
+    whole on every rank has its full gradient in each shard; one that differs between ranks must be reduced by the caller.
+
+    Args:
+        batch_local: This rank's shard: a tensor, or nested dicts, lists and tuples of tensors of one length along `dim`; the same
+            structure on every rank.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
+        dim: Dim of every tensor that is the sequence.
+        shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
+
+    Returns:
+        The same structure, with tensors of `sum(shard_lengths)` tokens.
+
+    Raises:
+        TypeError: If the batch holds no tensor, or something of another type.
+        ValueError: If the tensors differ in length, or this rank holds another number of tokens than `shard_lengths` says.
+    """
+    name, _, num_ranks = group_of(mesh)
+    rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
+    if num_ranks == 1:
+        return batch_local
+    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim()), batch_local)
+
+
+def replicated_like(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, which are the same on every rank, as replicated DTensors of the mesh of x if x is a DTensor; else themselves.
+
+    Their gradients are summed over the ranks that see parts of x.
+    """
+    mesh = getattr(x, "device_mesh", None)  # torch.distributed.tensor is slow to import, and rarely needed
+    if mesh is None:
+        return tensors
+    from torch.distributed.tensor import DTensor, Replicate
+
+    replicas = [Replicate()] * mesh.ndim
+    return tuple(y if isinstance(y, DTensor) else DTensor.from_local(y, mesh, replicas, run_check=False) for y in tensors)
+
+
+def _length(batch: Any, dim: int) -> int:
+    """Of the tensors of a batch, along `dim`."""
+    leaves, _ = tree_flatten(batch)
+    lengths: list[int] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(f"batch must hold tensors with dim={dim}, got shape {tuple(leaf.shape)}")
+            lengths.append(leaf.shape[dim])
+        elif leaf is not None and not isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            raise TypeError(f"batch must hold tensors in dicts, lists and tuples, got {type(leaf).__name__}")
+    if not lengths:
+        raise TypeError(f"batch must hold a tensor, got {type(batch).__name__}")
+    if any(length != lengths[0] for length in lengths):
+        raise ValueError(f"batch must hold tensors of one length along dim={dim}, got lengths {lengths}")
+    return lengths[0]
+
+
+def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    leaves, structure = tree_flatten(batch)
+    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+# An opaque operator: functional collectives lose their gradient when compiled in some versions (pytorch/pytorch#183459).
+
+
+@torch.library.custom_op("flexdilated::unshard", mutates_args=())
+def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    """The shards of all ranks of a group, one after another along `dim`."""
+    assert x.shape[dim] == lengths[rank]
+    whole = _whole(x, lengths, dim)
+    longest = max(lengths)
+    if whole.numel() == 0:  # on every rank
+        return whole
+    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
+    padded = x.new_zeros(longest, *rest)
+    padded[: lengths[rank]] = x.movedim(dim, 0)
+    shards = x.new_empty(len(lengths), longest, *rest)
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    dist.all_gather_into_tensor(shards.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    for shard, part in zip(shards, whole.split(list(lengths), dim)):
+        part.copy_(shard[: part.shape[dim]].movedim(0, dim))
+    return whole
+
+
+@_gather.register_fake
+def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    return _whole(x, lengths, dim)
+
+
+def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int], output: Tensor) -> None:
+    _, _, ctx.rank, ctx.lengths, ctx.dim = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    start = sum(ctx.lengths[: ctx.rank])
+    return grad.narrow(ctx.dim, start, ctx.lengths[ctx.rank]), None, None, None, None
+
+
+_gather.register_autograd(_differentiate, setup_context=_save)
