@@ -20,8 +20,8 @@ from torch import Tensor
 from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options
-from flexdilated.distributed.exchange import Links, Pending, Transport, links
-from flexdilated.distributed.plan import ContextPlan, Task
+from flexdilated.distributed.exchange import Links, Pending, Places, Transport, link
+from flexdilated.distributed.plan import KINDS, ContextPlan, Task
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.mixture import Run, backward, forward, spread
 
@@ -62,13 +62,12 @@ class _Program:
     out: Links
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> _Program:
-    kv, q, out = (links(plan, exchange, kind, rank, device) for kind in ("kv", "q", "out"))
-    begin = plan.borders[rank]
+    (kv, kv_places), (q, q_places), (out, out_places) = (link(plan, exchange, kind, rank, device) for kind in KINDS)
 
     def parts(
-        task: Task, tokens: tuple[int, ...], rows: Sequence[tuple[int, int, int]], among: tuple[int, int], via: Links, sent: bool
+        task: Task, tokens: tuple[int, ...], rows: Sequence[tuple[int, int, int]], among: tuple[int, int], places: Places
     ) -> Iterator[_Part]:
         heads, first = (np.array(x, np.int64)[:, None] for x in (task.heads, tokens))
         for owner, low, high in rows:
@@ -77,18 +76,18 @@ def _program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
                 continue
             at = first + task.stride * np.arange(low, high)
             if owner == rank:
-                yield _Part(owner, low, high, torch.from_numpy(at - begin).to(device), None)
+                mine = (at - plan.borders[rank]).astype(np.int32)
+                yield _Part(owner, low, high, torch.from_numpy(mine).to(device), None)
             else:
-                places = via.places(owner, heads, at, sent=sent)
-                yield _Part(owner, low, high, None, torch.from_numpy(places).to(device))
+                yield _Part(owner, low, high, None, torch.from_numpy(places(owner, heads, at)).to(device))
 
     jobs = [
         _Job(
             task,
-            torch.tensor(task.heads, device=device)[:, None],
-            tuple(parts(task, task.tokens, task.sources, task.queries, q, False)),
-            tuple(parts(task, task.tokens, task.sources, task.keys, kv, False)),
-            tuple(parts(task, task.out_tokens, task.owners, task.queries, out, True)),
+            torch.tensor(task.heads, dtype=torch.int32, device=device)[:, None],
+            tuple(parts(task, task.tokens, task.sources, task.queries, q_places)),
+            tuple(parts(task, task.tokens, task.sources, task.keys, kv_places)),
+            tuple(parts(task, task.out_tokens, task.owners, task.queries, out_places)),
         )
         for task in plan.tasks(exchange, rank)
     ]
@@ -191,7 +190,7 @@ class _Work:
     def kv_message(self, place: slice, into: Tensor | None = None) -> Tensor:
         """`(E, B, 2 D)`: keys and values, and a column that says which are ignored, where there is a mask."""
         sent = self.program.kv
-        tokens, heads = sent.sent_tokens[place], sent.sent_heads[place]
+        tokens, heads = sent.tokens[place], sent.heads[place]
         message = self.k.new_empty(tokens.shape[0], self.batch, self.kv_width) if into is None else into
         message[..., : self.head_dim] = self.k.transpose(0, 1)[tokens, :, heads]
         message[..., self.head_dim : 2 * self.head_dim] = self.v.transpose(0, 1)[tokens, :, heads]
@@ -202,7 +201,7 @@ class _Work:
     def q_message(self) -> Tensor:
         """`(E, B, group, D)`."""
         sent = self.program.q
-        return self._grouped(self.q).transpose(0, 1)[sent.sent_tokens, :, sent.sent_heads]
+        return self._grouped(self.q).transpose(0, 1)[sent.tokens, :, sent.heads]
 
     def _grouped(self, x: Tensor) -> Tensor:
         """`(B, n, H, ...)` as `(B, n, Hkv, group, ...)`, a view."""
@@ -253,8 +252,8 @@ class _Work:
         assert part.places is not None
         return part.places - self.program.kv.receives[part.rank].start
 
-    def outputs(self, job: _Job, local: Tensor, remote: Tensor | None, fill: float = 0.0) -> Tensor:
-        """A task's rows of what belongs to outputs: `local` `(B, n, H, D')` here, `remote` `(E, B, group, D')` from their owners."""
+    def outputs(self, job: _Job, local: Tensor, remote: Tensor | None) -> Tensor:
+        """A task's rows of what belongs to outputs: `local` `(B, n, H, D')` here, `remote` `(E, B, group, D')` from owners."""
         parts = []
         for part in job.outputs:
             if part.tokens is not None:
@@ -306,7 +305,7 @@ class _Work:
             merge_(own[0][:, :, rows], own[1][:, :, rows], out, lse.to(self.sums))
 
     def finish(self, number: int, own: tuple[Tensor, Tensor]) -> None:
-        """Let torchscale's zero keys take part. The padding row of a causal segment is seen by the query that stands there alone."""
+        """Let torchscale's zero keys take part. A causal segment's is seen by the query of zeros alone."""
         task = self.program.jobs[number].task
         if self.is_causal:
             if task.queries[1] > task.rows:
@@ -393,14 +392,14 @@ class _Grads:
     def settle_keys(self, place: slice, rows: Tensor) -> None:
         """Add `(E, B, 2 D)`: what a peer returns for the rows that this rank lent it."""
         sent = self.work.program.kv
-        tokens, heads = sent.sent_tokens[place], sent.sent_heads[place]
+        tokens, heads = sent.tokens[place], sent.heads[place]
         for total, part in zip((self.dk, self.dv), rows.to(self.work.sums).chunk(2, dim=-1)):
             total.transpose(0, 1)[tokens, :, heads] += part
 
     def settle_queries(self, place: slice, rows: Tensor) -> None:
         """Add `(E, B, group, D)`."""
         sent = self.work.program.q
-        tokens, heads = sent.sent_tokens[place], sent.sent_heads[place]
+        tokens, heads = sent.tokens[place], sent.heads[place]
         mine = self.work._grouped(self.dq).transpose(0, 1)
         mine[tokens, :, heads] += rows.to(mine.dtype)
 
@@ -512,7 +511,7 @@ def _deliver(work: _Work, transport: Transport, out: Tensor, lse: Tensor, owns: 
     transport.swap(via.split(message, sent=True), via.split(rows, sent=False)).wait()
     width = work.group * work.head_dim
     for place in via.receives.values():  # peers may have computed branches of one row: one after another
-        index = (via.received_tokens[place], slice(None), via.received_heads[place])
+        index = (via.tokens[place], slice(None), via.heads[place])
         part_lse = _from_bits(rows[place][..., width:], work.sums)
         part_out = rows[place][..., :width].unflatten(-1, (work.group, work.head_dim))
         _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), index, part_out, part_lse)
@@ -578,7 +577,7 @@ def _swap_outputs(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Send dout, out, lse and dlse of rows that other ranks computed to them: `(E, B, ...)`."""
     via = work.program.out
-    tokens, heads = via.received_tokens, via.received_heads
+    tokens, heads = via.tokens, via.heads
     if dlse is None:  # whether lse has a gradient may differ from rank to rank: the message does not
         dlse = torch.zeros_like(lse)
 

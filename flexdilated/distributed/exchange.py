@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexdilated.distributed.plan import ContextPlan, Integers
 
-__all__ = ["GroupTransport", "Links", "Pending", "Transport", "links"]
+__all__ = ["GroupTransport", "Links", "Pending", "Places", "Transport", "link"]
 
 
 class Pending(Protocol):
@@ -54,7 +54,7 @@ class GroupTransport:
         device: Where the tensors live.
     """
 
-    _connected: WeakSet[dist.ProcessGroup] = WeakSet()
+    _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
@@ -83,66 +83,56 @@ class Links:
     Args:
         sends: The places of the rows that each peer gets, among all rows sent.
         receives: The places of the rows that each peer gives, among all rows received.
-        sent_tokens: `(E,)` int64, tokens of the rows sent, counted from the first of the shard that owns them.
-        sent_heads: `(E,)` int64, their key/value heads.
-        received_tokens: `(E',)` of the rows received, counted from the first of this rank's own shard.
-        received_heads: `(E',)`.
+        tokens: `(E,)` int32: of the rows that this rank owns, which are those it sends, or for outputs those it receives; counted
+            from the first token of its shard.
+        heads: `(E,)` int32, their key/value heads.
     """
 
     sends: dict[int, slice]
     receives: dict[int, slice]
-    sent_tokens: Tensor
-    sent_heads: Tensor
-    received_tokens: Tensor
-    received_heads: Tensor
-    _keys: tuple[Integers, Integers]
-    _num_heads: int
-    _num_tokens: int
+    tokens: Tensor
+    heads: Tensor
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives)
 
     @property
     def num_sent(self) -> int:
-        return self.sent_tokens.shape[0]
+        return max((place.stop for place in self.sends.values()), default=0)
 
     @property
     def num_received(self) -> int:
-        return self.received_tokens.shape[0]
-
-    def places(self, peer: int, heads: Integers, tokens: Integers, *, sent: bool = False) -> Integers:
-        """The places of rows among all rows received (or sent): heads and tokens (of the whole sequence) that broadcast."""
-        keys = self._keys[0 if sent else 1]
-        wanted = (peer * self._num_heads + heads) * self._num_tokens + tokens
-        found = np.searchsorted(keys, wanted)
-        assert (keys[np.minimum(found, len(keys) - 1)] == wanted).all(), "a row that no rank sends"
-        return found
+        return max((place.stop for place in self.receives.values()), default=0)
 
     def split(self, message: Tensor, *, sent: bool) -> dict[int, Tensor]:
         """The part of each peer in a tensor of all rows sent, or received."""
         return {peer: message[place] for peer, place in (self.sends if sent else self.receives).items()}
 
 
-@lru_cache(maxsize=64)
-def links(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device) -> Links:
-    """What a rank exchanges of one kind under a plan."""
-    begin = plan.borders[rank]
-    sides = [plan.entries(exchange, kind, rank, sent=sent) for sent in (True, False)]
-    keys = [(peer * len(plan.within) + head) * plan.num_tokens + token for peer, head, token in sides]
-    # Queries and keys are sent by their owner, outputs received by it: only that side's tokens are in the shard.
-    tensors = [(torch.from_numpy(token - begin).to(device), torch.from_numpy(head).to(device)) for _, head, token in sides]
-    (sent_tokens, sent_heads), (received_tokens, received_heads) = tensors
-    return Links(
-        dict(_runs(sides[0][0])),
-        dict(_runs(sides[1][0])),
-        sent_tokens,
-        sent_heads,
-        received_tokens,
-        received_heads,
-        (keys[0], keys[1]),
-        len(plan.within),
-        plan.num_tokens,
-    )
+class Places:
+    """Where the rows that this rank does not own stand among those that travel."""
+
+    def __init__(self, plan: ContextPlan, peer: Integers, head: Integers, token: Integers) -> None:
+        self._num_heads, self._num_tokens = len(plan.within), plan.num_tokens
+        self._keys = self._key(peer, head, token)
+
+    def _key(self, peer: Any, head: Integers, token: Integers) -> Integers:
+        return (peer * self._num_heads + head) * self._num_tokens + token
+
+    def __call__(self, peer: int, heads: Integers, tokens: Integers) -> NDArray[np.int32]:
+        """Of heads and tokens of the whole sequence, which broadcast."""
+        wanted = self._key(peer, heads, tokens)
+        found = np.searchsorted(self._keys, wanted)
+        assert (self._keys[np.minimum(found, len(self._keys) - 1)] == wanted).all(), "a row that does not travel"
+        return found.astype(np.int32)
+
+
+def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device) -> tuple[Links, Places]:
+    """What a rank exchanges of one kind under a plan, and where to find the rows of others."""
+    sent, received = (plan.entries(exchange, kind, rank, sent=sent) for sent in (True, False))
+    owned, foreign = (received, sent) if kind == "out" else (sent, received)
+    tokens, heads = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (owned[2] - plan.borders[rank], owned[1]))
+    return Links(dict(_runs(sent[0])), dict(_runs(received[0])), tokens, heads), Places(plan, *foreign)
 
 
 def _runs(peers: Integers) -> Iterator[tuple[int, slice]]:
