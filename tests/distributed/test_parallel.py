@@ -1,0 +1,248 @@
+"""Every rank's part in one process, against the oracle; bytes against the plan; planted faults against both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexdilated.parallel
+from flexdilated import DilatedPattern
+from flexdilated.distributed.plan import EXCHANGES, ContextPlan, Needs
+from flexdilated.parallel import Call, context_backward, context_forward
+from tests.distributed.cases import ShardedCase, random_case
+from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
+from tests.tolerances import EXACT
+
+Tamper = Callable[[int, int, Tensor], Tensor]
+
+WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), (11, 13, 17), batch=2, group=2)
+
+
+def simulate(
+    case: ShardedCase, exchange: str, dtype: torch.dtype = torch.float64, tamper: Tamper = lambda s, r, x: x, **options: Any
+) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
+    plan, given, mask = case.plan(), case.tensors(dtype), case.mask()
+    lse = case.expected()["lse"]
+    given["dlse"] = given["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    num_ranks = len(case.shard_lengths)
+
+    def part(rank: int) -> tuple[list[Tensor], Tensor | None, Call]:
+        here = case.shard(rank)
+        tensors = [given[name][:, here].contiguous() for name in "qkv"]
+        call = Call(plan, exchange, rank, case.scale, **options)
+        return tensors, None if mask is None else mask[:, here], call
+
+    mail = Mail()
+
+    def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        tensors, ignored, call = part(rank)
+        return context_forward(*tensors, ignored, call, SimulatedTransport(rank, mail, tamper))
+
+    outs: list[Any] = run_ranks(num_ranks, ahead)
+    forward_bytes, mail.bytes = mail.bytes, Counter()
+
+    def back(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        tensors, ignored, call = part(rank)
+        here = case.shard(rank)
+        grads = given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous()
+        return context_backward(*grads, *tensors, *outs[rank], ignored, call, SimulatedTransport(rank, mail, tamper))
+
+    grads: list[Any] = run_ranks(num_ranks, back)
+    whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
+    for i, name in enumerate(("dq", "dk", "dv")):
+        whole[name] = torch.cat([x[i] for x in grads], dim=1)
+    return whole, forward_bytes, mail.bytes
+
+
+def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) -> None:
+    """The two proofs of an exchange: the oracle's values, the plan's bytes."""
+    got, *counted = simulate(case, exchange, tamper=tamper)
+    check_bytes(case, exchange, *counted)
+    expected = case.expected()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_bytes(case: ShardedCase, exchange: str, ahead: Counter[tuple[int, int]], back: Counter[tuple[int, int]]) -> None:
+    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored > 0, "lse_size": 8}
+    for counted, planned in zip((ahead, back), case.plan().bytes_received(exchange, **sizes)):
+        received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
+        assert received == planned.tolist()
+
+
+# -- values and bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("block", range(4))
+def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int, block: int) -> None:
+    for seed in range(block * 6, block * 6 + 6):
+        check(random_case(1000 * num_ranks + seed, num_ranks), exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", [8, 16])
+def test_many_ranks_give_what_one_gives(exchange: str, num_ranks: int) -> None:
+    for seed in range(8):
+        check(random_case(1000 * num_ranks + seed, num_ranks, longest=150), exchange)
+
+
+def test_random_cases_move_rows() -> None:
+    """Else the tests above would prove nothing."""
+    cases = [random_case(3000 + seed, 3) for seed in range(24)]
+    assert sum(not case.plan().is_local for case in cases) >= 12
+    for wanted in ("is_causal", "ignored", "borders"):
+        assert any(getattr(case, wanted) for case in cases)
+    moved = [case for case in cases if len(case.plan().traffic("gather", "q").rows)]
+    assert moved, "no case has outputs that move to another rank"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dtype) -> None:
+    expected = WIDE.expected()
+    ones = ShardedCase(WIDE.pattern, (WIDE.num_tokens,), batch=WIDE.batch, group=WIDE.group)
+    alone, _, _ = simulate(ones, "gather", dtype)
+    got, _, _ = simulate(WIDE, exchange, dtype)
+    for name, value in got.items():
+        assert value.dtype == (torch.float32 if name == "lse" else dtype)
+        error, base = ((x.double() - expected[name]).norm() for x in (value, alone[name]))
+        assert error <= 1.5 * base + 1e-6, name
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_dropout_is_the_same_in_forward_and_backward_and_differs_by_rank(exchange: str) -> None:
+    """`out` is linear in v under fixed dropout, so `sum(dout out) = sum(v dv)`, only if both directions drop the same weights."""
+    got, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
+    given = WIDE.tensors()
+    torch.testing.assert_close((given["dout"] * got["out"]).sum(), (given["v"] * _without_lse(exchange)["dv"]).sum(), **EXACT)
+    again, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
+    assert torch.equal(got["out"], again["out"])
+    other, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=6)
+    assert not torch.equal(got["out"], other["out"])
+
+
+def _without_lse(exchange: str) -> dict[str, Tensor]:
+    # A gradient of lse does not reach v.
+    return simulate(WIDE, exchange, dropout_p=0.4, seed=5)[0]
+
+
+def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
+    case = ShardedCase(DilatedPattern((8,), (1,)), (8, 8))
+    given = case.tensors()
+    outs = []
+    for rank in range(2):
+        tensors = [given[name][:, :8].contiguous() for name in "qkv"]  # the same on both
+        call = Call(case.plan(), "gather", rank, case.scale, dropout_p=0.5, seed=7)
+        outs.append(context_forward(*tensors, None, call, SimulatedTransport(rank, Mail()))[0])
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ShardedCase(DilatedPattern((5, 16), (1, 3)), (9, 12, 11), kv_heads=3, is_causal=True)
+    tensors = case.tensors
+    given = tensors()
+    given["k"][0, 10, 1] = torch.nan
+
+    def poisoned(self: ShardedCase, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in given.items()}
+
+    monkeypatch.setattr(ShardedCase, "tensors", poisoned)
+    got, _, _ = simulate(case, exchange)
+    expected = case.expected()
+    may_see = expected["out"].isnan()
+    assert not (got["out"].isnan() & ~may_see).any()
+    assert not (got["lse"].isnan() & ~may_see.any(dim=-1).transpose(1, 2)).any()
+    # A kernel may take a row whose only key is NaN for an empty one.
+    assert got["out"].isnan().sum() >= may_see.sum() - case.head_dim
+    # Gradients are NaN at most where a row meets one that saw it: rows of other heads and of segments without it stay finite.
+    for name in ("dq", "dk", "dv"):
+        assert not got[name][:, :, [0, 2]].isnan().any()
+        assert not got[name][:, :9].isnan().any()
+        assert got[name].isnan().any()
+
+
+# -- planted faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(3004, 3) if exchange == "heads" else WIDE
+    check(case, exchange)
+    monkeypatch.setattr(flexdilated.parallel._Grads, "settle_keys", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="dk"):
+        check(case, exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes no value: only the bytes tell."""
+    original = ContextPlan.needs
+
+    def generous(self: ContextPlan, exchange: str, kind: str, head: int) -> Needs:
+        needs = original(self, exchange, kind, head)
+        if kind != "kv" or head != 0:
+            return needs
+        ends = needs.first + needs.rows * needs.stride
+        place = next(i for i, end in enumerate(ends) if end < self.borders[needs.sender[i] + 1])
+        rows = needs.rows.copy()
+        rows[place] += 1  # the sender holds that row too
+        return needs._replace(rows=rows)
+
+    case = ShardedCase(DilatedPattern((30,), (2,)), (11, 13, 17))
+    ahead, back = simulate(case, exchange)[1:]
+    check_bytes(case, exchange, ahead, back)
+    plan = ContextPlan(
+        case.pattern, case.shard_lengths, case.kv_heads, range(case.kv_heads), case.group, case.documents(), case.is_causal
+    )
+    monkeypatch.setattr(ShardedCase, "plan", lambda self: plan)
+    with monkeypatch.context() as planted:
+        planted.setattr(ContextPlan, "needs", generous)
+        ahead, back = simulate(case, exchange)[1:]
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        check_bytes(case, exchange, ahead, back)
+
+
+def _stale(sender: int, receiver: int, message: Tensor) -> Tensor:
+    """One row is what it was a step ago: anything else."""
+    message[message.shape[0] // 2] = 0.25
+    return message
+
+
+def _swapped(sender: int, receiver: int, message: Tensor) -> Tensor:
+    first, second = message.clone().chunk(2, dim=-1) if message.shape[-1] % 2 == 0 else (message, message)
+    return torch.cat([second, first], dim=-1) if first is not message else message.flip(-1)
+
+
+def _shifted(sender: int, receiver: int, message: Tensor) -> Tensor:
+    return message.roll(1, dims=0)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("tamper", [_stale, _swapped, _shifted])
+def test_wrong_rows_are_caught(exchange: str, tamper: Tamper) -> None:
+    check(WIDE, exchange)
+    with pytest.raises(AssertionError):
+        check(WIDE, exchange, tamper=tamper)
+
+
+def test_a_message_that_nobody_sends_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.distributed.simulation.TIMEOUT", 0.5)
+
+    class Deaf(SimulatedTransport):
+        def swap(self, sends: Any, receives: Any) -> Any:
+            return super().swap({} if self.rank == 1 else sends, receives)
+
+    monkeypatch.setattr("tests.distributed.test_parallel.SimulatedTransport", Deaf)
+    with pytest.raises(Exception):  # noqa: B017, PT011  (an empty mailbox)
+        simulate(WIDE, "gather")
