@@ -167,7 +167,7 @@ def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytes
     # Gradients are NaN at most where a row meets one that saw it: rows of other heads and of segments without it stay finite.
     for name in ("dq", "dk", "dv"):
         assert not got[name][:, :, [0, 2]].isnan().any()
-        assert not got[name][:, :9].isnan().any()
+        assert not got[name][:, 16:].isnan().any()
         assert got[name].isnan().any()
 
 
