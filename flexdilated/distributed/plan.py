@@ -262,7 +262,7 @@ class ContextPlan:
         receiver, sender = _pairs(segment)
         asks = (receiver != sender) & (out_low < out_high)[receiver] & (low < high)[sender]
         receiver, sender = receiver[asks], sender[asks]
-        asked = np.minimum(out_high, rows)[receiver]
+        asked = out_high[receiver]  # may count a query of zeros, which comes after all rows
         first, end = low[sender], high[sender]
         if kind == "q":
             first, end = np.maximum(first, out_low[receiver]), np.minimum(end, asked)
@@ -408,7 +408,8 @@ class ContextPlan:
         for rank in range(self.num_ranks):
             for piece in self.local_pieces(rank):
                 size = piece.rows - piece.zero_row
-                scored = size * (size + 1) // 2 if self.is_causal else size * size
+                queries = min(size, piece.out_rows)  # outputs behind the end are nobody's
+                scored = queries * (queries + 1) // 2 if self.is_causal else queries * size
                 work[rank] += piece.segments * piece.offsets * piece.heads * scored
         for branch in range(len(self.pattern.branches)):
             if not len(self._cut[branch]):
@@ -666,7 +667,6 @@ def _common(first: Integers, stride: Integers, end: Integers, subset: tuple[int,
         t = ((b - a) // gcd * _inverse(step // gcd, other // gcd)) % (other // gcd)
         a, step = a + t * step, step // gcd * other
     begin = a + np.maximum(0, -((a - low) // step)) * step
-    begin = np.where(a > low, a - (a - low) // step * step, begin)
     return np.where(alive, np.maximum(0, (high - begin) // step + 1), 0)
 
 

@@ -224,7 +224,7 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     padded[: lengths[rank]] = x.movedim(dim, 0)
     shards = x.new_empty(len(lengths), longest, *rest)
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
-    dist.all_gather_into_tensor(shards.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
     return whole

@@ -1,0 +1,389 @@
+"""Ranks agree on a plan or all raise one error: as threads on each kind of store, then as processes on real groups."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+
+from flexdilated.distributed import agreement
+from flexdilated.distributed.agreement import Ledger, agree, withdraw
+
+PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
+LONG = timedelta(seconds=20)  # never waited for: a test that does fails by its error
+SHORT = timedelta(milliseconds=200)
+
+Outcome = str | None  # the error, as `Type: message`
+
+
+def attempt(call: Callable[[], None]) -> Outcome:
+    try:
+        call()
+    except (ValueError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def together(calls: Sequence[Callable[[], None]]) -> list[Outcome]:
+    """What each rank met, each in its thread."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(attempt, calls))
+
+
+def round_of(ledgers: Sequence[Ledger], *plans: dict[str, object], timeout: timedelta = LONG) -> list[Outcome]:
+    """One round: a plan for all ranks, or one for each."""
+    plans = plans * len(ledgers) if len(plans) == 1 else plans
+    return together(
+        [lambda ledger=ledger, plan=plan: ledger.agree(plan, timeout) for ledger, plan in zip(ledgers, plans, strict=True)]
+    )
+
+
+def ledgers_on(store: dist.Store, size: int) -> list[Ledger]:
+    return [Ledger(store, rank, size) for rank in range(size)]
+
+
+@pytest.fixture
+def pair() -> list[Ledger]:
+    return ledgers_on(dist.HashStore(), 2)
+
+
+@pytest.fixture
+def trio() -> list[Ledger]:
+    return ledgers_on(dist.HashStore(), 3)
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[dist.Store]]:
+    """The store as three ranks see it, each through its own client where the kind has clients."""
+    if request.param == "hash":
+        yield [dist.HashStore()] * 3
+    elif request.param == "file":
+        yield [dist.FileStore(str(tmp_path / "store"), 3) for _ in range(3)]
+    else:
+        server = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+        yield [server, *(dist.TCPStore("127.0.0.1", server.port, 3, is_master=False) for _ in range(2))]
+
+
+class Counted:
+    """A store that counts the calls it gets."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def test_agree_on_every_store(stores: list[dist.Store]) -> None:
+    ledgers = [Ledger(dist.PrefixStore("p", store), rank, 3) for rank, store in enumerate(stores)]
+    assert round_of(ledgers, PLAN) == [None] * 3
+    differ = "ValueError: ranks must agree on heads, got 3 on ranks 0, 2 and 5 on rank 1"
+    assert round_of(ledgers, PLAN | {"x": 1}, PLAN | {"x": 1, "heads": 5}, PLAN | {"x": 1}) == [differ] * 3
+    calls = [lambda: ledgers[0].agree({}, LONG), lambda: ledgers[1].agree({}, LONG), lambda: ledgers[2].withdraw("é must be e")]
+    assert together(calls) == ["ValueError: rank 2 refused: é must be e"] * 2 + [None]
+    late = "TimeoutError: rank 1 must take part in dilated_attention over this mesh within 0.2 s, it did not"
+    for outcome in round_of([ledgers[0], ledgers[2]], {}, timeout=SHORT):
+        assert outcome.startswith(late)
+    assert attempt(lambda: ledgers[1].agree({}, LONG)).startswith(late)
+    assert round_of(ledgers, {}) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "second", "message"),
+    [
+        ("dtype", "torch.float32", "torch.bfloat16", "'torch.float32' on ranks 0, 2 and 'torch.bfloat16' on rank 1"),
+        ("heads", 3, 5, "3 on ranks 0, 2 and 5 on rank 1"),
+        ("scale", 1.0, None, "1.0 on ranks 0, 2 and None on rank 1"),
+        ("scale", 1, 1.0, "1 on ranks 0, 2 and 1.0 on rank 1"),
+        ("is_causal", True, 1, "True on ranks 0, 2 and 1 on rank 1"),
+        ("lengths", (7, 13), [7, 11], r"\[7, 13\] on ranks 0, 2 and \[7, 11\] on rank 1"),
+        ("lengths", [7], [7, 13], r"\[7\] on ranks 0, 2 and \[7, 13\] on rank 1"),
+        (
+            "name",
+            "a" * 150,
+            "a" * 151,
+            r"'a{119}\.\.\. sha256 [0-9a-f]{8} on ranks 0, 2 and 'a{119}\.\.\. sha256 [0-9a-f]{8} on rank 1",
+        ),
+        (
+            "cu_seqlens",
+            list(range(1025)),
+            [*range(1000), *range(1001, 1026)],
+            r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(1025 values\)\]\.\.\. sha256 (\w{8}) on ranks 0, 2 "
+            r"and \[0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(1025 values\)\]\.\.\. sha256 (?!\1)\w{8} on rank 1",
+        ),
+    ],
+)
+def test_agree_names_field_values_and_ranks(trio: list[Ledger], field: str, first: object, second: object, message: str) -> None:
+    outcomes = round_of(trio, PLAN | {field: first}, PLAN | {field: second}, PLAN | {field: first})
+    with pytest.raises(ValueError, match=f"^ValueError: ranks must agree on {field}, got {message}$"):
+        raise ValueError(outcomes[0])
+    assert outcomes == outcomes[:1] * 3
+    assert round_of(trio, PLAN | {field: second}) == [None] * 3
+
+
+def test_agree_accepts_equal_values_that_python_tells_apart(trio: list[Ledger]) -> None:
+    nan = [{"lengths": (7, 13), "scale": float("nan")}, {"scale": float("nan"), "lengths": [7, 13]}]
+    assert round_of(trio, *nan, nan[0]) == [None] * 3
+
+
+def test_agree_names_missing_fields_and_every_difference(trio: list[Ledger]) -> None:
+    message = (
+        "ValueError: ranks must agree on heads, got 3 on rank 0 and 5 on rank 1 and nothing on rank 2"
+        "; on mask, got nothing on ranks 0, 1 and 'ball' on rank 2"
+    )
+    assert round_of(trio, {"heads": 3}, {"heads": 5}, {"mask": "ball"}) == [message] * 3
+
+
+def test_agree_shortens_long_messages() -> None:
+    posts = [dict.fromkeys(map(str, range(17)), rank) for rank in range(11)]
+    message = round_of(ledgers_on(dist.HashStore(), 11), *posts)[0]
+    assert message.endswith(", ... (17 fields)")
+    assert "on 7, got 0 on rank 0 and 1 on rank 1 and " in message
+    assert "7 on rank 7, ... (11 values); on 1, got" in message
+    outcomes = round_of(ledgers_on(dist.HashStore(), 11), *[{"heads": rank == 9} for rank in range(11)])
+    assert (
+        outcomes
+        == ["ValueError: ranks must agree on heads, got False on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (10 ranks) and True on rank 9"]
+        * 11
+    )
+
+
+def test_agree_rejects_other_types(pair: list[Ledger]) -> None:
+    with pytest.raises(TypeError, match=r"plan must map names to JSON types, got another: Object of type dtype is not"):
+        pair[0].agree({"dtype": torch.float32}, LONG)
+    assert round_of(pair, {"dtype": "torch.float32"}) == [None] * 2  # the refused call was no round
+
+
+def test_agreed_plan_touches_no_store() -> None:
+    store = Counted(dist.HashStore())
+    ledgers = ledgers_on(store, 2)
+    plans = [PLAN | {"heads": heads} for heads in (3, 5)]
+    for plan in plans:
+        assert round_of(ledgers, plan) == [None] * 2
+    calls = store.calls
+    for plan in plans:
+        ledgers[0].agree(dict(reversed(plan.items())), SHORT)
+    assert store.calls == calls > 0
+
+
+def test_differing_plan_is_not_agreed(pair: list[Ledger]) -> None:
+    for _ in range(2):
+        assert (
+            round_of(pair, {"heads": 3}, {"heads": 5})
+            == ["ValueError: ranks must agree on heads, got 3 on rank 0 and 5 on rank 1"] * 2
+        )
+
+
+def test_remembered_plans_are_bounded_in_the_order_of_rounds(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "MAX_AGREED", 2)
+    for heads in (3, 5):
+        assert round_of(pair, {"heads": heads}) == [None] * 2
+    pair[0].agree({"heads": 3}, SHORT)  # a use by one rank alone, as beside a rank that refuses, moves nothing
+    assert round_of(pair, {"heads": 7}) == [None] * 2
+    assert [len(ledger.agreed) for ledger in pair] == [2, 2]
+    for heads in (5, 7):
+        pair[0].agree({"heads": heads}, SHORT)
+    assert round_of(pair, {"heads": 3}) == [None] * 2
+    assert [ledger.round for ledger in pair] == [4, 4]
+
+
+def test_withdrawal_before_the_others_come_and_after(trio: list[Ledger]) -> None:
+    trio[1].withdraw("q must be a tensor, got list")
+    refusal = "ValueError: rank 1 refused: q must be a tensor, got list"
+    assert round_of([trio[0], trio[2]], PLAN) == [refusal] * 2
+
+    def later() -> None:
+        while not trio[0].store.check(["1/1/0"]):
+            time.sleep(0.001)
+        trio[1].withdraw("scale must be finite, got nan")
+
+    outcomes = together([lambda: trio[0].agree(PLAN, LONG), later])  # rank 2 has not come: rank 0 does not wait for it
+    refusal = "ValueError: rank 1 refused: scale must be finite, got nan"
+    assert outcomes == [refusal, None]
+    assert attempt(lambda: trio[2].agree(PLAN, LONG)) == refusal
+    assert round_of(trio, PLAN) == [None] * 3
+
+
+def test_ranks_that_all_withdraw_go_on(pair: list[Ledger]) -> None:
+    for ledger in pair:
+        ledger.withdraw("q must be a tensor, got list")
+    assert round_of(pair, PLAN) == [None] * 2
+
+
+def test_withdrawal_beside_an_agreed_plan_is_an_error_in_the_next_round(pair: list[Ledger]) -> None:
+    assert round_of(pair, PLAN) == [None] * 2
+    pair[1].withdraw("scale must be finite, got nan")
+    pair[0].agree(PLAN, SHORT)
+    outcomes = round_of(pair, PLAN | {"heads": 5}, timeout=SHORT)
+    assert outcomes[0] == "ValueError: rank 1 refused: scale must be finite, got nan"
+    assert outcomes[1].startswith(
+        "TimeoutError: rank 0 must take part in dilated_attention over this mesh within 0.2 s, it did not"
+    )
+
+
+def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
+    ledgers = ledgers_on(dist.HashStore(), 5)
+    outcomes = round_of([ledgers[rank] for rank in (0, 3)], PLAN, timeout=SHORT)
+    message = (
+        "TimeoutError: ranks 1, 2, 4 must take part in dilated_attention over this mesh within 0.2 s, they did not: they ended, "
+        "or call it with an already agreed plan"
+    )
+    assert outcomes == [message] * 2
+    assert round_of([ledgers[rank] for rank in (1, 2, 4)], PLAN) == [message] * 3
+    assert round_of(ledgers, PLAN) == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("heads", "outcome"), [(3, None), (5, "ValueError: ranks must agree on heads, got 3 on rank 0 and 5 on rank 1")]
+)
+def test_last_rank_that_ends_before_it_compares(
+    pair: list[Ledger], heads: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(here: str, outcome: Sequence[str]) -> bytes:
+        raise TimeoutError("ended")
+
+    monkeypatch.setattr(pair[1], "_settle", end)
+
+    def last() -> None:
+        while not pair[1].store.check(["1/0/arrived"]):
+            time.sleep(0.001)
+        pair[1].agree({"heads": heads}, LONG)
+
+    half_a_second = timedelta(milliseconds=500)
+    assert together([lambda: pair[0].agree({"heads": 3}, half_a_second), last]) == [outcome, "TimeoutError: ended"]
+
+
+def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
+    ledgers = [Ledger(dist.PrefixStore("p", store), rank, 3) for rank, store in enumerate(stores)]
+    keys = []
+    for step in range(7):
+        assert round_of(ledgers, {"step": step}) == [None] * 3
+        assert None not in round_of(ledgers, *[{"step": step, "rank": rank} for rank in range(3)])
+        together([lambda: ledgers[0].agree({}, LONG), lambda: ledgers[1].withdraw("x"), lambda: ledgers[2].agree({}, LONG)])
+        keys.append(stores[0].num_keys())
+    assert keys == keys[:1] * 7
+    for _ in range(3):  # a rank that only ever withdraws
+        together([lambda: ledgers[0].agree({}, LONG), lambda: ledgers[1].withdraw("x"), lambda: ledgers[2].agree({}, LONG)])
+    assert stores[0].num_keys() <= keys[0]
+
+
+def test_keys_of_an_earlier_life_are_not_read() -> None:
+    store = dist.HashStore()
+    earlier = ledgers_on(store, 2)
+    assert round_of(earlier, PLAN) == [None] * 2
+    pair = ledgers_on(store, 2)
+    assert attempt(lambda: pair[0].agree(PLAN, SHORT)).startswith("TimeoutError: rank 1 ")  # not met by rank 1's earlier post
+    assert attempt(lambda: pair[1].agree(PLAN, SHORT)).startswith("TimeoutError: rank 1 ")
+    assert round_of(pair, PLAN) == [None] * 2
+    pair[1].withdraw("q must be a tensor, got list")
+    assert round_of(ledgers_on(store, 2), PLAN) == [None] * 2
+
+
+# Processes: real groups, one start for each world size.
+
+
+def start(worker: Callable[..., None], size: int, *arguments: object) -> None:
+    """Run the worker on every rank; a rank that fails, or is not done in time, fails the test."""
+    context = torch.multiprocessing.spawn(worker, (size, *arguments), nprocs=size, join=False)
+    deadline = time.monotonic() + 100
+    try:
+        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+            assert time.monotonic() < deadline, (
+                f"ranks must end within 100 s, got {[process.is_alive() for process in context.processes]}"
+            )
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def world_of_two(rank: int, size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, size)
+    for life in range(2):  # the same name, each life under a prefix of its own
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
+        group = dist.group.WORLD
+        collectives = group._get_sequence_number_for_group()
+        agree(group, PLAN)
+        agree(group, PLAN)
+        outcome = attempt(lambda group=group: agree(group, PLAN | {"dtype": ["float32", "float64"][rank]}))
+        assert outcome == "ValueError: ranks must agree on dtype, got 'float32' on rank 0 and 'float64' on rank 1", outcome
+        if rank == 1:
+            withdraw(group, "q must be a tensor, got list")
+        else:
+            outcome = attempt(lambda group=group: agree(group, PLAN | {"heads": 5}))
+            assert outcome == "ValueError: rank 1 refused: q must be a tensor, got list", outcome
+        agree(group, PLAN | {"heads": 5})
+        assert group._get_sequence_number_for_group() == collectives
+        dist.barrier()
+        assert group._get_sequence_number_for_group() > collectives
+        assert len(agreement._ledgers) == 1
+        dist.destroy_process_group()
+        del group
+        gc.collect()
+        assert len(agreement._ledgers) == 0
+
+
+def world_of_four(rank: int, size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=limit)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    dp, cp, world = mesh.get_group("dp"), mesh.get_group("cp"), dist.group.WORLD
+    row, column = divmod(rank, 2)
+    agree(world, PLAN)
+    for group, index in ((dp, row), (cp, column)):
+        group.set_timeout(limit)
+        assert group.rank() == index
+        agree(group, {"step": 0})
+    agree(cp, {"row": row})  # each group its own plan
+    outcome = attempt(lambda: agree(cp, {"heads": 3 + 2 * (rank == 3)}))  # one group differs, the other does not
+    expected = "ValueError: ranks must agree on heads, got 3 on rank 0 and 5 on rank 1" if row else None
+    assert outcome == expected, outcome
+    agree(dp, {"column": column})
+    agree(mesh["cp"].get_group(), {"step": 1})
+
+    if rank == 2:
+        withdraw(world, "v must have 5 columns, got 7")
+    else:
+        outcome = attempt(lambda: agree(world, PLAN | {"v": 5}))
+        assert outcome == "ValueError: rank 2 refused: v must have 5 columns, got 7", outcome
+    agree(world, PLAN | {"v": 7})
+
+    dist.barrier()
+    world.set_timeout(timedelta(seconds=1))
+    if rank != 3:  # a rank that never comes
+        outcome = attempt(lambda: agree(world, {"step": 2}))
+        message = "TimeoutError: rank 3 must take part in dilated_attention over this mesh within 1 s, it did not: it ended"
+        assert outcome is not None, "agreed without rank 3"
+        assert outcome.startswith(message), outcome
+    world.set_timeout(limit)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_agree_in_two_processes_over_two_groups_of_one_name(tmp_path: Path) -> None:
+    start(world_of_two, 2, str(tmp_path / "store"))
+
+
+def test_agree_on_the_axes_of_a_mesh_of_four_processes(tmp_path: Path) -> None:
+    start(world_of_four, 4, str(tmp_path / "store"))
+
+
+def test_group_of_one_needs_no_round() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        agree(dist.group.WORLD, PLAN)
+        withdraw(dist.group.WORLD, "alone")
+        assert dist.group.WORLD not in agreement._ledgers
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,585 @@
+"""The plan against the definition: what each output needs, token by token, and who holds it."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from flexdilated import DilatedPattern
+from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, Task, context_plan
+from flexdilated.pieces import Piece
+from flexdilated.reference import _rows
+
+# -- the definition -----------------------------------------------------------------------------------------------------------
+
+
+class Softmax(NamedTuple):
+    """One query of one branch and head: its keys are tokens and a number of zeros."""
+
+    branch: int
+    head: int  # of those held
+    out: int  # the token whose output it is
+    query: int | None  # None: a query of zeros
+    keys: tuple[int, ...]
+    zeros: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of one branch, in the eyes of one head."""
+
+    head: int
+    tokens: range  # its own, and those where its outputs may stand
+    softmaxes: tuple[Softmax, ...]
+
+
+def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
+    """All segments of a branch, head by head, in the order of tokens."""
+    pattern = plan.pattern
+    rate = pattern.dilation_rates[branch]
+    for head in pattern.head_range(branch, plan.num_heads):
+        if head not in plan.within:
+            continue
+        offset = pattern.offset(branch, head, plan.num_heads)
+        for start, num_tokens in plan.documents:
+            if not num_tokens:
+                continue
+            source, size = _rows(pattern, branch, num_tokens)
+            for first in range(0, len(source), size):
+                rows = range(first, min(first + size, len(source)))
+                kept = [p for p in rows if (p % size) % rate == offset]
+                found = []
+                for p in kept:
+                    if p >= num_tokens:  # behind the end: nobody reads it
+                        continue
+                    seen = [source[j] for j in kept if j <= p or not plan.is_causal]
+                    found.append(
+                        Softmax(
+                            branch,
+                            head - plan.within.start,
+                            start + p,
+                            start + source[p] if source[p] >= 0 else None,
+                            tuple(start + token for token in seen if token >= 0),
+                            seen.count(-1),
+                        )
+                    )
+                low = start + source[first]
+                high = start + min(rows.stop, num_tokens)
+                yield Segment(head - plan.within.start, range(low, high), tuple(found))
+
+
+@lru_cache(maxsize=4)
+def definition(plan: ContextPlan) -> tuple[tuple[Segment, ...], ...]:
+    """Per branch, its segments."""
+    return tuple(tuple(segments_of(plan, branch)) for branch in range(len(plan.pattern.branches)))
+
+
+def owner(plan: ContextPlan, token: int) -> int:
+    """The rank that holds a token."""
+    end = 0
+    for rank, length in enumerate(plan.shard_lengths):
+        end += length
+        if token < end:
+            return rank
+    raise AssertionError(f"token {token} of {end}")
+
+
+def is_cut(plan: ContextPlan, segment: Segment) -> bool:
+    return len(segment.tokens) > 0 and owner(plan, segment.tokens[0]) != owner(plan, segment.tokens[-1])
+
+
+def placed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, Softmax]]:
+    """Every softmax with the rank that computes it: its output's, but for the segments whose head one rank takes whole."""
+    for branch, segments in enumerate(definition(plan)):
+        turn: Counter[int] = Counter()
+        for segment in segments:
+            taker = -1
+            if is_cut(plan, segment):
+                takers = plan.executors(branch, segment.head)
+                taker = int(takers[turn[segment.head]]) if exchange == "heads" else -1
+                turn[segment.head] += 1
+            for softmax in segment.softmaxes:
+                yield taker if taker >= 0 else owner(plan, softmax.out), softmax
+        assert all(len(plan.executors(branch, head)) == count for head, count in turn.items())
+
+
+Rows = dict[tuple[int, int], set[tuple[int, int]]]  # (receiver, sender): (head, token)
+
+
+def expected_rows(plan: ContextPlan, exchange: str) -> dict[str, Rows]:
+    """What travels, by kind: every row that a computation needs and its rank does not hold, once."""
+    moved: dict[str, Rows] = {kind: {} for kind in KINDS}
+    for rank, softmax in placed(plan, exchange):
+        for key in softmax.keys:
+            if owner(plan, key) != rank:
+                moved["kv"].setdefault((rank, owner(plan, key)), set()).add((softmax.head, key))
+        if softmax.query is not None and owner(plan, softmax.query) != rank:
+            moved["q"].setdefault((rank, owner(plan, softmax.query)), set()).add((softmax.head, softmax.query))
+        if owner(plan, softmax.out) != rank:
+            moved["out"].setdefault((owner(plan, softmax.out), rank), set()).add((softmax.head, softmax.out))
+    return moved
+
+
+# -- cases --------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ContextPlan:
+    """Up to 203 tokens on 1 to 7 ranks, every rule with every other."""
+    wide = draw(st.booleans())  # segments of several ranks and several heads: some are taken whole
+    lengths = draw(st.lists(st.integers(31 if wide else 1, 67), min_size=1, max_size=3))
+    pattern = DilatedPattern(
+        tuple(lengths),
+        tuple(draw(st.integers(1, min(length, 11))) for length in lengths),
+        heads=draw(st.sampled_from(("all", "grouped"))),
+        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+        zero_padding=draw(st.booleans()),
+        detach_weights=draw(st.booleans()),
+    )
+    shards = tuple(draw(st.lists(st.integers(0, 17 if wide else 29), min_size=5 if wide else 1, max_size=7)))
+    num_tokens = sum(shards)
+    inner = draw(st.lists(st.integers(0, num_tokens), max_size=1 if wide else 4))  # repeats are empty documents
+    borders = (0, *sorted(inner), num_tokens)
+    documents = tuple((a, b - a) for a, b in pairwise(borders))
+    num_heads = draw(st.integers(4 if wide else 1, 6))
+    held = draw(st.integers(3 if wide else 1, num_heads))
+    first = draw(st.integers(0, num_heads - held))
+    return context_plan(
+        pattern, shards, num_heads, range(first, first + held), draw(st.integers(1, 3)), documents, draw(st.booleans())
+    )
+
+
+def even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    return tuple(num_tokens * (i + 1) // num_ranks - num_tokens * i // num_ranks for i in range(num_ranks))
+
+
+def plan_of(pattern: DilatedPattern, num_tokens: int, num_ranks: int, num_heads: int, *, is_causal: bool = False) -> ContextPlan:
+    """One document in equal shards, all heads."""
+    document = ((0, num_tokens),)
+    return context_plan(pattern, even(num_tokens, num_ranks), num_heads, range(num_heads), 1, document, is_causal)
+
+
+def shifted(shards: tuple[int, ...], length: int, rate: int, num_heads: int) -> ContextPlan:
+    """torchscale's shifted positions: the last outputs of the last segment fall behind the end."""
+    pattern = DilatedPattern((length,), (rate,), offsets="interleaved", zero_padding=True)
+    return context_plan(pattern, shards, num_heads, range(num_heads), 1, ((0, sum(shards)),), True)
+
+
+def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int], int]:
+    traffic = plan.traffic(exchange, kind)
+    return {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)}
+
+
+def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
+    """`(peer, head, token)` of each row."""
+    return [(int(a), int(b), int(c)) for a, b, c in zip(*plan.entries(exchange, kind, rank, sent=sent))]
+
+
+# -- what travels -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@given(plan=plans())
+@example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
+def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan: ContextPlan, exchange: str) -> None:
+    for kind, expected in expected_rows(plan, exchange).items():
+        assert counts(plan, exchange, kind) == {pair: len(rows) for pair, rows in expected.items()}
+        pairs = list(zip(*plan.traffic(exchange, kind)[:2]))
+        assert pairs == sorted(pairs)
+        for rank in range(plan.num_ranks):
+            received = sorted((b, *row) for (a, b), rows in expected.items() if a == rank for row in rows)
+            sent = sorted((a, *row) for (a, b), rows in expected.items() if b == rank for row in rows)
+            assert listed(plan, exchange, kind, rank, sent=False) == received
+            assert listed(plan, exchange, kind, rank, sent=True) == sent
+
+
+@given(plans())
+def test_gather_and_ring_move_the_same_keys_and_queries_and_no_outputs(plan: ContextPlan) -> None:
+    for kind in KINDS:
+        assert counts(plan, "ring", kind) == counts(plan, "gather", kind)
+    assert not counts(plan, "gather", "out")
+
+
+@given(plans(), st.sampled_from(EXCHANGES), st.sampled_from(KINDS))
+def test_traffic_sums_and_maxima_are_those_of_its_pairs(plan: ContextPlan, exchange: str, kind: str) -> None:
+    traffic = plan.traffic(exchange, kind)
+    pairs = counts(plan, exchange, kind)
+    messages = [[n for (a, _), n in pairs.items() if a == rank] for rank in range(plan.num_ranks)]
+    assert traffic.received(plan.num_ranks).tolist() == [sum(sizes) for sizes in messages]
+    assert traffic.largest(plan.num_ranks).tolist() == [max(sizes, default=0) for sizes in messages]
+
+
+@given(plans())
+def test_plan_is_local_exactly_if_no_rank_needs_anything(plan: ContextPlan) -> None:
+    expected = expected_rows(plan, "gather")
+    assert plan.is_local == (not any(expected.values()))
+    assert plan.is_local or plan.num_ranks > 1
+
+
+@given(plans())
+def test_a_head_is_taken_whole_by_a_rank_that_holds_a_part_of_its_segment(plan: ContextPlan) -> None:
+    for branch, segments in enumerate(definition(plan)):
+        for head in range(len(plan.within)):
+            cut = [segment for segment in segments if segment.head == head and is_cut(plan, segment)]
+            if not cut:
+                continue
+            for taker, segment in zip(plan.executors(branch, head), cut):
+                assert taker == -1 or taker in {owner(plan, token) for token in segment.tokens}
+
+
+@given(
+    st.integers(1, 5),  # rate
+    st.integers(1, 12),  # rows per segment
+    st.lists(st.integers(0, 5), min_size=1, max_size=7),  # rows per shard
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_whole_heads_never_travel_more_than_rows_where_a_branch_divides_evenly(
+    rate: int, rows: int, shards: list[int], num_heads: int, group: int, is_causal: bool
+) -> None:
+    # One branch, whose rows no other branch fetches too; borders at multiples of the rate, so that all offsets are alike.
+    lengths = tuple(rate * n for n in shards)
+    pattern = DilatedPattern((rate * rows,), (rate,), offsets="interleaved")
+    plan = context_plan(pattern, lengths, num_heads, range(num_heads), group, ((0, sum(lengths)),), is_causal)
+    kv, q, out = (int(plan.traffic("heads", kind).rows.sum()) for kind in KINDS)
+    assert 2 * kv + group * (q + out) <= 2 * int(plan.traffic("gather", "kv").rows.sum())
+    for taker, (by_rows, by_heads) in segment_costs(plan):
+        assert (taker >= 0) == (by_heads < by_rows)
+
+
+def segment_costs(plan: ContextPlan) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Of a plan of one branch, per cut segment: a rank that takes a head of it, and the rows that travel either way."""
+    (segments,) = definition(plan)
+    by_place: dict[int, list[Segment]] = {}
+    for segment in segments:
+        if is_cut(plan, segment):
+            by_place.setdefault(segment.tokens.start, []).append(segment)
+    for turn, alike in enumerate(by_place.values()):
+        by_rows = by_heads = 0
+        num_heads = len(alike)
+        for i, segment in enumerate(alike):
+            # The head's share of the segment, in proportion to the tokens that ranks hold: its middle decides.
+            rank = owner(plan, segment.tokens[(2 * i + 1) * len(segment.tokens) // (2 * num_heads)])
+            needs = {(owner(plan, x.out), key) for x in segment.softmaxes for key in x.keys}
+            by_rows += 2 * sum(owner(plan, key) != at for at, key in needs)
+            by_heads += sum((2 + 2 * plan.group) * (owner(plan, x.out) != rank) for x in segment.softmaxes)
+        yield int(plan.executors(0, 0)[turn]), (by_rows, by_heads)
+
+
+# -- who computes what --------------------------------------------------------------------------------------------------------
+
+
+def piece_softmaxes(
+    piece: Piece, shard_start: int, *, is_causal: bool
+) -> Iterator[tuple[int, int, int | None, tuple[int, ...], int]]:
+    """(head, output, query, keys, zeros) in tokens of the whole sequence, as the fields of `Piece` are documented."""
+    for s in range(piece.segments):
+        for c in range(piece.offsets):
+            for j in range(piece.heads):
+                head = piece.head + c * piece.offset_head_step + j * piece.head_step
+                first = shard_start + piece.token + s * piece.segment_stride + c
+                out = shard_start + piece.out_token + s * piece.out_segment_stride + c
+                real = piece.rows - piece.zero_row
+                for row in range(piece.out_rows):
+                    keys = [first + k * piece.row_stride for k in range(real) if k <= row or not is_causal]
+                    zeros = piece.zero_keys + int(piece.zero_row and (row >= real or not is_causal))
+                    query = first + row * piece.row_stride if row < real else None
+                    yield head, out + row * piece.row_stride, query, tuple(keys), zeros
+
+
+def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softmax]]:
+    """(owner of the output, softmax), as the fields of `Task` are documented."""
+    assert len(task.heads) == len(task.tokens) == len(task.out_tokens) > 0
+    for head, token, out_token in zip(task.heads, task.tokens, task.out_tokens):
+        for rank, first, end in task.owners:
+            for row in range(first, end):
+                assert task.queries[0] <= row < min(task.queries[1], task.rows + task.zero_row)
+                keys = [token + k * task.stride for k in range(*task.keys) if k <= row or not is_causal]
+                zeros = task.zero_keys + int(task.zero_row and (row >= task.rows or not is_causal))
+                query = token + row * task.stride if row < task.rows else None
+                yield rank, Softmax(task.branch, head, out_token + row * task.stride, query, tuple(keys), zeros)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@given(plan=plans())
+def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(plan: ContextPlan, exchange: str) -> None:
+    expected = Counter((rank, *softmax[1:]) for rank, softmax in placed(plan, exchange))
+    of_branches = {(rank, softmax) for rank, softmax in placed(plan, exchange)}
+    found: Counter[tuple[Any, ...]] = Counter()
+    for rank in range(plan.num_ranks):
+        for piece in plan.local_pieces(rank):
+            found.update((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
+        for task in plan.tasks(exchange, rank):
+            for _, softmax in task_softmaxes(task, is_causal=plan.is_causal):
+                assert (rank, softmax) in of_branches
+                found[(rank, *softmax[1:])] += 1
+    assert found == expected
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@given(plan=plans())
+def test_tasks_find_their_rows_here_or_among_those_received_and_say_whose_they_are(plan: ContextPlan, exchange: str) -> None:
+    for rank in range(plan.num_ranks):
+        received = {kind: set(listed(plan, exchange, kind, rank, sent=False)) for kind in ("kv", "q")}
+        returned = set(listed(plan, exchange, "out", rank, sent=True))
+        for task in plan.tasks(exchange, rank):
+            assert [row for _, first, end in task.sources for row in range(first, end)] == list(range(task.rows))
+            assert [row for _, first, end in task.owners for row in range(first, end)] == list(range(*task.queries))
+            assert [r for r, _, _ in task.sources] == sorted({r for r, _, _ in task.sources})
+            assert [r for r, _, _ in task.owners] == sorted({r for r, _, _ in task.owners})
+            for head, token, out_token in zip(task.heads, task.tokens, task.out_tokens):
+                for source, first, end in task.sources:
+                    for row in range(first, end):
+                        at = token + row * task.stride
+                        assert owner(plan, at) == source
+                        if source != rank and row in range(*task.keys):
+                            assert (source, head, at) in received["kv"]
+                        if source != rank and row in range(*task.queries):
+                            assert (source, head, at) in received["q"]
+                for target, first, end in task.owners:
+                    for row in range(first, end):
+                        at = out_token + row * task.stride
+                        assert owner(plan, at) == target
+                        assert target == rank or (target, head, at) in returned
+
+
+@given(plans())
+def test_pieces_of_a_rank_lie_in_its_shard_and_those_that_tile_hold_it_once(plan: ContextPlan) -> None:
+    tiling = next((i for i, r in enumerate(plan.pattern.dilation_rates) if r == 1 and plan.pattern.heads == "all"), None)
+    for rank, length in enumerate(plan.shard_lengths):
+        pieces = plan.local_pieces(rank)
+        for piece in pieces:
+            for _, out, query, keys, _ in piece_softmaxes(piece, 0, is_causal=plan.is_causal):
+                assert all(0 <= token < length for token in (out, out if query is None else query, *keys))
+        tiles = [piece for piece in pieces if piece.tiles]
+        assert list(pieces[: len(tiles)]) == tiles
+        held = Counter((x[0], x[1]) for piece in tiles for x in piece_softmaxes(piece, 0, is_causal=False))
+        shard = range(plan.borders[rank], plan.borders[rank + 1])
+        cut = tiling is not None and any(
+            is_cut(plan, segment) and any(token in shard for token in segment.tokens) for segment in definition(plan)[tiling]
+        )
+        everything = Counter((head, token) for head in range(len(plan.within)) for token in range(length))
+        assert held == (everything if tiling is not None and not cut else Counter())
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@given(plan=plans())
+@example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
+@example(plan=shifted((6,), 3, 2, 1))
+def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: str) -> None:
+    scored = [0] * plan.num_ranks
+    for rank, softmax in placed(plan, exchange):
+        scored[rank] += 0 if softmax.query is None else len(softmax.keys)
+    assert plan.pairs(exchange).tolist() == scored
+
+
+# -- bytes and the choice -----------------------------------------------------------------------------------------------------
+
+SIZES = st.fixed_dictionaries(
+    {
+        "head_dim": st.sampled_from((3, 24)),
+        "itemsize": st.sampled_from((2, 4, 8)),
+        "batch": st.integers(1, 3),
+        "masked": st.booleans(),
+        "lse_size": st.sampled_from((4, 8)),
+    }
+)
+
+
+def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool = False) -> np.ndarray:
+    """`(num_ranks,)`, forward or, for gradients, back."""
+    rows = np.zeros(plan.num_ranks, np.int64)
+    for (receiver, sender), count in counts(plan, exchange, kind).items():
+        rows[sender if returned else receiver] += count
+    return rows
+
+
+@given(plans(), st.sampled_from(EXCHANGES), SIZES)
+def test_forward_bytes_are_those_of_the_rows(plan: ContextPlan, exchange: str, sizes: dict[str, Any]) -> None:
+    kv, q, out = (received_rows(plan, exchange, kind) for kind in KINDS)
+    element = sizes["batch"] * sizes["itemsize"]
+    expected = kv * (2 * sizes["head_dim"] + sizes["masked"]) * element
+    expected = expected + q * plan.group * sizes["head_dim"] * element
+    expected = expected + out * plan.group * (sizes["head_dim"] * element + sizes["batch"] * sizes["lse_size"])
+    assert plan.bytes_received(exchange, **sizes)[0].tolist() == expected.tolist()
+
+
+@given(plans(), SIZES)
+def test_backward_of_gather_returns_what_its_forward_brought(plan: ContextPlan, sizes: dict[str, Any]) -> None:
+    kv, q = (received_rows(plan, "gather", kind, returned=True) for kind in ("kv", "q"))
+    forward, backward = plan.bytes_received("gather", **sizes)
+    per_row = sizes["batch"] * sizes["head_dim"] * sizes["itemsize"]
+    assert backward.tolist() == (kv * 2 * per_row + q * plan.group * per_row).tolist()
+    if not sizes["masked"]:
+        assert backward.sum() == forward.sum()
+
+
+@given(plans(), SIZES)
+def test_ring_fetches_again_in_its_backward(plan: ContextPlan, sizes: dict[str, Any]) -> None:
+    gathered, ring = (plan.bytes_received(exchange, **sizes) for exchange in ("gather", "ring"))
+    assert ring[0].tolist() == gathered[0].tolist()
+    again = ring[1] - gathered[1] - gathered[0]
+    kv = received_rows(plan, "ring", "kv") * (2 * sizes["head_dim"] + sizes["masked"]) * sizes["batch"] * sizes["itemsize"]
+    assert again.tolist() == (kv * plan.pattern.detach_weights).tolist()
+
+
+@given(plans(), st.sampled_from(EXCHANGES), SIZES)
+def test_a_mask_adds_one_element_per_row_of_keys(plan: ContextPlan, exchange: str, sizes: dict[str, Any]) -> None:
+    plain, masked = (plan.bytes_received(exchange, **{**sizes, "masked": masked}) for masked in (False, True))
+    kv = received_rows(plan, exchange, "kv") * sizes["batch"] * sizes["itemsize"]
+    assert (masked[0] - plain[0]).tolist() == kv.tolist()
+    travels = {"gather": 0, "heads": 0, "ring": 1 + plan.pattern.detach_weights}[exchange]
+    assert (masked[1] - plain[1]).tolist() == (travels * kv).tolist()
+
+
+@given(plans(), SIZES)
+def test_buffers_hold_all_messages_of_gather_and_heads_but_two_each_way_of_the_ring(
+    plan: ContextPlan, sizes: dict[str, Any]
+) -> None:
+    one = sizes["batch"] * sizes["itemsize"]
+    per_row = {
+        "kv": (2 * sizes["head_dim"] + sizes["masked"]) * one,
+        "q": plan.group * sizes["head_dim"] * one,
+        "out": plan.group * (sizes["head_dim"] * one + sizes["batch"] * sizes["lse_size"]),
+    }
+    for exchange in ("gather", "heads"):
+        held = sum(
+            per_row[kind] * (received_rows(plan, exchange, kind) + received_rows(plan, exchange, kind, returned=True))
+            for kind in KINDS
+        )
+        assert plan.buffer_bytes(exchange, **sizes).tolist() == held.tolist()
+    pairs = counts(plan, "ring", "kv")
+    largest = [sum(max((n for pair, n in pairs.items() if pair[i] == r), default=0) for i in (0, 1)) for r in range(plan.num_ranks)]
+    queries = received_rows(plan, "ring", "q") + received_rows(plan, "ring", "q", returned=True)
+    expected = 2 * np.array(largest) * per_row["kv"] + queries * per_row["q"]
+    assert plan.buffer_bytes("ring", **sizes).tolist() == expected.tolist()
+
+
+@given(plans(), SIZES, st.data())
+def test_choice_is_the_least_bytes_within_the_budget(plan: ContextPlan, sizes: dict[str, Any], data: st.DataObject) -> None:
+    allowed = [x for x in EXCHANGES if x != "heads" or plan.pairs("heads").max() <= 2 * plan.pairs("gather").max()]
+    buffers = {exchange: int(plan.buffer_bytes(exchange, **sizes).max()) for exchange in allowed}
+    budget = data.draw(st.sampled_from(sorted({b + step for b in buffers.values() for step in (-1, 0)} | {0, 1 << 40})))
+    moved = {x: max((a + b for a, b in zip(*plan.bytes_received(x, **sizes))), default=0) for x in allowed}
+    fitting = [exchange for exchange in allowed if buffers[exchange] <= budget]
+    chosen = plan.choose(budget=budget, **sizes)
+    if fitting:
+        assert chosen in fitting
+        assert moved[chosen] == min(moved[x] for x in fitting)
+    else:
+        assert buffers[chosen] == min(buffers.values())
+
+
+BFLOAT16 = {"head_dim": 64, "itemsize": 2}
+
+
+def test_choice_is_gather_where_nothing_travels() -> None:
+    assert plan_of(DilatedPattern((64,), (4,)), 512, 8, 4).choose(budget=0, **BFLOAT16) == "gather"
+
+
+def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() -> None:
+    wide = plan_of(DilatedPattern((512,), (1,)), 512, 8, 8)
+    assert wide.choose(budget=1 << 40, **BFLOAT16) == "heads"
+    two = plan_of(DilatedPattern((128,), (1,)), 512, 8, 8)
+    assert two.choose(budget=1 << 40, **BFLOAT16) == "gather"
+
+
+@pytest.mark.parametrize(("num_heads", "expected"), [(3, "gather"), (4, "heads")])
+def test_choice_leaves_whole_heads_out_where_they_more_than_double_the_busiest_rank(num_heads: int, expected: str) -> None:
+    plan = plan_of(DilatedPattern((512,), (1,)), 512, 8, num_heads)
+    busiest = {exchange: max(a + b for a, b in zip(*plan.bytes_received(exchange, **BFLOAT16))) for exchange in EXCHANGES}
+    assert min(busiest, key=lambda exchange: busiest[exchange]) == "heads"
+    # A rank holds an eighth of each head's pairs; the busiest takes one head.
+    assert plan.pairs("heads").max() * num_heads == plan.pairs("gather").max() * 8
+    assert plan.choose(budget=1 << 40, **BFLOAT16) == expected
+
+
+def test_choice_looks_at_the_busiest_rank_and_not_at_the_sum() -> None:
+    # Five heads on four ranks: in sum whole heads travel less, but the rank that takes two receives more than any did.
+    plan = context_plan(DilatedPattern((256,), (1,)), even(256, 4), 5, range(5), 2, ((0, 256),), False)
+    totals = {exchange: sum(plan.bytes_received(exchange, **BFLOAT16)) for exchange in ("gather", "heads")}
+    assert totals["heads"].sum() < totals["gather"].sum()
+    assert totals["heads"].max() > totals["gather"].max()
+    assert plan.choose(budget=1 << 40, **BFLOAT16) == "gather"
+
+
+def test_choice_is_the_ring_where_no_buffers_fit() -> None:
+    plan = plan_of(DilatedPattern((512,), (1,)), 512, 8, 1)
+    assert plan.choose(budget=0, **BFLOAT16) == "ring"
+    buffers = int(plan.buffer_bytes("gather", **BFLOAT16).max())
+    assert plan.choose(budget=buffers, **BFLOAT16) == "gather"
+    assert plan.choose(budget=buffers - 1, **BFLOAT16) == "ring"
+
+
+# -- figures ------------------------------------------------------------------------------------------------------------------
+
+MILLION = 1 << 20
+
+
+def rows_per_head(plan: ContextPlan, exchange: str, kind: str) -> np.ndarray:
+    """`(num_ranks,)` rows received, in the mean over heads."""
+    return plan.traffic(exchange, kind).received(plan.num_ranks) / len(plan.within)
+
+
+def test_longnet_of_a_million_tokens_on_8_ranks_is_local() -> None:
+    plan = plan_of(DilatedPattern.longnet(), MILLION, 8, 16)
+    assert plan.is_local
+    assert all(not len(plan.traffic(exchange, kind).rows) for exchange in EXCHANGES for kind in KINDS)
+    assert not any(plan.tasks("gather", rank) for rank in range(8))
+
+
+@pytest.mark.parametrize("num_heads", [12, 16])
+def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_head(num_heads: int) -> None:
+    plan = plan_of(DilatedPattern.longnet(), MILLION, 64, num_heads)
+    # Of 32,768 tokens a rank holds half: one branch's rows of the other half, all heads alike to one row.
+    for head in range(num_heads):
+        needs = plan.needs("gather", "kv", head)
+        assert np.bincount(needs.receiver, needs.rows, 64).max() <= 1366
+    assert 1365 <= rows_per_head(plan, "gather", "kv").max() <= 1366
+
+
+@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize(("num_ranks", "by_rows", "by_heads"), [(8, 90_397, 48_261), (64, 114_215, 18_227)])
+def test_gigapath_of_a_million_tokens_moves_at_most(num_ranks: int, by_rows: int, by_heads: int, zero_padding: bool) -> None:
+    plan = plan_of(replace(DilatedPattern.gigapath(), zero_padding=zero_padding), MILLION, num_ranks, 16)
+    # A row of queries or of outputs is half of a row of keys and values.
+    gathered = rows_per_head(plan, "gather", "kv") + rows_per_head(plan, "gather", "q") / 2
+    assert 0.5 * by_rows < gathered.max() <= by_rows
+    kv, q, out = (rows_per_head(plan, "heads", kind) for kind in KINDS)
+    assert 0.5 * by_heads < (kv + (q + out) / 2).max() <= by_heads
+
+
+def test_segments_that_do_not_divide_the_shard_need_more_than_their_excess_over_it() -> None:
+    # max(0, w - n) / r is 0 here, yet every border cuts a segment.
+    plan = plan_of(DilatedPattern((5792,), (2,)), MILLION, 8, 2)
+    assert max(0, 5792 - MILLION // 8) == 0
+    expected = np.zeros(8)
+    for border in range(MILLION // 8, MILLION, MILLION // 8):
+        first = border // 5792 * 5792
+        left = border // (MILLION // 8) - 1
+        expected[left] += (first + 5792 - border) // 2
+        expected[left + 1] += (border - first) // 2
+    assert rows_per_head(plan, "gather", "kv").tolist() == expected.tolist()
+    assert (expected > 0).all()
+
+
+def test_plan_of_a_billion_tokens_on_1024_ranks_holds_no_rows() -> None:
+    tracemalloc.start()
+    try:
+        plan = plan_of(DilatedPattern.longnet(), 10**9, 1024, 8)
+        moved = {(exchange, kind): plan.traffic(exchange, kind) for exchange in EXCHANGES for kind in KINDS}
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert moved["gather", "kv"].rows.sum() > 0
+    assert moved["heads", "out"].rows.sum() > 0
+    assert peak < 200e6
