@@ -61,6 +61,13 @@ def tests_torch(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
+def tests_ranks(session: nox.Session) -> None:
+    """Attention over 8 processes; `nox -s tests` runs 1 to 4."""
+    _install(session)
+    session.run("pytest", "tests/distributed", *session.posargs, env={"FLEXDILATED_WORLD_SIZES": "8"})
+
+
+@nox.session
 def tests_transformers(session: nox.Session) -> None:
     """The models of the transformers library under dilated attention."""
     _install(session)

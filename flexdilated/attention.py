@@ -20,7 +20,7 @@ from flexdilated.pattern import DilatedPattern
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["attend_local", "dilated_attention"]
+__all__ = ["EXCHANGES", "attend_local", "dilated_attention"]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -167,18 +167,19 @@ def _segment_rows(
         zero_row = shifted and size == length and padded > real
         zero_keys = padded - real - zero_row if pattern.zero_padding and not is_causal else 0
         rows = real + zero_row
-        inside = [min(rows, num_kept(num_tokens - s * out_stride, rate, offset)) for s in _last(first, count, shifted)]
+        last = _last(first, count, num_tokens // out_stride, shifted)
+        inside = [min(rows, num_kept(num_tokens - s * out_stride, rate, offset)) for s in last]
         full = count - len(inside) + sum(n == rows for n in inside)
         if full and rows:
             yield _Rows(first, full, rows, rows, zero_row, zero_keys)
-        for s, n in zip(_last(first, count, shifted), inside):
+        for s, n in zip(last, inside):
             if 0 < n < rows:
                 yield _Rows(s, 1, rows, n, zero_row, zero_keys)
 
 
-def _last(first: int, count: int, shifted: bool) -> range:
-    """The segments whose outputs may fall behind the end of the sequence: none, unless positions shift."""
-    return range(first, first + count) if shifted else range(0)
+def _last(first: int, count: int, whole: int, shifted: bool) -> range:
+    """The segments whose outputs may fall behind the end of the sequence: none, unless positions shift; else from `whole` on."""
+    return range(max(first, whole), first + count) if shifted else range(0)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:

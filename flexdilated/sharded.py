@@ -178,7 +178,8 @@ def _received_size(
     (*pattern, is_causal, _, _, _, first_head, num_heads, _, rank, shard_lengths, exchange, differentiable) = options
     if not differentiable or exchange == "ring":
         return 0
-    if cu_seqlens is not None:  # where documents lie is known at run time only
+    # Where documents lie, and sizes that change from call to call, are known at run time only.
+    if cu_seqlens is not None or any(isinstance(n, torch.SymInt) for n in (*q.shape, *shard_lengths)):
         return torch.library.get_ctx().new_dynamic_size()
     plan, chosen = _plan(
         q, k, key_padding_mask, None, as_pattern(*pattern), is_causal, first_head, num_heads, shard_lengths, exchange

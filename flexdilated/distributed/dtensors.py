@@ -33,15 +33,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
 
     Raises:
         TypeError: If only some of q, k and v are DTensors.
-        ValueError: If their placements differ, or `mesh` or `shard_lengths` are given beside them.
+        ValueError: If their placements differ, or `mesh` or `shard_lengths` are given where they are sharded on tokens.
         NotImplementedError: If a placement is none of replicated, sharded on batch, tokens or heads, or two axes shard one dim.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name} must be a DTensor where q, k or v is one, got {type(x).__name__}")
-    for name in ("mesh", "shard_lengths"):
-        if options.pop(name) is not None:
-            raise ValueError(f"{name} must be None for DTensors, whose placements say how they are sharded, got a value")
     assert isinstance(q, DTensor)
     assert isinstance(k, DTensor)
     assert isinstance(v, DTensor)
@@ -49,13 +46,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
     for name, x in (("k", k), ("v", v)):
         if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
+    axis = layout.axis(TOKENS)
+    if axis is not None:
+        for name in ("mesh", "shard_lengths"):
+            if options[name] is not None:
+                raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
+        options["mesh"] = _axis_of(layout.mesh, axis)
+        options["shard_lengths"] = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
     mask = options.pop("key_padding_mask")
     if isinstance(mask, DTensor):
         wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
         mask = mask.redistribute(q.device_mesh, wanted).to_local()
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
     local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    axis = layout.axis(TOKENS)
     wants_lse = options.pop("return_lse")
     out, lse = attend_local(
         local[0],
@@ -63,8 +66,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         local[2],
         *args,
         key_padding_mask=mask,
-        mesh=None if axis is None else _axis_of(layout.mesh, axis),
-        shard_lengths=None if axis is None else _chunks(q.shape[TOKENS], layout.mesh.size(axis)),
         within=_within(q, k, layout),
         return_lse=wants_lse,
         **options,

@@ -7,6 +7,7 @@ each rank holds an interval of these numbers, so every question about two ranks 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = ["EXCHANGES", "KINDS", "ContextPlan", "Needs", "Strips", "Task", "Traf
 Integers = NDArray[np.int64]
 
 EXCHANGES = ("gather", "ring", "heads")  # in the order of preference where bytes are equal
+LARGEST_STEP = 1 << 62  # no two tokens are that far apart
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
 
 
@@ -338,7 +340,7 @@ class ContextPlan:
 
     def traffic(self, exchange: str, kind: str) -> Traffic:
         """Exact (row, key/value head) counts per pair of ranks, the union over branches."""
-        return _traffic(self, exchange, kind)
+        return _traffic(self, "gather" if exchange == "ring" else exchange, kind)  # the same rows, in another order
 
     @cached_property
     def is_local(self) -> bool:
@@ -404,6 +406,9 @@ class ContextPlan:
 
     def pairs(self, exchange: str) -> Integers:
         """`(num_ranks,)` (query, key) pairs that each rank scores, over the key/value heads held."""
+        return _pairs_scored(self, exchange)
+
+    def _count_pairs(self, exchange: str) -> Integers:
         work = np.zeros(self.num_ranks, np.int64)
         for rank in range(self.num_ranks):
             for piece in self.local_pieces(rank):
@@ -540,6 +545,11 @@ class _Sizes:
         self.dout = batch * group * (2 * head_dim * itemsize + 2 * lse_size)
 
 
+@lru_cache(maxsize=64)
+def _pairs_scored(plan: ContextPlan, exchange: str) -> Integers:
+    return plan._count_pairs(exchange)
+
+
 @lru_cache(maxsize=256)
 def _traffic(plan: ContextPlan, exchange: str, kind: str) -> Traffic:
     counted: dict[Any, Traffic] = {}
@@ -642,39 +652,41 @@ def _union(needs: Needs, num_ranks: int) -> Traffic:
     pair = needs.receiver * num_ranks + needs.sender
     order = np.argsort(pair, kind="stable")
     keys, start, size = np.unique(pair[order], return_index=True, return_counts=True)
-    rows = np.zeros(len(keys), np.int64)
+    rows, rates = np.zeros(len(keys), np.int64), np.unique(needs.stride)
     for many in np.unique(size):
         chosen = np.flatnonzero(size == many)
         index = order[start[chosen][:, None] + np.arange(many)]
-        first, stride = needs.first[index], needs.stride[index]
-        end = first + (needs.rows[index] - 1) * stride
-        for terms in range(1, many + 1):
-            for subset in combinations(range(many), terms):
-                rows[chosen] += (-1) ** (terms + 1) * _common(first, stride, end, subset)
+        # Pairs whose progressions have the same strides are counted together.
+        kind = np.searchsorted(rates, needs.stride[index]) @ (len(rates) ** np.arange(many))
+        for each in np.unique(kind):
+            among = np.flatnonzero(kind == each)
+            steps = needs.stride[index[among[0]]].tolist()
+            first = needs.first[index[among]]
+            end = first + (needs.rows[index[among]] - 1) * steps
+            for terms in range(1, many + 1):
+                for subset in combinations(range(many), terms):
+                    rows[chosen[among]] += (-1) ** (terms + 1) * _common(first, end, steps, subset)
     return Traffic(keys // num_ranks, keys % num_ranks, rows)
 
 
-def _common(first: Integers, stride: Integers, end: Integers, subset: tuple[int, ...]) -> Integers:
+def _common(first: Integers, end: Integers, strides: list[int], subset: tuple[int, ...]) -> Integers:
     """How many tokens the progressions of a subset of columns share, row by row."""
-    a, step = first[:, subset[0]], stride[:, subset[0]]
-    low, high = first[:, list(subset)].max(axis=1), end[:, list(subset)].min(axis=1)
-    alive = np.ones(len(a), bool)
-    for column in subset[1:]:
-        b, other = first[:, column], stride[:, column]
+    columns = list(subset)
+    low, high = first[:, columns].max(axis=1), end[:, columns].min(axis=1)
+    alive = low <= high
+    a, step = first[:, columns[0]], strides[columns[0]]
+    for column in columns[1:]:
         # The Chinese remainder: the least a + t * step that is b modulo the other stride.
-        gcd = np.gcd(step, other)
+        b, other = first[:, column], strides[column]
+        gcd = math.gcd(step, other)
+        modulus = other // gcd
         alive &= (b - a) % gcd == 0
-        t = ((b - a) // gcd * _inverse(step // gcd, other // gcd)) % (other // gcd)
-        a, step = a + t * step, step // gcd * other
+        t = ((b - a) // gcd % modulus) * pow(step // gcd, -1, modulus) % modulus
+        alive &= t <= (high - a) // step
+        a = np.where(alive, a + t * step, a)
+        step = min(step * modulus, LARGEST_STEP)
     begin = a + np.maximum(0, -((a - low) // step)) * step
     return np.where(alive, np.maximum(0, (high - begin) // step + 1), 0)
-
-
-def _inverse(values: Integers, moduli: Integers) -> Integers:
-    """Inverses modulo coprime numbers; 0 modulo 1."""
-    pairs, place = np.unique(np.stack([values, moduli]), axis=1, return_inverse=True)
-    inverses = [pow(int(a), -1, int(m)) if m > 1 else 0 for a, m in pairs.T]
-    return np.array(inverses, np.int64)[place.reshape(-1)] if len(inverses) else values
 
 
 def _lists(needs: Needs, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers]]:

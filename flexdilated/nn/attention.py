@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.attention import dilated_attention
+from flexdilated.attention import EXCHANGES, dilated_attention
 from flexdilated.decode import DilatedKVCache
+from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
@@ -27,6 +30,12 @@ class DilatedAttention(nn.Module):
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         dropout_p: Probability of dropping an attention weight in training, in [0, 1).
         backend: `"auto"` or the name of an engine.
+        mesh: A 1-D `DeviceMesh` over which the sequence is sharded, such as `mesh["cp"]`. Default: the sequence is whole.
+        exchange: With `mesh`: how keys and values move, `"auto"`, `"gather"`, `"ring"` or `"heads"`.
+
+    Raises:
+        TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
+        ValueError: If the probability is out of range, the mesh is not 1-D or lacks this rank, or the exchange is unknown.
     """
 
     def __init__(
@@ -37,13 +46,22 @@ class DilatedAttention(nn.Module):
         scale: float | None = None,
         dropout_p: float = 0.0,
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+        if mesh is not None:
+            group_of(mesh)
+        elif exchange != "auto":
+            raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
         self.pattern, self.is_causal, self.scale, self.dropout_p, self.backend = pattern, is_causal, scale, dropout_p, backend
+        self.mesh, self.exchange = mesh, exchange
 
     def forward(
         self,
@@ -56,6 +74,7 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, H, D)` from q `(B, N, H, D)` and k, v `(B, N, Hkv, D)`; see `flexdilated.dilated_attention`.
 
@@ -68,7 +87,16 @@ class DilatedAttention(nn.Module):
             cu_seqlens: Borders of packed documents.
             score_mod: Function of a score and the positions of its pair.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
+
+        Raises:
+            ValueError: If shard lengths come without a mesh; and as `flexdilated.dilated_attention`.
         """
+        if self.mesh is None and shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
+        sharding: dict[str, Any] = {}
+        if self.mesh is not None:
+            sharding = {"mesh": self.mesh, "exchange": self.exchange, "shard_lengths": shard_lengths}
         return dilated_attention(
             q,
             k,
@@ -82,6 +110,7 @@ class DilatedAttention(nn.Module):
             score_mod=score_mod,
             mask_mod=mask_mod,
             backend=self.backend,
+            **sharding,
         )
 
     def extra_repr(self) -> str:
@@ -93,6 +122,10 @@ class MultiheadDilatedAttention(nn.Module):
 
     `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
     length. When they are one tensor, their projections run as one matrix product.
+
+    With a mesh all three are this rank's contiguous shards of the sequence, and so is the output. Tensor parallelism: torch's
+    `parallelize_module` shards the heads, with `ColwiseParallel(use_local_output=False)` on `q_proj`, `k_proj` and `v_proj`, and
+    `RowwiseParallel()` on `out_proj`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423.
 
     Args:
@@ -107,11 +140,15 @@ class MultiheadDilatedAttention(nn.Module):
         gamma_init: Gain of the initial value and output projections; MAGNETO's is `sqrt(log(2 * num_layers))` for a decoder.
         is_causal: Whether a query sees only keys at its own position and before, unless a call says otherwise.
         backend: `"auto"` or the name of an engine.
+        mesh: A 1-D `DeviceMesh` over which the sequence is sharded, such as `mesh["cp"]`. Default: the sequence is whole.
+        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number does not divide, or a probability is out of range.
+        TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
+        ValueError: If a number does not divide, a probability is out of range, the mesh is not 1-D or lacks this rank, or the
+            exchange is unknown.
     """
 
     # What nn.TransformerEncoderLayer and nn.TransformerEncoder read before they take a fused path: these send them to `forward`.
@@ -140,6 +177,8 @@ class MultiheadDilatedAttention(nn.Module):
         gamma_init: float = 1.0,
         is_causal: bool = False,
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -164,7 +203,9 @@ class MultiheadDilatedAttention(nn.Module):
         self.inner_attn_ln = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
         )
-        self.attention = DilatedAttention(pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
+        self.attention = DilatedAttention(
+            pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -186,6 +227,8 @@ class MultiheadDilatedAttention(nn.Module):
         dropout_p: float | None = None,
         is_causal: bool = False,
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
     ) -> MultiheadDilatedAttention:
         """A dilated layer with the weights of an `nn.MultiheadAttention`, on its device and in its dtype.
 
@@ -197,6 +240,8 @@ class MultiheadDilatedAttention(nn.Module):
             dropout_p: Replaces the module's own.
             is_causal: As in the constructor.
             backend: As in the constructor.
+            mesh: As in the constructor.
+            exchange: As in the constructor.
 
         Raises:
             ValueError: If the module is sequence-first, projects keys or values from another width, or adds keys of its own.
@@ -217,6 +262,8 @@ class MultiheadDilatedAttention(nn.Module):
             layer_norm=False,
             is_causal=is_causal,
             backend=backend,
+            mesh=mesh,
+            exchange=exchange,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -248,6 +295,7 @@ class MultiheadDilatedAttention(nn.Module):
         mask_mod: MaskMod | None = None,
         cache: DilatedKVCache | None = None,
         lengths: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, None]:
         """The call of `nn.MultiheadAttention`; returns `(out, None)`.
 
@@ -266,20 +314,23 @@ class MultiheadDilatedAttention(nn.Module):
             mask_mod: Function of the positions of a pair: whether the query sees the key.
             cache: Decodes: the tokens follow those that the cache has seen, and join them.
             lengths: `(B,)` int64, with `cache`: how many of the tokens of each sequence are no padding.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
 
         Returns:
             `out`, the shape of query, and None.
 
         Raises:
             NotImplementedError: If weights or an arbitrary mask are asked for, a tensor is nested, or a cache comes with a mask,
-                with documents, with dropout in training or without causality.
-            ValueError: If a shape is wrong, or the cache is for another pattern.
+                with documents, with shard lengths, with dropout in training or without causality.
+            ValueError: If a shape is wrong, shard lengths come without a mesh, or the cache is for another pattern.
         """
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
         if need_weights:
             raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
         if attn_mask is not None and not is_causal:
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
+        if shard_lengths is not None:
+            options["shard_lengths"] = shard_lengths
         if cache is not None:
             self._check_cache(cache, is_causal, {"key_padding_mask": key_padding_mask, **options})
             options = {"cache": cache, "lengths": lengths}
@@ -319,7 +370,7 @@ class MultiheadDilatedAttention(nn.Module):
         if cache is not None:
             attention = self.attention
             out = cache.attend(q, k, v, lengths=options["lengths"], scale=attention.scale, backend=attention.backend)
-            return self.out_proj(self.inner_attn_ln(out.flatten(2)))
+            return self.out_proj(self._normalise(out.flatten(2)))
         out = self.attention(
             q,
             k,
@@ -328,7 +379,15 @@ class MultiheadDilatedAttention(nn.Module):
             key_padding_mask=key_padding_mask,
             **options,
         )
-        return self.out_proj(self.inner_attn_ln(out.flatten(2)))
+        return self.out_proj(self._normalise(out.flatten(2)))
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        norm = self.inner_attn_ln
+        if not isinstance(norm, nn.LayerNorm) or not _is_dtensor(x) or _is_dtensor(norm.weight):
+            return norm(x)
+        # Heads are sharded: every rank normalises whole tokens, and the output projection takes its part again.
+        weight, bias = replicated_like(x, norm.weight, norm.bias)
+        return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
     def _check_cache(self, cache: DilatedKVCache, is_causal: bool, excluded: dict[str, Any]) -> None:
         for name, value in excluded.items():
@@ -345,11 +404,16 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        if query is not key or key is not value:
+        # Weights that torch has sharded are for their own modules to use.
+        if query is not key or key is not value or any(_is_dtensor(p.weight) for p in projections):
             return tuple(projection(x) for projection, x in zip(projections, (query, key, value)))
         weight = torch.cat([projection.weight for projection in projections])
         bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in projections])
         return F.linear(query, weight, bias).split([projection.out_features for projection in projections], dim=-1)
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    return hasattr(x, "device_mesh")  # torch.distributed.tensor is slow to import
 
 
 def _ignored(mask: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.decode import DilatedKVCache
+from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.generate import Sampler
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
@@ -104,13 +106,20 @@ class LongNetLM(nn.Module):
     `x = embedding(tokens)`; per layer `x += attention(norm(x))`, `x += ffn(norm(x))`; `logits = head(norm(x))`.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm and initial gains: MAGNETO, arXiv 2210.06423; xPos: arXiv 2212.10554.
 
+    With a mesh the sequence is sharded over its ranks: each gives `forward` its contiguous shard and gets the logits of that shard,
+    those of one process; the gradients of the parameters must be summed over the ranks. Residual dropout draws from each rank's own
+    generator, so seed ranks differently. Decoding (`caches`, `generate`) does not use the mesh: every rank reads the whole prompt.
+
     Args:
         config: Sizes, pattern and options.
+        mesh: A 1-D `DeviceMesh` over which the sequence is sharded, such as `mesh["cp"]`; it is neither configuration nor
+            state. Default: the sequence is whole.
+        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
     """
 
-    def __init__(self, config: LongNetConfig) -> None:
+    def __init__(self, config: LongNetConfig, *, mesh: DeviceMesh | None = None, exchange: str = "auto") -> None:
         super().__init__()
-        self.config = config
+        self.config, self.mesh = config, mesh
         head_dim = config.embed_dim // config.num_heads
         gamma = math.sqrt(math.log(2 * config.num_layers))
 
@@ -124,6 +133,8 @@ class LongNetLM(nn.Module):
                 gamma_init=gamma,
                 is_causal=True,
                 backend=config.backend,
+                mesh=mesh,
+                exchange=exchange,
             )
             ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim, gamma_init=gamma)
             return Block(attention, ffn, dropout_p=config.dropout_p)
@@ -143,17 +154,19 @@ class LongNetLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         caches: Sequence[DilatedKVCache] | None = None,
         lengths: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Logits `(B, N, vocab_size)` of the token that follows each of `tokens`.
 
         Args:
-            tokens: `(B, N)` integers in `[0, vocab_size)`, any N from 1 up.
-            key_padding_mask: `(B, N)` bool, True at padding.
-            cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
+            tokens: `(B, N)` integers in `[0, vocab_size)`, any N from 1 up; with a mesh this rank's shard, which may be empty.
+            key_padding_mask: `(B, N)` bool, True at padding; with a mesh that of this rank's shard.
+            cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1; with a mesh those of the whole sequence.
             caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
             lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
         """
-        x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths)
+        x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths, shard_lengths)
         return self._logits(x)
 
     def _embed(
@@ -163,6 +176,7 @@ class LongNetLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         caches: Sequence[DilatedKVCache] | None = None,
         lengths: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """What the head reads, `(B, N, embed_dim)`."""
         if tokens.dim() != 2:
@@ -170,16 +184,33 @@ class LongNetLM(nn.Module):
         if caches is None:
             if lengths is not None:
                 raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
-            rotation = self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
+            rotation = self._rotation_of_shard(tokens, cu_seqlens, shard_lengths)
         else:
-            rotation = self._rotation(tokens, caches)
+            rotation = self._rotation_of_decoding(tokens, caches)
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
-            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation, **decoding)
+            x = layer(
+                x,
+                key_padding_mask=key_padding_mask,
+                cu_seqlens=cu_seqlens,
+                rotation=rotation,
+                shard_lengths=shard_lengths,
+                **decoding,
+            )
         return self.layer_norm(x)
 
-    def _rotation(self, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Rotation:
+    def _rotation_of_shard(self, tokens: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None) -> Rotation:
+        """Of the whole sequence at the positions of this rank's tokens."""
+        if self.mesh is None:  # a shard length is refused by the attention
+            return self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
+        rank, shards = local_shard_lengths(self.mesh, tokens.shape[1], shard_lengths)
+        positions = token_positions(tokens.shape[1], cu_seqlens, tokens.device, sum(shards[:rank]))
+        if isinstance(self.position, XPos):
+            return self.position(positions, length=sum(shards), cu_seqlens=cu_seqlens)
+        return self.position(positions)
+
+    def _rotation_of_decoding(self, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Rotation:
         if len(caches) != len(self.layers):
             raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
         if tokens.shape[0] != caches[0].batch_size:
@@ -317,7 +348,13 @@ class LongNetLM(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
     ) -> LongNetLM:
         """The model that `save_pretrained` wrote, in evaluation mode.
 
@@ -325,6 +362,8 @@ class LongNetLM(nn.Module):
             folder: Holds `config.json` and `model.safetensors`.
             device: Where the model goes.
             dtype: Of its parameters. Default: as saved.
+            mesh: As in the constructor.
+            exchange: As in the constructor.
 
         Raises:
             FileNotFoundError: If a file is missing.
@@ -335,6 +374,6 @@ class LongNetLM(nn.Module):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (path / name).is_file():
                 raise FileNotFoundError(f"folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, no {name} in {path}")
-        model = cls(LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text())))
+        model = cls(LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text())), mesh=mesh, exchange=exchange)
         model.load_state_dict(load_file(path / WEIGHTS_FILE), assign=True)  # keeps the dtypes of the file
         return model.to(device=device, dtype=dtype).eval()

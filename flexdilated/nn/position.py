@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flexdilated.distributed.sharding import replicated_like
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["Rotary", "Rotation", "XPos", "token_positions"]
@@ -47,7 +48,10 @@ class Rotation(NamedTuple):
                 f"rotation must stay in the range of q.dtype=float16, got factors up to exp({self.log_growth:.0f}); "
                 "use bfloat16, float32, or rotary positions"
             )
-        return _turn(q, self.q_cos, self.q_sin), _turn(k, self.k_cos, self.k_sin)
+        # No-ops on plain tensors; DTensors, whose heads may be sharded, mix with nothing else.
+        q_cos, q_sin = replicated_like(q, self.q_cos, self.q_sin)
+        k_cos, k_sin = replicated_like(k, self.k_cos, self.k_sin)
+        return _turn(q, q_cos, q_sin), _turn(k, k_cos, k_sin)
 
 
 class Rotary(nn.Module):
@@ -110,19 +114,37 @@ class XPos(Rotary):
         # No segment crosses a multiple of it.
         self.common_period = math.lcm(*pattern.segment_lengths)
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def forward(self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 
+        All positions that meet must be centred alike. A part of a sequence, its shard, gets exactly the rotation that it has in
+        the whole when the whole is described: by `length`, and the borders of its documents if it is packed.
+
+        Args:
+            positions: Counted from the beginning of the sequence, or of the document of each.
+            length: Tokens of the whole sequence, whose positions begin at 0. Default: these positions are the whole.
+            cu_seqlens: `(num_documents + 1,)` borders of documents packed in the whole sequence; comes with `length`.
+
         Raises:
-            ValueError: If the decay over the reach of the positions leaves float32.
+            ValueError: If the decay over the reach of the positions leaves float32, or the whole is described in part.
         """
-        reach = positions.shape[0] if self.period is None else min(positions.shape[0], self.period)
+        if length is None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens must come with length, got no length; positions alone are taken as the whole")
+        if length is not None and length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        num_tokens = positions.shape[0] if length is None else length
+        reach = num_tokens if self.period is None else min(num_tokens, self.period)
         log_growth = self._log_growth(reach)
         if log_growth > MAX_LOG_GROWTH:
             least = math.ceil(reach / (2 * MAX_LOG_GROWTH) * LOG_LARGEST_DECAY)
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
-        return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth)
+        if length is None:
+            return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth)
+        last: Tensor | int = reach - 1
+        if cu_seqlens is not None and cu_seqlens.numel() > 1:  # fewer are refused where they are used
+            last = cu_seqlens.to(positions.device).diff().max().clamp(max=reach) - 1
+        return self._rotation(positions, within - last // 2, log_growth)
 
     def decode(self, positions: Tensor, *, max_length: int | None = None) -> Rotation:
         """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.
@@ -160,9 +182,16 @@ class XPos(Rotary):
         return f"{super().extra_repr()}, scale_base={self.scale_base}"
 
 
-def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """`(N,)` positions of the tokens, counted from the beginning of their document."""
-    positions = torch.arange(num_tokens, device=device)
+def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device, start: int = 0) -> Tensor:
+    """`(N,)` positions of the tokens `start .. start + num_tokens`, counted from the beginning of their document.
+
+    Args:
+        num_tokens: Tokens at hand.
+        cu_seqlens: Borders of the documents packed in the whole sequence. Default: it is one document.
+        device: Of the positions.
+        start: Tokens of the sequence before those at hand.
+    """
+    positions = torch.arange(start, start + num_tokens, device=device)
     if cu_seqlens is None or cu_seqlens.numel() == 0:  # an empty tensor is refused where it is used
         return positions
     starts = cu_seqlens.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,10 +69,21 @@ class Block(nn.Module):
         rotation: Rotation | None = None,
         cache: DilatedKVCache | None = None,
         lengths: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, embed_dim)` to the same; the arguments are those of the attention."""
         h = self.self_attn_layer_norm(x)
-        h, _ = self.self_attn(h, h, h, key_padding_mask, cu_seqlens=cu_seqlens, rotation=rotation, cache=cache, lengths=lengths)
+        h, _ = self.self_attn(
+            h,
+            h,
+            h,
+            key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            rotation=rotation,
+            cache=cache,
+            lengths=lengths,
+            shard_lengths=shard_lengths,
+        )
         x = x + self.dropout(h)
         return x + self.dropout(self.ffn(self.final_layer_norm(x)))
 

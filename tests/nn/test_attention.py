@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.nn import Rotary, XPos
@@ -558,3 +561,55 @@ def test_multihead_query_without_any_key_gives_the_bias_with_finite_gradients() 
     out.square().sum().backward()
     assert x.grad.isfinite().all()
     assert not x.grad[1].any()
+
+
+# -- meshes; more over real ranks in tests/distributed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks of a fake group, of which this process is number 1."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_modules_reject_shard_lengths_and_exchange_without_mesh() -> None:
+    q, k, v = heads()
+    message = r"^shard_lengths must come with mesh, got no mesh and \(23,\)$"
+    with pytest.raises(ValueError, match=message):
+        DilatedAttention(PATTERN)(q, k, v, shard_lengths=[TOKENS])
+    x = draw(BATCH, TOKENS, EMBED)
+    with pytest.raises(ValueError, match=message):
+        multihead()(x, x, x, shard_lengths=[TOKENS])
+    for build in (lambda **o: DilatedAttention(PATTERN, **o), multihead):
+        with pytest.raises(ValueError, match=r"^exchange must be 'auto' without mesh, got 'ring'$"):
+            build(exchange="ring")
+        build(exchange="auto")
+
+
+def test_modules_reject_meshes_and_exchanges_that_cannot_be_used(mesh: DeviceMesh) -> None:
+    for build in (lambda **o: DilatedAttention(PATTERN, **o), multihead):
+        with pytest.raises(TypeError, match=r"^mesh must be a DeviceMesh, got str$"):
+            build(mesh="cp")
+        with pytest.raises(ValueError, match=r"^mesh must hold this rank, got rank 1 and ranks \[0\]$"):
+            build(mesh=DeviceMesh("cpu", [0]))
+        with pytest.raises(
+            ValueError, match=r"^mesh must be 1-D, got dims \('dp', 'cp'\) of sizes \(2, 1\); give one axis, as mesh\['cp'\]$"
+        ):
+            build(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp")))
+        with pytest.raises(ValueError, match=r"^exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'rings'$"):
+            build(mesh=mesh, exchange="rings")
+        for exchange in ("auto", "gather", "ring", "heads"):
+            build(mesh=mesh, exchange=exchange)
+
+
+def test_a_mesh_of_one_rank_is_the_plain_path(mesh: DeviceMesh) -> None:
+    alone, x = DeviceMesh("cpu", [1]), draw(BATCH, TOKENS, EMBED)
+    whole = multihead()
+    module = multihead(mesh=alone, exchange="ring")
+    module.load_state_dict(whole.state_dict())
+    assert torch.equal(module(x, x, x, shard_lengths=[TOKENS])[0], whole(x, x, x)[0])
+    assert module(x, x, x)[0].grad_fn is not None

@@ -212,6 +212,55 @@ def test_xpos_in_float16_stays_finite_or_is_refused() -> None:
     assert k.isfinite().all()
 
 
+# -- shards -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("borders", [None, (0, 23), (0, 9, 9, 10, 23), (0, 3, 21, 23)], ids=str)
+@pytest.mark.parametrize("pattern", [NESTED, RAGGED, DilatedPattern((5, 10), (1, 2))], ids=["nested", "ragged", "short"])
+@pytest.mark.parametrize("lengths", [(23,), (11, 12), (0, 7, 16, 0)], ids=str)
+def test_rotation_of_a_shard_is_that_of_the_whole(
+    lengths: tuple[int, ...], pattern: DilatedPattern, borders: tuple[int, ...] | None
+) -> None:
+    cu_seqlens, cpu = None if borders is None else torch.tensor(borders, dtype=torch.int32), torch.device("cpu")
+    for position in (XPos(HEAD_DIM, pattern, scale_base=13.0), Rotary(HEAD_DIM)):
+        whole = position(token_positions(TOKENS, cu_seqlens, cpu))
+        start = 0
+        for length in lengths:
+            positions = token_positions(length, cu_seqlens, cpu, start)
+            described = {"length": TOKENS, "cu_seqlens": cu_seqlens} if isinstance(position, XPos) else {}
+            shard = position(positions, **described)
+            for actual, expected in zip(shard[:4], whole[:4]):
+                assert torch.equal(actual, expected[start : start + length])
+            assert shard.log_growth == whole.log_growth
+            q, k = draw(length), draw(length, 1)
+            assert [x.shape for x in shard.apply(q, k)] == [q.shape, k.shape]
+            start += length
+
+
+def test_rotation_of_a_shard_compiles() -> None:
+    position, borders = XPos(HEAD_DIM, NESTED), torch.tensor([0, 4, 20, 23])
+
+    def function(cu_seqlens: Tensor) -> Tensor:
+        positions = token_positions(9, cu_seqlens, torch.device("cpu"), 11)
+        return position(positions, length=TOKENS, cu_seqlens=cu_seqlens).q_cos
+
+    assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(borders), function(borders))
+
+
+def test_xpos_rejects_a_whole_described_in_part_or_out_of_range() -> None:
+    position, positions = XPos(HEAD_DIM, NESTED), torch.arange(5)
+    with pytest.raises(
+        ValueError, match=r"^cu_seqlens must come with length, got no length; positions alone are taken as the whole$"
+    ):
+        position(positions, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"^length must be at least 1, got 0$"):
+        position(positions, length=0)
+    position(positions[:1], length=1)
+    # The whole decides whether the decay stays in float32, and every rank says the same.
+    with pytest.raises(ValueError, match=r"^scale_base must be at least 8 where segments reach over 1009 tokens, got 7.0$"):
+        XPos(HEAD_DIM, DilatedPattern((1009,), (1,)), scale_base=7.0)(positions, length=1009)
+
+
 # -- positions of packed documents ------------------------------------------------------------------------------------------------
 
 
@@ -225,3 +274,6 @@ def test_token_positions_begin_anew_in_every_document(borders: tuple[int, ...], 
     expected = [p for a, b in pairwise(borders) for p in range(b - a)]
     actual = token_positions(7, torch.tensor(borders, dtype=dtype), torch.device("cpu"))
     assert torch.equal(actual, torch.tensor(expected))
+    for start in range(8):
+        shard = token_positions(7 - start, torch.tensor(borders, dtype=dtype), torch.device("cpu"), start)
+        assert torch.equal(shard, torch.tensor(expected[start:], dtype=torch.int64))

@@ -1,0 +1,232 @@
+"""Modules over ranks equal one process: LongNetLM over context ranks, beside data and tensor parallelism."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
+from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
+from flexdilated.nn import Rotary, XPos
+from tests.distributed.processes import run_ranks
+from tests.tolerances import EXACT
+
+NESTED = DilatedPattern((5, 15), (1, 3))
+RAGGED = DilatedPattern((7, 11), (2, 3))
+TOKENS = 34  # of two equal shards
+
+
+def build(mesh: DeviceMesh | None = None, exchange: str = "auto", **changes: Any) -> LongNetLM:
+    """The same weights on every rank, in float64."""
+    torch.manual_seed(2307)
+    sizes: dict[str, Any] = {"vocab_size": 29, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 19}
+    config = LongNetConfig(**{**sizes, "pattern": NESTED, **changes})
+    return LongNetLM(config, mesh=mesh, exchange=exchange).double()
+
+
+def draw_tokens(batch: int = 2, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(0, 29, (batch, tokens), generator=torch.Generator().manual_seed(2210))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters()}
+
+
+def check_model(
+    mesh: DeviceMesh,
+    *,
+    shard_lengths: tuple[int, ...] | None = None,
+    documents: list[int] | None = None,
+    padded: bool = False,
+    is_compiled: bool = False,
+    exchange: str = "auto",
+    **changes: Any,
+) -> None:
+    """Logits, and the gradients of the parameters summed over ranks."""
+    tokens = draw_tokens(1 if documents else 2)
+    cu_seqlens = None if documents is None else torch.tensor(documents)
+    mask = (torch.arange(TOKENS) % 8 == 3).expand_as(tokens) if padded else None
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(*tokens.shape, 29, generator=generator, dtype=torch.float64)
+    whole = build(**changes)
+    expected = whole(tokens, key_padding_mask=mask, cu_seqlens=cu_seqlens)
+    (expected * weight).sum().backward()
+
+    model = build(mesh, exchange, **changes)
+    batch = {"tokens": tokens, "weight": weight, "key_padding_mask": mask}
+    local = shard_sequence(batch, mesh, shard_lengths=shard_lengths)
+    forward = model
+    if is_compiled:
+        torch._dynamo.reset()
+        forward = torch.compile(model, fullgraph=True)
+    actual = forward(
+        local["tokens"], key_padding_mask=local["key_padding_mask"], cu_seqlens=cu_seqlens, shard_lengths=shard_lengths
+    )
+    (actual * local["weight"]).sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(unshard_sequence(actual, mesh, shard_lengths=shard_lengths), expected, **EXACT)
+    for name, grad in gradients(model).items():
+        dist.all_reduce(grad, group=mesh.get_group())
+        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_two(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    uneven, empty = (13, 21), (34, 0)
+    crossing = [0, 3, 12, 29, 34]
+    for position in ("xpos", "rotary"):
+        check_model(mesh, position=position)
+        check_model(mesh, position=position, shard_lengths=uneven, padded=True)
+        check_model(mesh, position=position, shard_lengths=uneven, documents=crossing, pattern=RAGGED)
+    check_model(mesh, shard_lengths=empty, pattern=RAGGED)
+    check_model(mesh, documents=crossing, tie_embeddings=False)
+    for exchange in ("gather", "ring", "heads"):
+        check_model(mesh, exchange=exchange, shard_lengths=uneven)
+    for position in ("xpos", "rotary"):
+        check_model(mesh, position=position, shard_lengths=uneven, exchange="gather", is_compiled=True)
+    check_layers(rank, mesh)
+    check_decoding(mesh)
+
+
+def check_layers(rank: int, mesh: DeviceMesh) -> None:
+    """Refusals, copies and state."""
+    model = build(mesh)
+    tokens = shard_sequence(draw_tokens(), mesh)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(tokens), model(tokens))
+    assert model.state_dict().keys() == build().state_dict().keys()
+    assert "mesh" not in repr(model)
+    with pytest.raises(
+        ValueError, match=rf"^shard_lengths\[{rank}\] must be the number of tokens of this rank=17, got \(18, 16\)$"
+    ):
+        model(tokens, shard_lengths=(18, 16))
+    torch.manual_seed(2307)
+    layer = nn.MultiheadAttention(24, 4, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    part = shard_sequence(x, mesh, shard_lengths=(13, 21))
+    expected = MultiheadDilatedAttention.from_torch(layer, NESTED)(x, x, x)[0]
+    converted = MultiheadDilatedAttention.from_torch(layer, NESTED, mesh=mesh, exchange="gather")
+    actual = converted(part, part, part, shard_lengths=(13, 21))[0]
+    torch.testing.assert_close(actual, shard_sequence(expected, mesh, shard_lengths=(13, 21)), **EXACT)
+    unbatched = converted(part[0], part[0], part[0], shard_lengths=(13, 21))[0]
+    torch.testing.assert_close(unbatched, actual[0], **EXACT)
+
+
+def check_decoding(mesh: DeviceMesh) -> None:
+    """Every rank holds the whole prompt."""
+    prompt = draw_tokens(2, 11)
+    model, whole = build(mesh), build()
+    expected = whole.generate(prompt, max_new_tokens=5, temperature=0.0)
+    assert torch.equal(model.generate(prompt, max_new_tokens=5, temperature=0.0), expected)
+    with pytest.raises(NotImplementedError, match=r"^shard_lengths must be None with cache, got a value"):
+        model.eval()(prompt, caches=model.make_caches(2), shard_lengths=(11, 0))
+
+
+@pytest.mark.slow
+def test_longnet_over_two_ranks_equals_one_process(tmp_path: Path) -> None:
+    run_ranks(check_two, 2, tmp_path)
+
+
+# -- beside data parallelism ------------------------------------------------------------------------------------------------------
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def check_square(rank: int) -> None:
+    """Data x context: both axes hold copies of the parameters, so gradients are averaged over all four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    every = init_device_mesh("cpu", (4,))
+    tokens, labels = draw_tokens(4), draw_tokens(4).roll(-1, dims=1)
+    whole = build()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+    before = {name: x.detach().clone() for name, x in whole.named_parameters()}
+    losses = []
+    for _ in range(2):
+        loss = loss_of(whole(tokens), labels) / tokens.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert all((x - before[name]).abs().max() > 1e-6 for name, x in whole.named_parameters())
+
+    part = shard_sequence({"tokens": tokens, "labels": labels}, mesh["dp"], dim=0)
+    part = shard_sequence(part, mesh["cp"], shard_lengths=(13, 21))
+    for parallel in ("ddp", "fsdp"):
+        model: nn.Module = build(mesh["cp"])
+        if parallel == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            for layer in model.layers:
+                fully_shard(layer, mesh=every)
+            fully_shard(model, mesh=every)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for expected in losses:
+            loss = loss_of(model(part["tokens"], shard_lengths=(13, 21)), part["labels"]) / tokens.numel()
+            (4 * loss).backward()  # of which the average over four ranks is the sum
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            torch.testing.assert_close(loss, expected, **EXACT)
+        for (name, x), y in zip(model.named_parameters(), whole.parameters()):
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            torch.testing.assert_close(x, y, **EXACT, msg=lambda text, where=(parallel, name): f"{where}: {text}")
+
+
+@pytest.mark.slow
+def test_data_by_context_training_step_equals_one_process(tmp_path: Path) -> None:
+    run_ranks(check_square, 4, tmp_path)
+
+
+# -- beside tensor parallelism ----------------------------------------------------------------------------------------------------
+
+
+def parallelize(layer: MultiheadDilatedAttention, mesh: DeviceMesh) -> None:
+    plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(layer, mesh, {**plan, "out_proj": RowwiseParallel()})
+
+
+def check_heads(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    rotations = {"none": None, "rotary": Rotary(6)(torch.arange(TOKENS)), "xpos": XPos(6, NESTED)(torch.arange(TOKENS))}
+    for layer_norm in (True, False):
+        for name, rotation in rotations.items():
+            torch.manual_seed(2307)
+            whole = MultiheadDilatedAttention(24, 4, NESTED, num_kv_heads=2, layer_norm=layer_norm, is_causal=True).double()
+            layer = copy.deepcopy(whole)
+            parallelize(layer, mesh)
+            grads = []
+            for module in (whole, layer):
+                y = x.clone().requires_grad_()
+                out = module(y, y, y, rotation=rotation)[0]
+                (out * weight).sum().backward()
+                grads.append((out.detach(), y.grad, gradients(module)))
+            for expected, actual in zip(*(pair[:2] for pair in grads)):
+                torch.testing.assert_close(actual, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+            for key, expected in grads[0][2].items():
+                actual = grads[1][2][key]
+                actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+                torch.testing.assert_close(actual, expected, **EXACT, msg=lambda text, key=key: f"{key}: {text}")
+    expected_logits = build()(draw_tokens())
+    model = build()
+    for block in model.layers:
+        parallelize(block.self_attn, mesh)
+    torch.testing.assert_close(model(draw_tokens()), expected_logits, **EXACT)
+
+
+def test_sharded_heads_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(check_heads, 2, tmp_path)

@@ -1,0 +1,259 @@
+"""Sequences cut in shards and put together again: refusals in one process on a fake group, the rest over real ranks."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flexdilated.distributed.sharding import (
+    even_shard_lengths,
+    group_of,
+    local_shard_lengths,
+    shard_lengths_of,
+    shard_sequence,
+    unshard_sequence,
+)
+from tests.distributed.processes import run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+# None: equal shards, not declared.
+LENGTHS: dict[int, list[tuple[int, ...] | None]] = {
+    1: [None, (7,), (0,)],
+    2: [None, (5, 2), (0, 7), (7, 0), (0, 0)],
+    3: [None, (2, 3, 5), (3, 0, 4), (0, 0, 5), (4, 0, 0)],
+}
+
+
+class Pair(NamedTuple):
+    tokens: Tensor
+    labels: Tensor | None
+
+
+# -- over real ranks --------------------------------------------------------------------------------------------------------------
+
+
+def draw(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The same on every rank; all bytes of an element matter."""
+    generator = torch.Generator().manual_seed(2307 + seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 2**62, shape, generator=generator).to(dtype)
+
+
+def part(x: Tensor, rank: int, lengths: tuple[int, ...], dim: int) -> Tensor:
+    """The definition, by indices."""
+    borders = [0, *accumulate(lengths)]
+    return x.index_select(dim, torch.arange(borders[rank], borders[rank + 1]))
+
+
+def check_values(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
+    lengths = (5,) * mesh.size() if declared is None else declared
+    for dtype in (*DTYPES, torch.complex64):
+        for dim, shape in ((0, [0]), (1, [3, 0]), (1, [3, 0, 2, 1]), (-1, [2, 3, 0]), (2, [1, 2, 0, 3])):
+            shape[dim] = sum(lengths)
+            whole = draw(shape, torch.float64).to(dtype) if dtype.is_complex else draw(shape, dtype)
+            local = shard_sequence(whole, mesh, dim=dim, shard_lengths=declared)
+            assert torch.equal(local, part(whole, rank, lengths, dim % len(shape)))
+            assert local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()  # a view
+            back = unshard_sequence(local, mesh, dim=dim, shard_lengths=declared)
+            assert back.dtype == dtype
+            assert back.is_contiguous()
+            assert torch.equal(back, whole)
+    strided = draw([sum(lengths), 3, 2], torch.float32).mT.transpose(0, 1)  # (2, N, 3), transposed in memory
+    assert torch.equal(
+        unshard_sequence(shard_sequence(strided, mesh, shard_lengths=declared), mesh, shard_lengths=declared), strided
+    )
+
+
+def check_batches(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
+    lengths = (5,) * mesh.size() if declared is None else declared
+    n = sum(lengths)
+    a, b, c, d = (draw([2, n, *rest], dtype, i) for i, (rest, dtype) in enumerate([([], torch.int64), ([], torch.bool)] * 2))
+    batch = OrderedDict(pair=Pair(a, b), rest=[c, (d, None)], plain={"name": "x", "step": 3, "last": Pair(a, None)})
+    local = shard_sequence(batch, mesh, shard_lengths=declared)
+    assert isinstance(local, OrderedDict)
+    assert isinstance(local["pair"], Pair)
+    assert (local["plain"]["name"], local["plain"]["step"], local["plain"]["last"].labels) == ("x", 3, None)
+    for whole, shard in ((a, local["pair"].tokens), (b, local["pair"].labels), (c, local["rest"][0]), (d, local["rest"][1][0])):
+        assert torch.equal(shard, part(whole, rank, lengths, 1))
+    back = unshard_sequence(local, mesh, shard_lengths=declared)
+    assert isinstance(back["plain"]["last"], Pair)
+    for whole, x in ((a, back["pair"].tokens), (b, back["pair"].labels), (c, back["rest"][0]), (d, back["rest"][1][0])):
+        assert torch.equal(x, whole)
+    assert back["rest"][1][1] is None
+
+
+def check_gradients(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None, *, is_compiled: bool) -> None:
+    lengths = (5,) * mesh.size() if declared is None else declared
+
+    def function(x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        local = shard_sequence(x, mesh, shard_lengths=declared)
+        return local, unshard_sequence(local.sin(), mesh, shard_lengths=declared)
+
+    if is_compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = draw([2, sum(lengths), 3], torch.float64).requires_grad_()
+    local, whole = function(x, mesh)
+    assert torch.equal(local, part(x, rank, lengths, 1))
+    assert torch.equal(whole, x.sin())
+    weight = draw([2, sum(lengths), 3], torch.float64, seed=100 + rank)  # another loss on every rank
+    (whole * weight).sum().backward()
+    expected = torch.zeros_like(weight)
+    start = sum(lengths[:rank])
+    expected[:, start : start + lengths[rank]] = part(weight * x.detach().cos(), rank, lengths, 1)
+    assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
+
+
+def check_all(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    assert group_of(mesh)[1:] == (rank, world_size)
+    for declared in LENGTHS[world_size]:
+        check_values(rank, mesh, declared)
+        check_batches(rank, mesh, declared)
+        check_gradients(rank, mesh, declared, is_compiled=False)
+    for declared in LENGTHS[world_size][:3]:
+        check_gradients(rank, mesh, declared, is_compiled=True)
+    if world_size == 3:
+        check_axes(rank)
+
+
+def check_axes(rank: int) -> None:
+    """A mesh of some of the ranks, and one that changes under a compiled function."""
+    pair = DeviceMesh("cpu", [0, 2])
+    world = DeviceMesh("cpu", [0, 1, 2])
+    if rank == 1:
+        with pytest.raises(ValueError, match=r"^mesh must hold this rank, got rank 1 and ranks \[0, 2\]$"):
+            group_of(pair)
+    else:
+        assert group_of(pair)[1:] == (rank // 2, 2)
+        x = draw([1, 6], torch.int64)
+        assert torch.equal(shard_sequence(x, pair), x[:, 3 * (rank // 2) : 3 * (rank // 2) + 3])
+        assert torch.equal(unshard_sequence(shard_sequence(x, pair), pair), x)
+    torch._dynamo.reset()
+    function = torch.compile(lambda x, mesh: shard_sequence(x, mesh) + group_of(mesh)[2], fullgraph=True, backend="aot_eager")
+    x = torch.arange(6)[None]
+    for mesh in (world, pair, world) if rank != 1 else (world, world):
+        assert torch.equal(function(x, mesh), shard_sequence(x, mesh) + mesh.size())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sequences_are_cut_and_put_together_exactly(world_size: int, tmp_path: Path) -> None:
+    run_ranks(check_all, world_size, tmp_path, world_size)
+
+
+def fail_on_one(rank: int) -> None:
+    dist.barrier()
+    assert rank != 1, "rank 1 fails"
+
+
+def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 fails"):
+        run_ranks(fail_on_one, 2, tmp_path)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Three ranks of a fake group, of which this process is number 1."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        yield init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_even_shard_lengths_give_the_first_ranks_one_more() -> None:
+    assert even_shard_lengths(7, 3) == (3, 2, 2)
+    assert even_shard_lengths(2, 5) == (1, 1, 0, 0, 0)
+    assert even_shard_lengths(0, 2) == (0, 0)
+    assert even_shard_lengths(10**9, 1) == (10**9,)
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 0, got -1$"):
+        even_shard_lengths(-1, 2)
+    with pytest.raises(ValueError, match=r"^num_ranks must be at least 1, got 0$"):
+        even_shard_lengths(7, 0)
+
+
+def test_shard_lengths_are_equal_or_declared(mesh: DeviceMesh) -> None:
+    assert shard_lengths_of(mesh, 6) == (2, 2, 2)
+    assert shard_lengths_of(mesh, 0) == (0, 0, 0)
+    assert shard_lengths_of(mesh, 7, [0, 6, 1]) == (0, 6, 1)
+    assert local_shard_lengths(mesh, 6) == (1, (6, 6, 6))
+    assert local_shard_lengths(mesh, 6, [0, 6, 1]) == (1, (0, 6, 1))
+
+
+def test_shard_lengths_that_do_not_tile_are_refused(mesh: DeviceMesh) -> None:
+    message = r"^num_tokens must be a multiple of the ranks of mesh=3, got 7; give shard_lengths, as \(3, 2, 2\)$"
+    with pytest.raises(ValueError, match=message):
+        shard_lengths_of(mesh, 7)
+    with pytest.raises(ValueError, match=message):
+        shard_sequence(torch.zeros(2, 7), mesh)
+    for lengths, message in (
+        ((1, 2), r"^shard_lengths must hold one length per rank of mesh=3, got \(1, 2\)$"),
+        ((9, -2, 0), r"^shard_lengths must not be negative, got \(9, -2, 0\)$"),
+        ((3, 3, 2), r"^shard_lengths must sum to num_tokens=7, got \(3, 3, 2\) of sum 8$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=lengths)
+    for lengths in ((3.0, 2, 2), (True, 3, 3)):
+        with pytest.raises(TypeError, match=r"^shard_lengths must hold integers, got \("):
+            shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=lengths)
+
+
+def test_unshard_refuses_a_shard_of_another_length(mesh: DeviceMesh) -> None:
+    for call in (
+        lambda n: local_shard_lengths(mesh, n, (3, 2, 2)),
+        lambda n: unshard_sequence(torch.zeros(1, n), mesh, shard_lengths=(3, 2, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=3, got \(3, 2, 2\)$"):
+            call(3)
+        call(2)
+
+
+def test_batches_of_unequal_tensors_are_refused(mesh: DeviceMesh) -> None:
+    for call in (shard_sequence, unshard_sequence):
+        with pytest.raises(ValueError, match=r"^batch must hold tensors of one length along dim=1, got lengths \[6, 3\]$"):
+            call({"a": torch.zeros(2, 6), "b": torch.zeros(2, 3)}, mesh)
+        call({"a": torch.zeros(2, 6), "b": torch.zeros(1, 6, 3)}, mesh)
+        with pytest.raises(ValueError, match=r"^batch must hold tensors with dim=1, got shape \(6,\)$"):
+            call([torch.zeros(2, 6), torch.zeros(6)], mesh)
+        with pytest.raises(ValueError, match=r"^batch must hold tensors with dim=-3, got shape \(2, 6\)$"):
+            call(torch.zeros(2, 6), mesh, dim=-3)
+        with pytest.raises(TypeError, match=r"^batch must hold a tensor, got dict$"):
+            call({"a": None}, mesh)
+        with pytest.raises(TypeError, match=r"^batch must hold tensors in dicts, lists and tuples, got ndarray$"):
+            call([torch.zeros(2, 6), torch.zeros(2, 6).numpy()], mesh)
+
+
+def test_meshes_that_cannot_hold_a_sequence_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(TypeError, match=r"^mesh must be a DeviceMesh, got str$"):
+        group_of("cp")
+    with pytest.raises(ValueError, match=r"^mesh must hold this rank, got rank 1 and ranks \[0, 2\]$"):
+        group_of(DeviceMesh("cpu", [0, 2]))
+    with pytest.raises(ValueError, match=r"^mesh must list its ranks in ascending order, got \[1, 0\]$"):
+        group_of(DeviceMesh("cpu", [1, 0]))
+    square = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "cp"))
+    message = r"^mesh must be 1-D, got dims \('dp', 'cp'\) of sizes \(3, 1\); give one axis, as mesh\['cp'\]$"
+    with pytest.raises(ValueError, match=message):
+        shard_sequence(torch.zeros(2, 6), square)
+    with pytest.raises(ValueError, match=r"^mesh must be 1-D, got dims None of sizes \(1, 3\); give one axis$"):
+        group_of(DeviceMesh("cpu", [[0, 1, 2]]))
+    assert group_of(square["dp"])[1:] == (1, 3)
+    assert group_of(square["cp"])[1:] == (0, 1)
+
+
+def test_a_mesh_of_one_rank_gives_the_whole(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7)
+    alone = DeviceMesh("cpu", [1])
+    assert torch.equal(shard_sequence(x, alone), x)
+    assert unshard_sequence(x, alone) is x

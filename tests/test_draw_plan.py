@@ -1,0 +1,391 @@
+"""`flexdilated plan`: the traffic of each strategy, what the command prints, draws and refuses."""
+
+import json
+import struct
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flexdilated import DilatedPattern
+from flexdilated.distributed.plan import EXCHANGES, context_plan
+from flexdilated.draw_plan import OTHERS, Layer, Strategy, draw_traffic, equal_shards, plan, strategies, traffic_by_ranks
+
+app = typer.Typer()
+app.command()(plan)
+
+MILLION = 1 << 20
+SMALL = DilatedPattern((7, 13, 31), (1, 2, 5))
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def ask(*arguments: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON answer, and its strategies by name."""
+    code, text = run(*arguments, "--json")
+    assert code == 0, text
+    answer = json.loads(text)
+    return answer, {row["name"]: row for row in answer["strategies"]}
+
+
+def layer(**changes: Any) -> Layer:
+    values: dict[str, Any] = {
+        "pattern": SMALL,
+        "tokens": 61,
+        "ranks": 3,
+        "heads": 12,
+        "kv_heads": 6,
+        "head_dim": 5,
+        "dtype": "float32",
+        "batch": 2,
+        "is_causal": False,
+    }
+    return Layer(**(values | changes))
+
+
+# -- the numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "expected"), [(61, 3, (21, 20, 20)), (6, 3, (2, 2, 2)), (2, 5, (1, 1, 0, 0, 0))])
+def test_equal_shards_tile_the_sequence_longer_ones_first(tokens: int, ranks: int, expected: tuple[int, ...]) -> None:
+    assert equal_shards(tokens, ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ranks", "ring", "ulysses", "gather", "whole_heads"),
+    [
+        ("longnet", 8, 917_504, 229_376, 0, 0),
+        ("longnet", 64, 1_032_192, 32_256, 1_366, 1_366),
+        ("gigapath", 8, 917_504, 229_376, 90_397, 48_261),
+        ("gigapath", 64, 1_032_192, 32_256, 114_215, 18_227),
+    ],
+)
+def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses: int, gather: int, whole_heads: int) -> None:
+    answer, rows = ask("--tokens", MILLION, "--ranks", ranks, "--pattern", pattern, "--heads", 64)
+    assert rows["ring-all"]["rows_per_head"] == rows["all-gather"]["rows_per_head"] == ring
+    assert rows["ulysses"]["rows_per_head"] == ulysses
+    # 2 * 64 elements of 2 bytes, for 64 heads.
+    assert (
+        rows["ulysses"]["bytes_forward"]
+        == rows["ulysses"]["bytes_backward"]
+        == {"busiest": ulysses * 2**14, "mean": ulysses * 2**14}
+    )
+    assert rows["ring-all"]["bytes_forward"]["busiest"] == rows["all-gather"]["bytes_backward"]["busiest"] == ring * 2**14
+    assert rows["ring-all"]["bytes_backward"]["busiest"] == 2 * ring * 2**14
+    assert rows["gather"]["rows_per_head"] == rows["ring"]["rows_per_head"] <= gather
+    assert rows["heads"]["rows_per_head"] <= whole_heads
+    assert answer["is_local"] is (gather == 0)
+    assert (rows["gather"]["rows_per_head"] == 0) is (gather == 0)
+    assert all(row["imbalance"] >= 1.0 for row in rows.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("kv_heads", [6, 12])
+def test_traffic_of_the_others_equals_a_simulation(ranks: int, kv_heads: int) -> None:
+    of = layer(ranks=ranks, kv_heads=kv_heads)
+    found = {each.name: each for each in strategies(of)}
+    shards = equal_shards(of.tokens, ranks)
+    row = of.batch * of.head_dim * 4
+    # The ring: K|V of a shard hops from rank to rank; in backward so does the sum of its dK|dV, from the next rank on.
+    forward, backward, gathered, reduced = (np.zeros(ranks, np.int64) for _ in range(4))
+    for home, size in enumerate(shards):
+        for hop in range(1, ranks):
+            forward[(home + hop) % ranks] += size * kv_heads * 2 * row
+            backward[(home + hop) % ranks] += size * kv_heads * 2 * row
+            backward[(home + 1 + hop) % ranks] += size * kv_heads * 2 * row
+        for other in range(ranks):
+            if other != home:
+                gathered[other] += size * kv_heads * 2 * row
+                reduced[home] += size * kv_heads * 2 * row
+    for name, expected in (("ring-all", (forward, backward)), ("all-gather", (gathered, reduced))):
+        np.testing.assert_array_equal(found[name].forward, expected[0])
+        np.testing.assert_array_equal(found[name].backward, expected[1])
+    # Ulysses: every element of a token and head moves from the rank of the token to that of the head, or back.
+    there, back = (np.zeros((2, ranks), np.int64) for _ in range(2))  # q and k, v; forward and backward
+    for sender, size in enumerate(shards):
+        for receiver in range(ranks):
+            if sender != receiver:
+                there[:, receiver] += size * np.array([of.heads, 2 * kv_heads]) // ranks * row
+                back[:, sender] += size * np.array([of.heads, 2 * kv_heads]) // ranks * row
+    np.testing.assert_array_equal(found["ulysses"].forward, there.sum(axis=0) + back[0])
+    np.testing.assert_array_equal(found["ulysses"].backward, there[0] + back.sum(axis=0))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", ["all", "grouped"])
+def test_every_strategy_scores_the_same_pairs(rule: Literal["all", "grouped"], is_causal: bool) -> None:
+    of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads=rule), is_causal=is_causal, ranks=3)
+    total = of.pattern.count_pairs(of.tokens, of.kv_heads, is_causal=is_causal)
+    for each in strategies(of):
+        assert each.pairs is not None
+        assert each.pairs.shape == (3,)
+        assert each.pairs.sum() == total, each.name
+
+
+def test_pairs_of_ulysses_are_those_of_its_heads() -> None:
+    of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads="grouped"), ranks=3, kv_heads=6)
+    pairs = next(each.pairs for each in strategies(of) if each.name == "ulysses")
+    lengths = zip(of.pattern.branches, range(3))
+    expected = [2 * _pairs_of_one_head(length, rate, branch % rate, of.tokens) for (length, rate), branch in lengths]
+    assert pairs is not None
+    assert pairs.tolist() == expected
+
+
+def _pairs_of_one_head(length: int, rate: int, offset: int, tokens: int) -> int:
+    kept = [p // length for p in range(tokens) if p % length % rate == offset]
+    return sum(kept.count(segment) ** 2 for segment in set(kept))
+
+
+@pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
+def test_json_equals_the_plan(causal: str) -> None:
+    options = ("--segment-lengths", "7,13,31", "--dilation-rates", "1,2,5", "--offsets", "interleaved")
+    sizes = ("--heads", 12, "--kv-heads", 4, "--head-dim", 5, "--batch", 3, "--dtype", "float64", causal)
+    answer, rows = ask("--tokens", 62, "--ranks", 4, *options, *sizes)
+    pattern = DilatedPattern((7, 13, 31), (1, 2, 5), offsets="interleaved")
+    whole = context_plan(pattern, (16, 16, 15, 15), 4, range(4), 3, ((0, 62),), causal == "--causal")
+    keywords: dict[str, Any] = {"head_dim": 5, "itemsize": 8, "batch": 3, "lse_size": 8}
+    inputs = {name: answer[name] for name in ("tokens", "ranks", "heads", "kv_heads", "head_dim", "dtype", "batch", "causal")}
+    assert list(inputs.values()) == [62, 4, 12, 4, 5, "float64", 3, causal == "--causal"]
+    assert DilatedPattern.from_dict(answer["pattern"]) == pattern
+    assert answer["shards"] == {"largest": 16, "smallest": 15}
+    assert answer["is_local"] is whole.is_local is False
+    budget = whole.default_budget(head_dim=5, itemsize=8, batch=3)
+    assert answer["memory_budget"] == budget
+    assert answer["auto"] == whole.choose(budget=budget, **keywords)
+    tensors = 3 * 16 * (12 * (2 * 5 * 8 + 8) + 4 * 2 * 5 * 8)
+    for name in EXCHANGES:
+        row = rows[name]
+        for key, moved in zip(("bytes_forward", "bytes_backward"), whole.bytes_received(name, **keywords)):
+            assert row[key] == {"busiest": moved.max(), "mean": pytest.approx(moved.mean())}
+        buffers, pairs = whole.buffer_bytes(name, **keywords), whole.pairs(name)
+        assert row["pairs"] == {"busiest": pairs.max(), "mean": pytest.approx(pairs.mean())}
+        assert row["imbalance"] == pytest.approx(pairs.max() / pairs.mean())
+        assert row["fits_budget"] is bool(buffers.max() <= budget)
+        memory = row["memory_bytes"]
+        assert memory["total"] == memory["tensors"] + memory["gradients"] + memory["buffers"]
+        assert memory["tensors"] <= tensors
+        assert memory["buffers"] in buffers
+        kv, q, out = (whole.traffic(name, kind).received(4) for kind in ("kv", "q", "out"))
+        assert row["rows_per_head"] == (kv + 3 * (q + out) / 2).max() / 4
+        assert row["is_ours"]
+        assert row["is_auto"] is (name == answer["auto"])
+    assert [row["is_ours"] for row in rows.values()] == [True] * 3 + [False] * 3
+    assert tuple(rows) == (*EXCHANGES, *OTHERS)
+
+
+def test_memory_holds_tensors_gradients_and_messages() -> None:
+    _, rows = ask("--tokens", 60, "--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--dtype", "float32")
+    gradients = 30 * (2 * 4 + 2 * 2) * 8 * 4
+    buffers = {
+        "ring-all": 2 * 30 * 2 * 2 * 8 * 4,
+        "all-gather": 60 * 2 * 2 * 8 * 4,
+        # Half of q, k, v and out of 30 tokens leaves, and as much arrives.
+        "ulysses": 2 * gradients // 2,
+    }
+    for name, size in buffers.items():
+        expected = {"tensors": gradients + 30 * 4 * 4, "gradients": gradients, "buffers": size}
+        assert rows[name]["memory_bytes"] == {**expected, "total": sum(expected.values())}
+
+
+def test_memory_budget_decides_the_choice() -> None:
+    options = ("--tokens", MILLION, "--ranks", 8, "--pattern", "gigapath")
+    answer, rows = ask(*options, "--memory-budget", 2**40)
+    assert answer["auto"] == "heads"
+    assert all(rows[name]["fits_budget"] for name in EXCHANGES)
+    answer, rows = ask(*options, "--memory-budget", 0)
+    smallest = min(EXCHANGES, key=lambda name: rows[name]["memory_bytes"]["buffers"])
+    assert answer["auto"] == smallest
+    assert not any(rows[name]["fits_budget"] for name in EXCHANGES)
+
+
+def test_ulysses_says_why_it_cannot_be() -> None:
+    for heads, kv_heads, reason in ((12, 12, "--heads=12"), (16, 4, "--kv-heads=4"), (4, 2, "--heads=4")):
+        _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", heads, "--kv-heads", kv_heads)
+        assert rows["ulysses"]["why_not"] == f"{reason} must be a multiple of --ranks=8"
+        assert all(rows["ulysses"][key] is None for key in ("bytes_forward", "rows_per_head", "memory_bytes", "imbalance"))
+    code, text = run("--tokens", 4096, "--ranks", 8)
+    assert code == 0
+    assert "Ulysses: --heads=12 must be a multiple of --ranks=8" in text
+    _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", 16, "--kv-heads", 8)
+    assert rows["ulysses"]["why_not"] is None
+
+
+def test_a_billion_tokens_on_1024_ranks() -> None:
+    answer, rows = ask("--tokens", "1_000_000_000", "--ranks", 1024, "--pattern", "longnet")
+    assert answer["shards"] == {"largest": 976_563, "smallest": 976_562}
+    assert rows["all-gather"]["rows_per_head"] == 10**9 - 976_562
+    assert 0 < rows["gather"]["rows_per_head"] < 32_768
+    assert rows["gather"]["imbalance"] == pytest.approx(1.0, abs=1e-3)
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_table() -> None:
+    code, text = run("--tokens", MILLION, "--ranks", 8, "--pattern", "longnet", "--heads", 16)
+    assert code == 0
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["gather (auto)"][2:] == [*["0", "B"] * 4, "0", "2.16", "GB", "1.00"]
+    assert lines["ring of everything"][3:12] == ["3.76", "GB", "3.76", "GB", "7.52", "GB", "7.52", "GB", "917,504"]
+    assert lines["Ulysses"][1:10] == [*["940", "MB"] * 4, "229,376"]
+    assert "1,048,576 tokens on 8 ranks, shards: each of 131,072 tokens" in text
+    assert "every segment lies inside one shard: our exchanges move nothing" in text
+    assert "16 heads of 64, blocked offsets, not causal, bfloat16" in text
+
+
+def test_plan_says_how_uneven_shards_are() -> None:
+    code, text = run("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch", 3, "--causal")
+    assert code == 0
+    assert "100,003 tokens on 8 ranks, shards: 3 of 12,501 and 5 of 12,500 tokens" in text
+    assert "8 query and 2 key/value heads of 64, blocked offsets, causal, bfloat16, batch 3" in text
+
+
+# -- the picture --------------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_by_ranks_is_that_of_each_number_of_ranks() -> None:
+    lines = traffic_by_ranks(layer(ranks=6))
+    assert [ranks for ranks, _ in lines["gather"]] == [2, 4, 6]
+    assert [ranks for ranks, _ in lines["ulysses"]] == [2, 6]  # 4 divides 12 heads, but not 6
+    for ranks in (2, 4, 6):
+        for each in strategies(layer(ranks=ranks), with_pairs=False):
+            if each.forward is not None and each.backward is not None:
+                assert (ranks, (each.forward + each.backward).max()) in lines[each.name]
+    assert [ranks for ranks, _ in traffic_by_ranks(layer(ranks=1))["gather"]] == [1]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        layer(ranks=1),
+        layer(ranks=2),
+        layer(ranks=17, tokens=10_007),
+        layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()),
+        layer(ranks=96, tokens=10**7, pattern=DilatedPattern((2**20,), (1,)), dtype="float64", batch=4096, heads=1024, kv_heads=32),
+        layer(ranks=4, pattern=DilatedPattern(tuple(range(10**9, 10**9 + 10)), (10**8,) * 10)),
+    ],
+    ids=lambda of: f"{of.tokens} on {of.ranks}",
+)
+def test_picture_has_no_text_on_text(of: Layer) -> None:
+    figure = draw_traffic(of)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = [label for label, at in zip(axes.get_yticklabels(), axes.get_yticks()) if low <= at <= high]
+    texts = [*figure.texts, *figure.legends, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_xticklabels()]
+    extents = [text.get_window_extent() for text in texts] + [axes.bbox]
+    for a, b in combinations(extents, 2):
+        assert a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0, (a, b)
+    for extent in extents:
+        assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
+        assert 0 <= extent.y0 < extent.y1 <= figure.bbox.height
+
+
+def test_picture_shows_zero_on_a_line_of_its_own() -> None:
+    figure = draw_traffic(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    drawn = {str(line.get_label()).split(":")[0]: line for line in axes.lines}
+    zero = axes.get_yticks()[0]
+    assert axes.get_yticklabels()[0].get_text() == "0"
+    values = dict(traffic_by_ranks(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))["gather"])
+    assert 0 in values.values()
+    assert max(values.values()) > 0
+    shown = dict(zip(*(np.asarray(x).tolist() for x in drawn["ours, gather"].get_data())))
+    assert shown == {ranks: number or zero for ranks, number in values.items()}
+    assert zero < min(number for number in values.values() if number)
+    assert axes.get_ylim()[0] < zero
+    assert [drawn[name].get_linestyle() for name in ("ours, gather", "ring of everything")] == ["-", "--"]
+
+
+def test_plan_writes_a_png(tmp_path: Path) -> None:
+    output = tmp_path / "plan.png"
+    code, text = run("--tokens", 10_007, "--ranks", 8, "--output", output, "--json")
+    assert code == 0
+    assert json.loads(text)["ranks"] == 8
+    data = output.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert min(struct.unpack(">II", data[16:24])) > 600
+    assert list(tmp_path.iterdir()) == [output]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (("--tokens", 0), "--tokens must be in [1, 1099511627776], got 0"),
+    (("--tokens", 2**40 + 1), "--tokens must be in [1, 1099511627776], got 1099511627777"),
+    (("--ranks", 0), "--ranks must be in [1, 4096], got 0"),
+    (("--ranks", 4097), "--ranks must be in [1, 4096], got 4097"),
+    (("--heads", 0), "--heads must be in [1, 1024], got 0"),
+    (("--heads", 1025), "--heads must be in [1, 1024], got 1025"),
+    (("--kv-heads", 5), "--kv-heads must divide --heads=12, got 5"),
+    (("--kv-heads", 0), "--kv-heads must divide --heads=12, got 0"),
+    (("--kv-heads", 24), "--kv-heads must divide --heads=12, got 24"),
+    (("--head-dim", 0), "--head-dim must be in [1, 4096], got 0"),
+    (("--batch", 0), "--batch must be in [1, 65536], got 0"),
+    (("--dtype", "int8"), "--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"),
+    (("--memory-budget", -1), "--memory-budget must be at least 0 bytes, got -1"),
+    (("--output", "plan.pdf"), "--output must end in .png, got 'plan.pdf'"),
+    (("--output", "no/such/folder/plan.png"), "--output must be a file that can be written, got 'no/such/folder/plan.png': "),
+    (("--pattern", "longnet", "--segment-lengths", "4"), "--segment-lengths must not be given with --pattern=longnet, got 4"),
+    (("--pattern", "gigapath", "--dilation-rates", "4"), "--dilation-rates must not be given with --pattern=gigapath, got 4"),
+    (("--segment-lengths", "4,x"), "--segment-lengths must be integers separated by commas, got '4,x'"),
+    (
+        ("--segment-lengths", ",".join(["4"] * 11), "--dilation-rates", ",".join(["1"] * 11)),
+        "--segment-lengths must have at most 10 entries, got 11",
+    ),
+    (("--segment-lengths", "4,8"), "dilation_rates must hold one rate per segment length=2, got (1, 2, 4)"),
+    (("--segment-lengths", "4", "--dilation-rates", "5"), "dilation_rates[0] must be in [1, segment_lengths[0]=4], got 5"),
+    (
+        ("--tokens", 2**40, "--batch", 65536),
+        "--tokens must be such that all messages have fewer than 2**62 bytes, got 1099511627776",
+    ),
+    (
+        ("--tokens", 10**10, "--segment-lengths", 10**10, "--dilation-rates", 1),
+        "--tokens must be such that a rank scores fewer than 2**62 pairs, got 10000000000 with --ranks=2; ",
+    ),
+    (
+        ("--tokens", 10**10, "--segment-lengths", 10**10, "--dilation-rates", 10**10),
+        "--dilation-rates must have a least common multiple that is small enough to count with, got 10000000000",
+    ),
+    (
+        ("--tokens", 10**6, "--ranks", 4096, "--segment-lengths", 10**6, "--dilation-rates", 1),
+        "--ranks must be such that at most 8388608 pairs of them share a segment, got 4096 with segments of 1000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
+def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> None:
+    base: dict[object, object] = {"--tokens": 64, "--ranks": 2}
+    base |= dict(zip(changes[::2], changes[1::2]))
+    result = CliRunner().invoke(app, [str(x) for pair in base.items() for x in pair])
+    assert result.exit_code == 2
+    assert result.stdout == "" or "--output" in changes
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("changes", [("--tokens", "many"), ("--pattern", "dense"), ("--ranks", "1.5"), ("--heads-rule", "some")])
+def test_plan_refuses_what_is_no_number_or_name(changes: tuple[str, str]) -> None:
+    base = {"--tokens": "64", "--ranks": "2"} | dict([changes])
+    code, text = run(*(x for pair in base.items() for x in pair))
+    assert code == 2
+    assert changes[0] in text
+
+
+def test_plan_accepts_the_boundaries() -> None:
+    for changes in ({"--tokens": 1}, {"--ranks": 1}, {"--ranks": 4096}, {"--heads": 1}, {"--kv-heads": 12}, {"--head-dim": 1}):
+        base = {"--tokens": 64, "--ranks": 2} | changes
+        assert ask(*(x for pair in base.items() for x in pair))[1]["gather"]["why_not"] is None
+
+
+def test_strategy_says_whether_it_is_ours() -> None:
+    assert [Strategy(name).is_ours for name in ("ring", "ring-all")] == [True, False]
