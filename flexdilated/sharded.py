@@ -6,6 +6,7 @@ Both directions are opaque custom operators, communication included: the compile
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -99,10 +100,17 @@ def _plan(
     within, group = range(first_head, first_head + k.shape[2]), q.shape[2] // k.shape[2]
     plan = context_plan(pattern, lengths, num_heads, within, group, documents(cu_seqlens, sum(lengths)), is_causal)
     if exchange == "auto":
-        sizes = {"head_dim": q.shape[3], "itemsize": q.element_size(), "batch": q.shape[0]}
-        rest = {"masked": key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
-        exchange = "gather" if plan.is_local else plan.choose(budget=plan.default_budget(**sizes), **sizes, **rest)
+        exchange = _choice(plan, q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None)
     return plan, exchange
+
+
+@lru_cache(maxsize=64)
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool) -> str:
+    """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
+    if plan.is_local:
+        return "gather"
+    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
+    return plan.choose(budget=plan.default_budget(**sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize)
 
 
 def _agree(group: dist.ProcessGroup, plan: ContextPlan, q: Tensor, **options: object) -> None:

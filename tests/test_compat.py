@@ -251,15 +251,23 @@ def test_dropout_drops_weights_in_training_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in (*BARE, *LAYERS, HILBERT) if "ring_size" in arguments(name)])
-def test_ring_size_is_one(name: str) -> None:
+def test_ring_of_one_process(name: str) -> None:
+    """More in tests/distributed/test_compat.py."""
     x = inputs(name)
     torch.manual_seed(3)
     plain = only(build(name)(*x))
     torch.manual_seed(3)
     assert torch.equal(only(build(name, ring_size=1)(*x)), plain)
     for size in (2, 0):
-        with pytest.raises(NotImplementedError, match=rf"^ring_size must be None or 1, got {size}: a sequence cannot be sharded"):
+        with pytest.raises(
+            ValueError, match=rf"^ring_size must be None or 1 where torch.distributed is not initialised, got {size}"
+        ):
             build(name, ring_size=size)
+    for size in (True, 2.0):
+        with pytest.raises(TypeError, match=rf"^ring_size must be an integer or None, got {size}$"):
+            build(name, ring_size=size)
+    with pytest.raises(TypeError, match=r"^group must be a ProcessGroup that holds this rank, or None, got 'nccl'$"):
+        build(name, group="nccl")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
