@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -17,6 +25,7 @@ from safetensors import SafetensorError
 from flexdilated import __version__
 from flexdilated.doctor import doctor
 from flexdilated.draw import show
+from flexdilated.draw_plan import plan
 from flexdilated.encode import encode_slide
 from flexdilated.hardware import detect, recommended_dtype
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
@@ -24,16 +33,22 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.refusal import refuse
 from flexdilated.train import (
     BYTES,
-    CHECKPOINT_FILE,
     Corpus,
+    RankLostError,
     Trainer,
     TrainOptions,
     UserError,
     dense,
     draw_losses,
+    latest_checkpoint,
     load_corpus,
     sample,
+    wait_for_all,
 )
+
+if TYPE_CHECKING:  # one process needs no torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["app", "main"]
 
@@ -47,8 +62,12 @@ app = typer.Typer(
 app.command()(show)
 app.command()(doctor)
 app.command()(encode_slide)
+app.command()(plan)
 
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
+TIMEOUT_SECONDS = 300  # of a rank that waits for the others
+TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
+STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
 
 
 def main() -> None:
@@ -92,14 +111,21 @@ def train(
     device: Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")] = "auto",
     dtype: Annotated[str, typer.Option(help="'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where it is fast.")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
+    context_parallel: Annotated[int, typer.Option(min=1, help="Processes that share every sequence, started by torchrun.")] = 1,
+    timeout_seconds: Annotated[
+        int | None, typer.Option(min=1, help=f"How long a process waits for the others. [default: {TIMEOUT_SECONDS}]")
+    ] = None,
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
     The default run takes about 3 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
+
+    P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
     """
-    console = Console()
     try:
-        place = _device(device)
+        rank = _rank(context_parallel, timeout_seconds)
+        console = Console(quiet=rank > 0)
+        place = _device(device) if context_parallel == 1 else _device_of_rank(device)
         pattern = DilatedPattern(_integers(segment_lengths, "--segment-lengths"), _integers(dilation_rates, "--dilation-rates"))
         options = TrainOptions(
             sequence_length=sequence_length,
@@ -122,16 +148,19 @@ def train(
             for name, each in patterns.items()
         }
         corpus = load_corpus(text or [], sequence_length)
-        _prepare(output, resume=resume, overwrite=overwrite)
-        console.print(
-            f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
-            f"{place} in {options.dtype}, torch {torch.__version__}"
-        )
-        trainers = {
-            name: _train(Trainer(config, options, corpus, output / name, place), name, resume, console)
-            for name, config in configs.items()
-        }
-        _finish(trainers, corpus, output, console)
+        with _ranks(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as (mesh, store):
+            _prepare(output, resume=resume, overwrite=overwrite, mesh=mesh)
+            ranks = "" if mesh is None else f" over {context_parallel} ranks"
+            console.print(
+                f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
+                f"{place} in {options.dtype}{ranks}, torch {torch.__version__}"
+            )
+            trainers = {
+                name: _train(Trainer(config, options, corpus, output / name, place, mesh=mesh), name, resume, console, store)
+                for name, config in configs.items()
+            }
+        if rank == 0:
+            _finish(trainers, corpus, output, console)
     except (UserError, ValueError, TypeError) as error:
         refuse(error)
     except RuntimeError as error:
@@ -201,10 +230,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
     return read
 
 
-def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
+def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: Store | None) -> Trainer:
     """Run a trainer to its end under a progress bar."""
     # The dense run, which comes second, may not have begun when the first was stopped.
-    if resume and (name == "dilated" or (trainer.folder / CHECKPOINT_FILE).exists()):
+    if resume and (name == "dilated" or latest_checkpoint(trainer.folder) is not None):
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
@@ -224,7 +253,13 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
 
-        finished = trainer.run(report)
+        def hang() -> None:
+            error = trainer.lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop")
+            if store is not None and _tells(store, trainer.rank, error):
+                typer.echo(f"error: {error}", err=True)
+
+        with nullcontext() if store is None else _stop_deadline(hang):
+            finished = trainer.run(report)
     if not finished:
         console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
         raise typer.Exit(130)
@@ -250,17 +285,138 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
     console.print(f"saved in {output}: dilated/model.safetensors, loss.png, sample.txt", soft_wrap=True)
 
 
-def _prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
+def _prepare(output: Path, *, resume: bool, overwrite: bool, mesh: DeviceMesh | None) -> None:
     """Refuse to write over an earlier run that nobody said to resume or discard."""
     if resume and overwrite:
         raise UserError("--resume must come without --overwrite, got both")
     if resume:
         return
-    earlier = [output / name for name in ("dilated", "dense") if (output / name / CHECKPOINT_FILE).exists()]
+    earlier = [output / name for name in ("dilated", "dense") if latest_checkpoint(output / name) is not None]
     if earlier and not overwrite:
         raise UserError(f"--output must hold no earlier run, got {earlier[0]}; use --resume, --overwrite or another folder")
-    for folder in earlier:
-        shutil.rmtree(folder)
+    wait_for_all(mesh)  # every rank has looked before rank 0 discards, and goes on when it has
+    if mesh is None or mesh.get_local_rank() == 0:
+        for folder in earlier:
+            shutil.rmtree(folder)
+    wait_for_all(mesh)
+
+
+def _rank(context_parallel: int, timeout_seconds: int | None) -> int:
+    """This process among those that torchrun started."""
+    torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    started = os.environ["WORLD_SIZE"] if torchrun else None
+    if started is None and context_parallel > 1:
+        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
+        raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
+    if started is not None and started != str(context_parallel):
+        hint = f"give --context-parallel {started}"
+        raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
+    if timeout_seconds is not None and context_parallel == 1:
+        raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
+    return int(os.environ["RANK"]) if context_parallel > 1 else 0
+
+
+def _device_of_rank(name: str) -> torch.device:
+    """The CPU, or the GPU of this rank."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f"--device must be 'auto', 'cpu' or 'cuda' (a rank takes cuda:LOCAL_RANK) with --context-parallel, got {name}"
+        )
+    kind = _device(name).type
+    if kind == "cpu":
+        return torch.device(kind)
+    local = int(os.environ["LOCAL_RANK"])
+    if local >= torch.cuda.device_count():
+        raise UserError(f"--device cuda must find a GPU for LOCAL_RANK={local}, got {torch.cuda.device_count()}; use --device cpu")
+    torch.cuda.set_device(local)
+    return torch.device(kind, local)
+
+
+@contextmanager
+def _ranks(
+    count: int, rank: int, device: torch.device, timeout_seconds: int
+) -> Iterator[tuple[DeviceMesh, Store] | tuple[None, None]]:
+    """The mesh of the processes that torchrun started, and their store; neither for one. An error of several is told once."""
+    if count == 1:
+        yield None, None
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = next(rendezvous("env://", timeout=timeout))[0]
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=count,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        text = str(error).splitlines()[0]
+        raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
+        yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
+    except (UserError, ValueError, TypeError) as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as another rank has ended
+        if _tells(store, rank, error):
+            refuse(error)
+        raise typer.Exit(2) from None
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _stop_deadline(hang: Callable[[], None]) -> Iterator[None]:
+    """Call `hang` and end the process where a signal to stop has not ended the block in time.
+
+    The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
+    """
+    ended = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while byte := reader.recv(1):
+            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
+                hang()
+                os._exit(2)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _tells(store: Store, rank: int, error: Exception) -> bool:
+    """Whether this rank prints an error: it is the lowest of those that have it and live."""
+    topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
+    end = time.monotonic() + TELLING_SECONDS
+    try:
+        store.set(f"error of rank {rank}", topic)
+        while rank and time.monotonic() < end:
+            for lower in range(rank):
+                key = f"error of rank {lower}"
+                if store.check([key]) and store.get(key).decode() == topic:
+                    return False
+            time.sleep(0.05)
+    except RuntimeError:  # the store went with its rank
+        pass
+    return True
 
 
 def _device(name: str) -> torch.device:

@@ -512,7 +512,7 @@ def _deliver(work: _Work, transport: Transport, out: Tensor, lse: Tensor, owns: 
     width = work.group * work.head_dim
     for place in via.receives.values():  # peers may have computed branches of one row: one after another
         index = (via.tokens[place], slice(None), via.heads[place])
-        part_lse = _from_bits(rows[place][..., width:], work.sums)
+        part_lse = _bits(rows[place][..., width:], work.sums)
         part_out = rows[place][..., :width].unflatten(-1, (work.group, work.head_dim))
         _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), index, part_out, part_lse)
 
@@ -524,12 +524,9 @@ def _merge_at(out: Tensor, lse: Tensor, index: Any, part_out: Tensor, part_lse: 
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of `(..., n)` as numbers of a dtype no wider: they travel beside rows of that dtype."""
-    return x.contiguous().view(dtype)
-
-
-def _from_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.contiguous().view(dtype)
+    """The bits of `(..., n)` as numbers of another dtype: they travel beside rows of that dtype."""
+    # A fresh tensor: one that is contiguous by its sizes alone (1, or expanded) may have strides that cannot be viewed.
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 # -- backward -----------------------------------------------------------------------------------------------------------------
@@ -599,7 +596,7 @@ def _givens(
     away: list[Tensor | None] = [None] * 4
     if work.program.out.num_sent:
         bits = remote[..., 2 * width :].chunk(2, dim=-1)
-        numbers = [_from_bits(x, work.sums).unflatten(-1, (work.group, 1)) for x in bits]
+        numbers = [_bits(x, work.sums).unflatten(-1, (work.group, 1)) for x in bits]
         rows = [x.unflatten(-1, (work.group, -1)) for x in remote[..., : 2 * width].chunk(2, dim=-1)]
         away = [rows[0], rows[1], *numbers]
         dlse = torch.zeros_like(lse) if dlse is None else dlse

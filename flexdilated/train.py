@@ -1,37 +1,60 @@
-"""Train a byte-level LongNet on text: data, schedule, loop, checkpoints, sample, picture."""
+"""Train a byte-level LongNet on text, in one process or many: data, schedule, loop, checkpoints, sample, picture."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Corpus", "TrainOptions", "Trainer", "UserError", "draw_losses", "load_corpus", "sample"]
+if TYPE_CHECKING:  # one process needs no torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Corpus",
+    "RankLostError",
+    "TrainOptions",
+    "Trainer",
+    "UserError",
+    "draw_losses",
+    "latest_checkpoint",
+    "load_corpus",
+    "sample",
+    "wait_for_all",
+]
 
 BYTES = 256
-CHECKPOINT_FILE = "checkpoint.pt"
+STATE_FILE = "state.json"  # what is no tensor in a checkpoint
+MODEL, OPTIMIZER = "model/", "optimizer/"  # how the names of its tensors begin
 HELD_OUT_FRACTION = 0.05
 
 
 class UserError(Exception):
     """Something that the user can put right; its text is one line."""
+
+
+class RankLostError(UserError):
+    """Another rank was killed, failed or is silent for longer than the group's timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,22 +166,45 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 class Trainer:
     """A model, its optimizer and where the run stands.
 
+    With a mesh of P ranks each takes its own `sequence_length / P` bytes of every sequence and the parameters are the same on all:
+    losses and updates are those of one process, to rounding. Rank 0 alone writes; a checkpoint of P ranks serves any other P.
+
     Args:
         config: The model.
         options: The run.
         corpus: The text.
-        folder: Where the checkpoint goes; made if missing.
+        folder: Where checkpoints go; made if missing. Every rank reads it.
         device: Where it runs.
+        mesh: The 1-D mesh over which the sequences are sharded. Default: one process.
 
     Raises:
-        UserError: If the folder cannot be written.
+        ValueError: If the mesh is not 1-D.
+        UserError: If the folder cannot be written, the ranks do not divide the sequence, or they differ in options or text.
+        RankLostError: If another rank ends.
     """
 
-    def __init__(self, config: LongNetConfig, options: TrainOptions, corpus: Corpus, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        options: TrainOptions,
+        corpus: Corpus,
+        folder: Path,
+        device: torch.device,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"mesh must have 1 axis, got {mesh.ndim}")
         self.config, self.options, self.corpus, self.folder, self.device = config, options, corpus, folder, device
+        self.mesh = mesh
+        self._place = "before its first step"
+        self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        if options.sequence_length % self.num_ranks:
+            length = options.sequence_length
+            raise UserError(f"--sequence-length must be a multiple of --context-parallel={self.num_ranks}, got {length}")
         _ensure_writable(folder)
         torch.manual_seed(options.seed)
-        self.model = LongNetLM(config).to(device)
+        self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -166,12 +212,36 @@ class Trainer:
             lr=options.learning_rate,
             betas=(0.9, 0.95),
         )
-        self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False) if options.compile else self._loss
+        self.loss: Callable[[Tensor], Tensor] = self._loss
+        if options.compile:
+            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
+        if mesh is not None:
+            with _losses_of_ranks(mesh, self.lost):
+                digest = sha256(json.dumps(self._identity()).encode()).digest()
+                if len(_span(mesh, int.from_bytes(digest[:7], "big"))) > 1:
+                    raise UserError("every rank must train with the same options and text, got different ones")
+                # The shards are equal, so the mean of the ranks' mean losses is the mean loss, and its gradient the mean of theirs:
+                # what DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
+                module = _LossModule(self.model, self.loss)
+                self.loss = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
         self.step = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
 
     # -- one step
+
+    def _shard(self, tokens: Tensor) -> Tensor:
+        """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
+        length = self.options.sequence_length // self.num_ranks
+        return tokens[:, self.rank * length : (self.rank + 1) * length + 1].to(self.device)
+
+    def _mean(self, value: float) -> float:
+        """Over the ranks: the same number on each."""
+        if self.mesh is None:
+            return value
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total, group=self.mesh.get_group())
+        return total.item() / self.num_ranks
 
     def _loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of the next byte, in nats."""
@@ -189,14 +259,15 @@ class Trainer:
 
     def _advance(self) -> float:
         """One optimizer step; returns bits per byte."""
-        torch.manual_seed(self.options.seed * 1_000_003 + self.step)  # dropout too is a function of the step
+        # Dropout too is a function of the step, and of the rank, whose elements are others.
+        torch.manual_seed(self.options.seed * 1_000_003 + self.step + self.rank * 1_000_000_007)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
-        loss = self.loss(self.corpus.batch(self.step, self.options).to(self.device))
+        loss = self.loss(self._shard(self.corpus.batch(self.step, self.options)))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        value = float(loss.detach()) / math.log(2)
+        value = self._mean(float(loss.detach())) / math.log(2)
         if not math.isfinite(value):
             raise UserError(f"the loss must stay finite, got {value} at step {self.step}; lower --learning-rate (checkpoint kept)")
         self.optimizer.step()
@@ -207,20 +278,29 @@ class Trainer:
         """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
         self.model.eval()
         with torch.no_grad():
-            losses = [float(self._loss(tokens.to(self.device))) for tokens in self.corpus.held_out_batches(self.options)]
+            losses = [float(self._loss(self._shard(tokens))) for tokens in self.corpus.held_out_batches(self.options)]
         self.model.train()
-        return sum(losses) / len(losses) / math.log(2)
+        return self._mean(sum(losses) / len(losses)) / math.log(2)
 
     # -- the whole run
 
     def run(self, report: Callable[[Trainer], None]) -> bool:
         """Train to the last step, calling `report` after every one; the checkpoint is written as often as the options say.
 
-        Ctrl-C or SIGTERM end the run after the step in progress and a checkpoint. Returns whether the last step is done.
+        Ctrl-C or SIGTERM, at any rank, end the run after the step in progress and a checkpoint. Returns whether the last step is
+        done. Every rank must call it.
+
+        Raises:
+            UserError: If a loss is not finite, the checkpoint cannot be written, or the ranks stand at different steps.
+            RankLostError: If another rank ends. SIGTERM is ignored from then on: torchrun sends it to the ranks that are left.
         """
         self.model.train()
-        with _stop_requested() as stop:
+        with _stop_requested() as stop, _losses_of_ranks(self.mesh, self.lost):
+            steps = _span(self.mesh, self.step)
+            if len(steps) > 1:
+                raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")
             while self.step < self.options.steps:
+                self._place = f"in step {self.step + 1}"
                 start = time.perf_counter()
                 value = self._advance()
                 # The first step of a process compiles: it says nothing of the speed.
@@ -229,12 +309,22 @@ class Trainer:
                     self.history[-1]["held_out"] = self.evaluate()
                 self.seconds += time.perf_counter() - start
                 report(self)
-                if stop():
+                if _span(self.mesh, int(stop()))[-1]:
                     self.save()
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
                     self.save()
+            self._place = f"after step {self.step}"
+            _span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
+
+    def lost(self, cause: str) -> RankLostError:
+        """The error that tells of a lost rank: where this one stands, why, and what is kept."""
+        latest = latest_checkpoint(self.folder)
+        kept = "there is no checkpoint yet"
+        if latest is not None:
+            kept = f"the checkpoint of step {_step_of(latest)} is whole: the same command with --resume goes on"
+        return RankLostError(f"a rank was lost {self._place}: {cause}; {kept}")
 
     @property
     def bytes_per_second(self) -> float:
@@ -253,57 +343,143 @@ class Trainer:
         return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16]}
 
     def save(self) -> None:
-        """Write the checkpoint; the old one is replaced only by a complete one.
+        """Write the folder `checkpoint-<step>`, at rank 0; earlier ones are removed when it is whole.
 
         Raises:
             UserError: If it cannot be written.
         """
-        state = {
-            "identity": json.dumps(self._identity()),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "history": self.history,
-        }
-        target = self.folder / CHECKPOINT_FILE
-        part = target.with_suffix(".part")
+        if self.rank:
+            return
+        state = {"identity": self._identity(), "step": self.step, "seconds": self.seconds, "history": self.history}
+        target = self.folder / f"checkpoint-{self.step}"
+        part = self.folder / f".{target.name}.part"
         try:
-            torch.save(state, part)
+            for left in self.folder.glob(".checkpoint-*"):  # by a process that was killed
+                shutil.rmtree(left)
+            part.mkdir()
+            _write_tensors(self._tensors(optimizer=self.step > 0), part)
+            with (part / STATE_FILE).open("w") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():  # of the same step; a folder cannot replace another in one move
+                target.replace(part.with_suffix(".old"))
             part.replace(target)
+            for old in (*self.folder.glob(".checkpoint-*"), *(path for path in _checkpoints(self.folder) if path != target)):
+                shutil.rmtree(old)
         except (OSError, RuntimeError) as error:
-            part.unlink(missing_ok=True)
+            shutil.rmtree(part, ignore_errors=True)
             raise UserError(f"the checkpoint must be writable, got {target}: {error}".splitlines()[0]) from None
 
     def resume(self) -> None:
-        """Go on from the checkpoint in the folder.
+        """Go on from the latest checkpoint in the folder, written by any number of ranks.
 
         Raises:
             UserError: If there is none, it is damaged, or it was written under another configuration.
         """
-        path = self.folder / CHECKPOINT_FILE
-        if not path.is_file():
+        path = latest_checkpoint(self.folder)
+        if path is None:
             raise UserError(f"--resume must find a checkpoint, none in {self.folder}")
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            identity = json.loads(state["identity"])
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
+            state = json.loads((path / STATE_FILE).read_text())
+            identity = dict(state["identity"])
+            step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
+            mine = json.loads(json.dumps(self._identity()))
+            for name, value in mine.items():
+                if identity.get(name) != value:
+                    raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}")
+            tensors = self._tensors(optimizer=step > 0)
+            _read_tensors(tensors, path)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"--resume must find a whole checkpoint, got {path}: {error}".splitlines()[0]) from None
-        mine = json.loads(json.dumps(self._identity()))
-        for name, value in mine.items():
-            if identity.get(name) != value:
-                raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        self._set_tensors(tensors)
+        self.step, self.seconds, self.history = step, seconds, history
+
+    def _tensors(self, *, optimizer: bool) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the model and, once it has made a step, of the optimizer, by name."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+        tensors: dict[str, Any] = {MODEL + name: value for name, value in get_model_state_dict(self.model).items()}
+        if optimizer:  # asking for the state of an optimizer that has not begun would begin it
+            state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
+            for name, values in state["state"].items():
+                tensors |= {f"{OPTIMIZER}{name}/{key}": value for key, value in values.items()}
+        return tensors
+
+    def _set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+
+        weights: dict[str, Any] = {name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}
+        if len(weights) == len(tensors):
+            set_model_state_dict(self.model, weights)
+            return
+        state: dict[str, Any] = get_state_dict(self.model, self.optimizer)[1]  # the groups' options are those of the run
+        for name, values in state["state"].items():
+            values |= {key: tensors[f"{OPTIMIZER}{name}/{key}"] for key in values}
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The whole checkpoint of the highest step in a folder, or None."""
+    return max(_checkpoints(folder), key=_step_of, default=None)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """By torch.distributed.checkpoint in its safetensors format: the default one would be unpickled when read."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with _quiet_checkpoint():
+        save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
+
+
+def _read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Overwrite `tensors` with those of the same names and shapes in a folder.
+
+    Raises:
+        RuntimeError: If one is missing, has another shape or cannot be read.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        reader.read_metadata()  # load() logs a traceback where this fails
+    except SafetensorError as error:
+        raise RuntimeError(str(error)) from None
+    with _quiet_checkpoint():
+        load(tensors, storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _quiet_checkpoint() -> Iterator[None]:
+    """Only the narrow fact of a failure, and no warning of what is meant."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # no_dist is that
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # in torch 2.9
+            yield
+    except CheckpointException as error:  # not an Exception
+        cause, _ = next(iter(error.failures.values()))
+        raise RuntimeError(str(cause)) from None
 
 
 def _ensure_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        probe = folder / f".writable-{os.getpid()}"  # ranks share the folder
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--output must be a folder that can be written, got {folder}: {error.strerror}") from None
 
@@ -322,9 +498,60 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked
+    except RankLostError:
+        previous[signal.SIGTERM] = signal.SIG_IGN  # torchrun's, which would come before what there is to say
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------------------
+
+
+class _LossModule(nn.Module):
+    """A loss and the model that it trains, as one module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(tokens)
+
+
+def _span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
+    """The least and the largest `value` of the ranks, or the only one."""
+    if mesh is None:
+        return (value,)
+    ends = torch.tensor([-value, value], device=mesh.device_type)
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    least, largest = -int(ends[0]), int(ends[1])
+    return (least,) if least == largest else (least, largest)
+
+
+def wait_for_all(mesh: DeviceMesh | None) -> None:
+    """Return when every rank has come here.
+
+    Raises:
+        RankLostError: If another rank ends.
+    """
+    with _losses_of_ranks(mesh, lambda cause: RankLostError(f"a rank was lost before the others began: {cause}")):
+        _span(mesh, 0)
+
+
+@contextmanager
+def _losses_of_ranks(mesh: DeviceMesh | None, lost: Callable[[str], RankLostError]) -> Iterator[None]:
+    """Raise what `lost` makes of the cause where a collective fails: by the end or the silence of another rank."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        # gloo raises plain RuntimeErrors, which name a file of its sources.
+        told = "gloo" in str(error) or isinstance(error, TimeoutError)
+        if mesh is None or not (told or isinstance(error, torch.distributed.DistError)):
+            raise
+        cause = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without place in the sources and advice
+        raise lost(cause) from None
 
 
 # -- results ------------------------------------------------------------------------------------------------------------------

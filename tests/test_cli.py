@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from flexdilated import LongNetLM, __version__
 from flexdilated.cli import app
+from flexdilated.train import latest_checkpoint
 
 SMALL = {
     "sequence-length": 37,
@@ -96,7 +97,7 @@ def test_train_refuses_with_one_line_and_exit_code_2(tmp_path: Path, text: Path,
     assert code == 2
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
-    assert not (tmp_path / "run" / "dilated" / "checkpoint.pt").exists()
+    assert latest_checkpoint(tmp_path / "run" / "dilated") is None
 
 
 def test_train_refuses_a_folder_it_cannot_write(tmp_path: Path, text: Path) -> None:

@@ -24,12 +24,19 @@ WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), (11, 13, 17), batch=2
 
 
 def simulate(
-    case: ShardedCase, exchange: str, dtype: torch.dtype = torch.float64, tamper: Tamper = lambda s, r, x: x, **options: Any
+    case: ShardedCase,
+    exchange: str,
+    dtype: torch.dtype = torch.float64,
+    tamper: Tamper = lambda s, r, x: x,
+    device: str = "cpu",
+    **options: Any,
 ) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
     plan, given, mask = case.plan(), case.tensors(dtype), case.mask()
     lse = case.expected()["lse"]
     given["dlse"] = given["dlse"].masked_fill(lse == -torch.inf, 0.0)
+    given = {name: x.to(device) for name, x in given.items()}
+    mask = None if mask is None else mask.to(device)
     num_ranks = len(case.shard_lengths)
 
     def part(rank: int) -> tuple[list[Tensor], Tensor | None, Call]:
@@ -57,7 +64,7 @@ def simulate(
     whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
     for i, name in enumerate(("dq", "dk", "dv")):
         whole[name] = torch.cat([x[i] for x in grads], dim=1)
-    return whole, forward_bytes, mail.bytes
+    return {name: x.cpu() for name, x in whole.items()}, forward_bytes, mail.bytes
 
 
 def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) -> None:
@@ -95,6 +102,18 @@ def test_many_ranks_give_what_one_gives(exchange: str, num_ranks: int) -> None:
         check(random_case(1000 * num_ranks + seed, num_ranks, longest=150), exchange)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_ranks_on_a_gpu_give_what_one_gives(exchange: str) -> None:
+    for seed in range(12):
+        case = random_case(4000 + seed, 4)
+        got, *counted = simulate(case, exchange, device="cuda")
+        check_bytes(case, exchange, *counted)
+        expected = case.expected()
+        for name, value in got.items():
+            torch.testing.assert_close(value, expected[name], **EXACT)
+
+
 def test_random_cases_move_rows() -> None:
     """Else the tests above would prove nothing."""
     cases = [random_case(3000 + seed, 3) for seed in range(24)]
@@ -105,13 +124,14 @@ def test_random_cases_move_rows() -> None:
     assert moved, "no case has outputs that move to another rank"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dtype) -> None:
+def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dtype, device: str) -> None:
     expected = WIDE.expected()
     ones = ShardedCase(WIDE.pattern, (WIDE.num_tokens,), batch=WIDE.batch, group=WIDE.group)
-    alone, _, _ = simulate(ones, "gather", dtype)
-    got, _, _ = simulate(WIDE, exchange, dtype)
+    alone, _, _ = simulate(ones, "gather", dtype, device=device)
+    got, _, _ = simulate(WIDE, exchange, dtype, device=device)
     for name, value in got.items():
         assert value.dtype == (torch.float32 if name == "lse" else dtype)
         error, base = ((x.double() - expected[name]).norm() for x in (value, alone[name]))
@@ -133,6 +153,15 @@ def test_dropout_is_the_same_in_forward_and_backward_and_differs_by_rank(exchang
 def _without_lse(exchange: str) -> dict[str, Tensor]:
     # A gradient of lse does not reach v.
     return simulate(WIDE, exchange, dropout_p=0.4, seed=5)[0]
+
+
+@pytest.mark.parametrize("x", [torch.ones(()).expand(3, 2, 1), torch.ones(1, 1, 2)[..., :1], torch.ones(5, 1, 3)[:1, :, 1:]])
+def test_bits_of_any_strides_travel(x: Tensor) -> None:
+    bits = flexdilated.parallel._bits(x, torch.bfloat16)
+    assert bits.shape == (*x.shape[:-1], 2 * x.shape[-1])
+    assert torch.equal(flexdilated.parallel._bits(bits, torch.float32), x)
+    row = torch.cat([bits.new_zeros(*x.shape[:-1], 3), bits], dim=-1)  # an odd place in a message
+    assert torch.equal(flexdilated.parallel._bits(row[..., 3:], torch.float32), x)
 
 
 def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:

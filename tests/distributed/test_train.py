@@ -1,0 +1,378 @@
+"""Training over ranks: the losses of one process, checkpoints for any number of ranks, killed ranks, stops, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from typer.testing import CliRunner
+
+import flexdilated
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
+from flexdilated.cli import app
+from flexdilated.train import STATE_FILE, Trainer, TrainOptions, UserError, latest_checkpoint, load_corpus
+
+DEADLINE = 240.0  # of a command, for a machine that is busy
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+
+SMALL = {
+    "sequence-length": 36,  # for 1, 2 and 3 ranks, whose shards the segments cross
+    "batch-size": 2,
+    "steps": 7,
+    "segment-lengths": "13,26",
+    "dilation-rates": "1,2",
+    "layers": 1,
+    "embed-dim": 24,
+    "heads": 2,
+    "learning-rate": 1e-3,
+    "eval-every": 3,
+    "eval-sequences": 2,
+    "checkpoint-every": 5,
+    "dtype": "float32",
+    "device": "cpu",
+}
+RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # what torchrun sets
+LONG: dict[str, int] = {"steps": 80, "eval-every": 80}  # time enough to be killed twice
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 101)
+    return path
+
+
+def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
+    options = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
+    values = (f"--{name}={value}" for name, value in options.items())
+    return ["train", f"--text={text}", f"--output={output}", "--no-compile", *values, *more]
+
+
+def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
+    result = CliRunner().invoke(app, arguments(output, text, *more, **changes))
+    assert result.exit_code == 0, result.stderr
+
+
+@contextmanager
+def started(num_ranks: int, output: Path, text: Path, *more: str, **changes: object) -> Iterator[subprocess.Popen[str]]:
+    """The command under torchrun; nothing of it outlives the block."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
+    package = str(Path(flexdilated.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*launch, "-m", "flexdilated", *command], stdout=pipe, stderr=pipe, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        for rank in range(num_ranks if process.poll() is None else 0):
+            if (child := child_of(process, rank)) is not None:
+                os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def run_ranks(num_ranks: int, output: Path, text: Path, *more: str, **changes: object) -> tuple[int, str, list[str]]:
+    """Exit code, standard output, and our own lines of standard error."""
+    with started(num_ranks, output, text, *more, **changes) as process:
+        return ended(process)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    out, err = process.communicate(timeout=DEADLINE)
+    assert "Warning" not in err, err
+    return process.returncode, out, [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+def child_of(process: subprocess.Popen[str], rank: int) -> int | None:
+    """The process of a rank."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                return int(path.name)
+        except OSError:  # it has ended meanwhile
+            continue
+    return None
+
+
+def signal_when_saved(process: subprocess.Popen[str], rank: int | None, number: int, folder: Path) -> None:
+    """Send a signal to a rank, or to torchrun, soon after the next checkpoint."""
+    end = time.monotonic() + DEADLINE
+    before = latest_checkpoint(folder)
+    while latest_checkpoint(folder) == before:
+        assert time.monotonic() < end, "no checkpoint in time"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    target = process.pid if rank is None else child_of(process, rank)
+    assert target is not None
+    os.kill(target, number)
+
+
+def history(folder: Path, *, steps: int) -> dict[str, torch.Tensor]:
+    """Training and held-out losses of a run that has come to its end."""
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    assert checkpoint.name == f"checkpoint-{steps}"
+    entries = json.loads((checkpoint / STATE_FILE).read_text())["history"]
+    assert [entry["step"] for entry in entries] == list(range(1, steps + 1))
+    names = ("train", "held_out")
+    return {name: torch.tensor([entry[name] for entry in entries if name in entry], dtype=torch.float64) for name in names}
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_process_and_rank_0_alone_prints(tmp_path: Path, text: Path) -> None:
+    run_alone(tmp_path / "one", text, "--dense")
+    code, out, errors = run_ranks(2, tmp_path / "two", text, "--dense")
+    assert (code, errors) == (0, [])
+    assert [out.count(line) for line in ("over 2 ranks", "bits per held-out byte", "sample (", "saved in")] == [1, 1, 1, 1]
+    for name in ("dilated", "dense"):
+        one, two = (history(tmp_path / run / name, steps=7) for run in ("one", "two"))
+        torch.testing.assert_close(two, one, **ROUNDING)
+        assert two["held_out"].numel() == 3
+        weights = (LongNetLM.from_pretrained(tmp_path / run / name).state_dict() for run in ("one", "two"))
+        torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-4)  # Adam divides rounding by itself where a gradient is 0
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["dense", "dilated", "loss.png", "sample.txt"]
+
+
+def killed(num_ranks: int, rank: int, run: Path, text: Path, *more: str) -> str:
+    """Kill a rank of the long run after its next checkpoint, see that all end as they must, and return the checkpoint's step."""
+    before = latest_checkpoint(run / "dilated")
+    with started(num_ranks, run, text, *more, **LONG) as process:
+        signal_when_saved(process, rank, signal.SIGKILL, run / "dilated")
+        code, out, errors = ended(process)
+    checkpoint = latest_checkpoint(run / "dilated")
+    assert checkpoint not in (None, before)
+    assert (code, out.count("saved in"), len(errors)) == (1, 0, 1), errors
+    step = checkpoint.name.removeprefix("checkpoint-")
+    kept = f"the checkpoint of step {step} is whole: the same command with --resume goes on"
+    told = re.fullmatch(rf"error: a rank was lost in step (\d+): [^;]+; {kept}", errors[0])
+    assert told is not None, errors
+    assert 0 <= int(told[1]) - int(step) - 1 <= SMALL["checkpoint-every"]
+    return step
+
+
+@pytest.mark.slow
+@needs_proc
+def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path, text: Path) -> None:
+    run_alone(tmp_path / "whole", text, **LONG)
+    killed(2, 1, tmp_path / "two", text)
+    step = killed(3, 0, tmp_path / "two", text, "--resume")  # the next rank tells it
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    run_alone(tmp_path / "one", text, "--resume", **LONG)
+    code, out, errors = run_ranks(2, tmp_path / "two", text, "--resume", **LONG)
+    assert (code, errors) == (0, [])
+    assert f"step {step} of {LONG['steps']}" in out
+    expected = history(tmp_path / "whole" / "dilated", steps=LONG["steps"])
+    for run in ("one", "two"):
+        torch.testing.assert_close(history(tmp_path / run / "dilated", steps=LONG["steps"]), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "run" / "dilated"
+    with started(2, tmp_path / "run", text, **LONG) as process:
+        signal_when_saved(process, None, signal.SIGTERM, folder)
+        code, out, errors = ended(process)
+    assert (code, errors) == (1, [])
+    assert out.count("stopped; the checkpoint is saved: the same command with --resume goes on") == 1
+
+
+@pytest.mark.slow
+def test_error_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
+    code, out, errors = run_ranks(2, tmp_path / "run", text, learning_rate=1e30)
+    assert (code, out.count("saved in")) == (1, 0)
+    assert len(errors) == 1
+    assert errors[0].startswith("error: the loss must stay finite, got nan at step ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ({}, ["--context-parallel=3"], "--context-parallel must be 1 without torchrun, got 3; use torchrun --nproc-per-node 3 "),
+        (RANK_1, [], "--context-parallel must equal torchrun's WORLD_SIZE=2, got 1; give --context-parallel 2"),
+        (RANK_1, ["--context-parallel=3"], "--context-parallel must equal torchrun's WORLD_SIZE=2, got 3; give"),
+        (
+            RANK_1 | {"WORLD_SIZE": "1"},
+            ["--context-parallel=2"],
+            "--context-parallel must equal torchrun's WORLD_SIZE=1, got 2; give",
+        ),
+        ({"WORLD_SIZE": "2"}, ["--context-parallel=2"], "--context-parallel must be 1 without torchrun, got 2; use torchrun"),
+        ({}, ["--timeout-seconds=5"], "--timeout-seconds must come with --context-parallel above 1, got 5"),
+        (
+            RANK_1,
+            ["--context-parallel=2", "--device=cpu:0"],
+            "--device must be 'auto', 'cpu' or 'cuda' (a rank takes cuda:LOCAL_RANK) with --context-parallel, got cpu:0",
+        ),
+        (
+            RANK_1 | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            ["--context-parallel=2", "--timeout-seconds=1"],
+            "all 2 ranks must start within --timeout-seconds=1, got: ",
+        ),
+    ],
+)
+def test_command_refuses_ranks_with_one_line(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], options: list[str], message: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, arguments(tmp_path / "run", text, *options))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert not dist.is_initialized()
+
+
+def test_one_process_under_torchrun_is_a_plain_run(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    run_alone(tmp_path / "run", text)
+
+
+# -- the trainer, in processes of our own ---------------------------------------------------------------------------------------
+
+CONFIG = LongNetConfig(
+    vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((13, 26), (1, 2)), dropout_p=0.1
+)
+
+PLAIN = LongNetConfig(**{**vars(CONFIG), "dropout_p": 0.0})
+
+
+def make_trainer(folder: Path, text: Path, mesh: DeviceMesh | None, config: LongNetConfig = CONFIG, **changes: object) -> Trainer:
+    values: dict[str, object] = {
+        "sequence_length": 36,
+        "batch_size": 2,
+        "steps": 5,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "clip": 1.0,
+        "seed": 5,
+        "eval_every": 3,
+        "eval_sequences": 2,
+        "checkpoint_every": 2,
+        "dtype": "float32",
+        "compile": False,
+    }
+    options = TrainOptions(**{**values, **changes})  # type: ignore[arg-type]
+    return Trainer(config, options, load_corpus([text], options.sequence_length), folder, torch.device("cpu"), mesh=mesh)
+
+
+def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: list[float]) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks, timeout=timeout)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = DeviceMesh.from_group(world, "cpu", mesh_dim_names=("cp",))
+
+        stopped = make_trainer(folder / "stopped", text, mesh)
+        assert not stopped.run(lambda now: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 and now.step == 3 else None)
+        assert stopped.step == 3
+        resumed = make_trainer(folder / "stopped", text, mesh)
+        resumed.resume()
+        whole = make_trainer(folder / "whole", text, mesh)
+        assert resumed.run(lambda _: None)
+        assert whole.run(lambda _: None)
+        assert [entry["train"] for entry in resumed.history] == [entry["train"] for entry in whole.history]
+        seeds: list[object] = [None] * num_ranks
+        dist.all_gather_object(seeds, torch.initial_seed())
+        assert len(set(seeds)) == num_ranks  # dropout of the last step
+
+        plain = make_trainer(folder / "plain", text, mesh, PLAIN)
+        plain.resume()
+        assert plain.step == 3
+        compiled = make_trainer(folder / "compiled", text, mesh, PLAIN, compile=True)
+        for trainer in (plain, compiled):
+            assert trainer.run(lambda _: None)
+            assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
+
+        behind = make_trainer(folder / "behind", text, mesh)
+        behind.step = rank
+        with pytest.raises(UserError, match=r"--resume must find the same checkpoint on every rank, got steps 0 to 1"):
+            behind.run(lambda _: None)
+
+        with pytest.raises(UserError, match=r"every rank must train with the same options and text, got different ones"):
+            make_trainer(folder / "seeds", text, mesh, seed=rank)
+
+        sick = make_trainer(folder / "sick", text, mesh)
+        if rank == 1:
+            with torch.no_grad():
+                sick.model.layer_norm.weight.fill_(math.nan)
+        with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
+            sick.run(lambda _: None)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_trainer_stops_resumes_compiles_and_agrees_over_ranks(tmp_path: Path, text: Path) -> None:
+    whole = make_trainer(tmp_path / "one", text, None, PLAIN)
+    assert whole.run(lambda _: None)
+    stopped = make_trainer(tmp_path / "plain", text, None, PLAIN)
+    assert not stopped.run(lambda now: os.kill(os.getpid(), signal.SIGTERM) if now.step == 3 else None)
+    expected = [entry["train"] for entry in whole.history]
+    context = torch.multiprocessing.spawn(rank_main, (2, tmp_path, text, expected), nprocs=2, join=False)
+    end = time.monotonic() + DEADLINE
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < end, "the ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, text: Path) -> None:
+    class Axes:
+        """What is asked of a mesh before it is used."""
+
+        def __init__(self, *shape: int) -> None:
+            self.ndim, self.shape = len(shape), shape
+
+        def size(self) -> int:
+            return self.shape[0]
+
+        def get_local_rank(self) -> int:
+            return 0
+
+    with pytest.raises(UserError, match=r"--sequence-length must be a multiple of --context-parallel=5, got 36"):
+        make_trainer(tmp_path / "run", text, Axes(5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mesh must have 1 axis, got 2"):
+        make_trainer(tmp_path / "run", text, Axes(2, 2))  # type: ignore[arg-type]
+
+
+def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
+    script = """
+import os, signal, time
+from flexdilated import cli
+cli.STOP_SECONDS = 0.2
+signal.signal(signal.SIGTERM, lambda *_: None)
+with cli._stop_deadline(lambda: print("followed", flush=True)):
+    os.kill(os.getpid(), signal.SIGTERM)
+with cli._stop_deadline(lambda: print("hangs", flush=True)):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    package = str(Path(flexdilated.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=DEADLINE)
+    assert (result.returncode, result.stdout) == (2, "hangs\n"), result.stderr
