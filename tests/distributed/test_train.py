@@ -305,6 +305,9 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
         for trainer in (plain, compiled):
             assert trainer.run(lambda _: None)
             assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
+        narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, compile=True, dtype="bfloat16")
+        assert narrow.run(lambda _: None)
+        assert [entry["train"] for entry in narrow.history] == pytest.approx(expected, rel=0.02)
 
         behind = make_trainer(folder / "behind", text, mesh)
         behind.step = rank
