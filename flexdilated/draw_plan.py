@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, KINDS, ContextPlan, context_plan
 from flexdilated.draw import INK, MAX_LENGTH, HeadsRule, OffsetsRule, Preset, _pattern, _save, _wrap
 from flexdilated.pattern import DilatedPattern
 from flexdilated.refusal import refuse
@@ -55,13 +55,13 @@ MARKERS = {"gather": "o", "ring": "s", "heads": "^"}
 GREYS = {"ring-all": "#4d4d4d", "all-gather": "#8c8c8c", "ulysses": "#b0b0b0"}
 DASHES: dict[str, Any] = {"ring-all": (0, (6, 2)), "all-gather": (0, (3, 2)), "ulysses": (0, (1, 1.4))}
 
-EXPLANATION = """\
+EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
 rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
 auto takes the least bytes at the busiest rank whose messages fit the memory budget; if none fits, the smallest messages;
-  never heads where it would more than double the pairs of the busiest rank
+  never heads where the busiest rank would score more than {IDLE_LIMIT} times the pairs
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""

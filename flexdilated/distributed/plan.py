@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, branch_order, everything_kept, segment_pieces
 
-__all__ = ["EXCHANGES", "KINDS", "ContextPlan", "Needs", "Strips", "Task", "Traffic", "context_plan"]
+__all__ = ["EXCHANGES", "IDLE_LIMIT", "KINDS", "ContextPlan", "Needs", "Strips", "Task", "Traffic", "context_plan"]
 
 Integers = NDArray[np.int64]
 
 EXCHANGES = ("gather", "ring", "heads")  # in the order of preference where bytes are equal
+IDLE_LIMIT = 4  # moving rows takes longer than computing them: some imbalance is worth it
 LARGEST_STEP = 1 << 62  # no two tokens are that far apart
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
 
@@ -394,9 +395,10 @@ class ContextPlan:
         """The exchange of the least bytes at the busiest rank, forward and backward, whose buffers fit `budget` bytes.
 
         Where none fits, the one of the smallest buffers. Whole heads are left out where too few heads would leave ranks idle: where
-        they more than double the pairs of the busiest rank.
+        they give the busiest rank more than `IDLE_LIMIT` times the pairs.
         """
-        names = [name for name in EXCHANGES if name != "heads" or 2 * self.pairs("gather").max() >= self.pairs("heads").max()]
+        idle = int(self.pairs("heads").max()) > IDLE_LIMIT * int(self.pairs("gather").max())
+        names = [name for name in EXCHANGES if name != "heads" or not idle]
         buffers = {name: int(self.buffer_bytes(name, **sizes).max()) for name in names}
         fitting = [name for name in names if buffers[name] <= budget]
         if not fitting:
