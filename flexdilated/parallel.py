@@ -10,88 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options
-from flexdilated.distributed.exchange import Links, Pending, Places, Transport, link
-from flexdilated.distributed.plan import KINDS, ContextPlan, Task
+from flexdilated.distributed.exchange import Links, Pending, Transport
+from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.program import Job, Part, program
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.mixture import Run, backward, forward, spread
 
 __all__ = ["Call", "context_backward", "context_forward"]
-
-
-# -- a task on this rank, with the places of its rows -------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """Rows `first ... end` of a task that stand together, at one rank."""
-
-    rank: int
-    first: int
-    end: int
-    tokens: Tensor | None  # (lanes, rows) in this rank's shard
-    places: Tensor | None  # (lanes, rows) among the rows that travel
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A task with its rows found: where queries and keys are read, where outputs go."""
-
-    task: Task
-    heads: Tensor  # (lanes, 1)
-    queries: tuple[_Part, ...]
-    keys: tuple[_Part, ...]
-    outputs: tuple[_Part, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """What one rank does under a plan and an exchange."""
-
-    jobs: tuple[_Job, ...]
-    kv: Links
-    q: Links
-    out: Links
-
-
-@lru_cache(maxsize=8)
-def _program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> _Program:
-    (kv, kv_places), (q, q_places), (out, out_places) = (link(plan, exchange, kind, rank, device) for kind in KINDS)
-
-    def parts(
-        task: Task, tokens: tuple[int, ...], rows: Sequence[tuple[int, int, int]], among: tuple[int, int], places: Places
-    ) -> Iterator[_Part]:
-        heads, first = (np.array(x, np.int64)[:, None] for x in (task.heads, tokens))
-        for owner, low, high in rows:
-            low, high = max(low, among[0]), min(high, among[1])
-            if low >= high:
-                continue
-            at = first + task.stride * np.arange(low, high)
-            if owner == rank:
-                mine = (at - plan.borders[rank]).astype(np.int32)
-                yield _Part(owner, low, high, torch.from_numpy(mine).to(device), None)
-            else:
-                yield _Part(owner, low, high, None, torch.from_numpy(places(owner, heads, at)).to(device))
-
-    jobs = [
-        _Job(
-            task,
-            torch.tensor(task.heads, dtype=torch.int32, device=device)[:, None],
-            tuple(parts(task, task.tokens, task.sources, task.queries, q_places)),
-            tuple(parts(task, task.tokens, task.sources, task.keys, kv_places)),
-            tuple(parts(task, task.out_tokens, task.owners, task.queries, out_places)),
-        )
-        for task in plan.tasks(exchange, rank)
-    ]
-    return _Program(tuple(jobs), kv, q, out)
 
 
 class _Block(NamedTuple):
@@ -150,16 +83,16 @@ class _Work:
         self.batch, self.heads, self.head_dim, self.dtype, self.device = q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device
         self.group = q.shape[2] // k.shape[2]
         self.sums = accumulated(q.dtype)
-        self.program = _program(call.plan, call.exchange, call.rank, q.device)
+        self.program = program(call.plan, call.exchange, call.rank, q.device)
         self.is_causal = call.plan.is_causal
         seed = None if call.seed is None else spread(call.seed, ((call.rank + 1) << 40) + (call.plan.within.start << 24))
         self._seed = seed
         pattern, pieces = call.plan.pattern, call.plan.local_pieces(call.rank)
         self.run = Run(q, k, key_padding_mask, seed, pattern, pieces, self.is_causal, call.scale, call.dropout_p, call.engine)
         self.kernel: Kernel = KERNEL_ENGINES[call.engine](request_of(q, k, k, key_padding_mask, call.dropout_p))
-        # The rows of other ranks: keys with values by peer, queries of all.
+        # The rows of other ranks, by rank.
         self.kv_rows: dict[int, Tensor] = {}
-        self.q_rows = q.new_empty(0)
+        self.q_rows: dict[int, Tensor] = {}
 
     @property
     def num_queries_received(self) -> int:
@@ -179,7 +112,7 @@ class _Work:
         keys, queries = received.tensor_split([received.numel() - self.num_queries_received])
         if keys.numel():
             self.kv_rows = kv.split(keys.view(kv.num_received, self.batch, self.kv_width), sent=False)
-        self.q_rows = queries.view(q.num_received, self.batch, self.group, self.head_dim)
+        self.q_rows = q.split(queries.view(q.num_received, self.batch, self.group, self.head_dim), sent=False)
 
     # -- messages
 
@@ -187,10 +120,9 @@ class _Work:
     def kv_width(self) -> int:
         return 2 * self.head_dim + (self.mask is not None)
 
-    def kv_message(self, place: slice, into: Tensor | None = None) -> Tensor:
-        """`(E, B, 2 D)`: keys and values, and a column that says which are ignored, where there is a mask."""
-        sent = self.program.kv
-        tokens, heads = sent.tokens[place], sent.heads[place]
+    def kv_message(self, peer: int, into: Tensor | None = None) -> Tensor:
+        """`(E, B, 2 D)`: keys and values for a peer, and a column that says which are ignored, where there is a mask."""
+        tokens, heads = self.program.kv.rows(peer)
         message = self.k.new_empty(tokens.shape[0], self.batch, self.kv_width) if into is None else into
         message[..., : self.head_dim] = self.k.transpose(0, 1)[tokens, :, heads]
         message[..., self.head_dim : 2 * self.head_dim] = self.v.transpose(0, 1)[tokens, :, heads]
@@ -198,10 +130,10 @@ class _Work:
             message[..., -1] = self.mask.T[tokens]
         return message
 
-    def q_message(self) -> Tensor:
-        """`(E, B, group, D)`."""
-        sent = self.program.q
-        return self._grouped(self.q).transpose(0, 1)[sent.tokens, :, sent.heads]
+    def owned(self, x: Tensor, via: Links, peer: int) -> Tensor:
+        """`(E, B, group, ...)`: the rows of `x` `(B, n, H, ...)` that this rank exchanges with a peer."""
+        tokens, heads = via.rows(peer)
+        return self._grouped(x).transpose(0, 1)[tokens, :, heads]
 
     def _grouped(self, x: Tensor) -> Tensor:
         """`(B, n, H, ...)` as `(B, n, Hkv, group, ...)`, a view."""
@@ -212,30 +144,31 @@ class _Work:
     def _fold(self, x: Tensor) -> Tensor:
         return x.transpose(2, 3).flatten(0, 1)
 
-    def queries(self, job: _Job) -> Tensor:
+    def queries(self, job: Job) -> Tensor:
         parts = []
         for part in job.queries:
-            if part.tokens is not None:
-                parts.append(self._grouped(self.q)[:, part.tokens, job.heads])  # (B, lanes, rows, group, D)
+            index = part.at.read()
+            if part.here:
+                parts.append(self._grouped(self.q)[:, index, job.heads])  # (B, lanes, rows, group, D)
             else:
-                parts.append(self.q_rows[part.places].permute(2, 0, 1, 3, 4))
+                parts.append(self.q_rows[part.rank][index].permute(2, 0, 1, 3, 4))
         if job.task.queries[1] > job.task.rows:
             shape = (self.batch, len(job.task.heads), 1, self.group, self.head_dim)
             parts.append(self.q.new_zeros(shape))
         return self._fold(torch.cat(parts, dim=2))
 
-    def keys(self, job: _Job, parts: Sequence[_Part]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def keys(self, job: Job, parts: Sequence[Part]) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v of neighbouring parts, and which are ignored, `(B lanes, rows)`; ignored ones hold zeros."""
         ks, vs, ignored = [], [], []
         for part in parts:
-            if part.tokens is not None:
-                ks.append(self.k[:, part.tokens, job.heads])  # (B, lanes, rows, D)
-                vs.append(self.v[:, part.tokens, job.heads])
+            index = part.at.read()
+            if part.here:
+                ks.append(self.k[:, index, job.heads])  # (B, lanes, rows, D)
+                vs.append(self.v[:, index, job.heads])
                 if self.mask is not None:
-                    ignored.append(self.mask[:, part.tokens])
+                    ignored.append(self.mask[:, index])
             else:
-                rows = self.kv_rows[part.rank][self.among(part)]  # (lanes, rows, B, 2 D)
-                rows = rows.permute(2, 0, 1, 3)
+                rows = self.kv_rows[part.rank][index].permute(2, 0, 1, 3)  # (B, lanes, rows, 2 D)
                 ks.append(rows[..., : self.head_dim])
                 vs.append(rows[..., self.head_dim : 2 * self.head_dim])
                 if self.mask is not None:
@@ -247,23 +180,18 @@ class _Work:
         k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
         return k, v, hidden
 
-    def among(self, part: _Part) -> Tensor:
-        """The places of a part's rows among those of its rank."""
-        assert part.places is not None
-        return part.places - self.program.kv.receives[part.rank].start
-
-    def outputs(self, job: _Job, local: Tensor, remote: Tensor | None) -> Tensor:
+    def outputs(self, job: Job, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
         """A task's rows of what belongs to outputs: `local` `(B, n, H, D')` here, `remote` `(E, B, group, D')` from owners."""
         parts = []
         for part in job.outputs:
-            if part.tokens is not None:
-                parts.append(self._grouped(local)[:, part.tokens, job.heads])
+            index = part.at.read()
+            if part.here:
+                parts.append(self._grouped(local)[:, index, job.heads])
             else:
-                assert remote is not None
-                parts.append(remote[part.places].permute(2, 0, 1, 3, 4))
+                parts.append(remote[part.rank][index].permute(2, 0, 1, 3, 4))
         return self._fold(torch.cat(parts, dim=2))
 
-    def unfold(self, x: Tensor, job: _Job) -> Tensor:
+    def unfold(self, x: Tensor, job: Job) -> Tensor:
         """`(B lanes, group, rows, D)` as `(B, lanes, rows, group, D)`."""
         return x.unflatten(0, (self.batch, len(job.task.heads))).transpose(2, 3)
 
@@ -276,7 +204,7 @@ class _Work:
         ordinal = 1 + ((number * self.call.plan.num_ranks + source) * 4 + place)
         return options._replace(dropout=Dropout(self.call.dropout_p, spread(self._seed, -ordinal)))
 
-    def calls(self, number: int, parts: Sequence[_Part]) -> Iterator[tuple[slice, slice, Tensor, Tensor, Options]]:
+    def calls(self, number: int, parts: Sequence[Part]) -> Iterator[tuple[slice, slice, Tensor, Tensor, Options]]:
         """The kernel calls of a task against neighbouring parts: rows of queries, rows among the keys, k, v, options."""
         if not parts:
             return
@@ -295,7 +223,7 @@ class _Work:
         shape = (self.batch * len(task.heads), self.group, task.queries[1] - task.queries[0])
         return self.q.new_zeros((*shape, self.head_dim), dtype=self.sums), self.q.new_full(shape, -torch.inf, dtype=self.sums)
 
-    def attend(self, number: int, parts: Sequence[_Part], own: tuple[Tensor, Tensor]) -> None:
+    def attend(self, number: int, parts: Sequence[Part], own: tuple[Tensor, Tensor]) -> None:
         """Merge the keys of neighbouring parts into a task's own `(out, lse)`."""
         if not parts:
             return
@@ -313,7 +241,7 @@ class _Work:
         elif task.zero_keys + task.zero_row:
             add_zero_keys_(*own, task.zero_keys + task.zero_row)
 
-    def differentiate(self, number: int, parts: Sequence[_Part], given: _Given, grads: _Grads) -> None:
+    def differentiate(self, number: int, parts: Sequence[Part], given: _Given, grads: _Grads) -> None:
         """Add the gradients of a task against the keys of neighbouring parts."""
         if not parts:
             return
@@ -340,7 +268,7 @@ class _Work:
         dk, dv = (self.unfold(x, job)[:, :, :, 0] for x in dkv)
         at = 0
         for part in parts:
-            span = slice(at, at + part.end - part.first)
+            span = slice(at, at + part.rows)
             grads.add_keys(job, part, dk[:, :, span], dv[:, :, span])
             at = span.stop
 
@@ -360,8 +288,7 @@ class _Grads:
     def __init__(self, work: _Work, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.work, self.dq, self.dk, self.dv = work, dq, dk, dv
         self.kv_rows: dict[int, Tensor] = {}
-        shape = (work.program.q.num_received, work.batch, work.group, work.head_dim)
-        self.q_rows = dq.new_zeros(shape, dtype=work.sums)
+        self.q_rows = {peer: torch.zeros_like(rows, dtype=work.sums) for peer, rows in work.q_rows.items()}
 
     def lend(self, peer: int) -> None:
         """Make room for the gradients of a peer's keys and values."""
@@ -369,37 +296,36 @@ class _Grads:
         shape = (place.stop - place.start, self.work.batch, 2 * self.work.head_dim)
         self.kv_rows[peer] = self.dk.new_zeros(shape, dtype=self.work.sums)
 
-    def add_queries(self, job: _Job, dq: Tensor) -> None:
+    def add_queries(self, job: Job, dq: Tensor) -> None:
         """`(B, lanes, rows, group, D)`; the query of zeros, which comes last, has no gradient."""
         at, mine = 0, self.work._grouped(self.dq)
         for part in job.queries:
-            rows = dq[:, :, at : at + part.end - part.first]
-            at += part.end - part.first
-            if part.tokens is not None:
+            rows, index = dq[:, :, at : at + part.rows], part.at.read()
+            at += part.rows
+            if part.here:
                 # A task meets a row once: reading, adding and writing back needs no atomic sum.
-                mine[:, part.tokens, job.heads] += rows.to(mine.dtype)
+                mine[:, index, job.heads] += rows.to(mine.dtype)
             else:
-                self.q_rows[part.places] += rows.permute(1, 2, 0, 3, 4)
+                self.q_rows[part.rank][index] += rows.permute(1, 2, 0, 3, 4)
 
-    def add_keys(self, job: _Job, part: _Part, dk: Tensor, dv: Tensor) -> None:
+    def add_keys(self, job: Job, part: Part, dk: Tensor, dv: Tensor) -> None:
         """`(B, lanes, rows, D)` each."""
-        if part.tokens is not None:
-            self.dk[:, part.tokens, job.heads] += dk
-            self.dv[:, part.tokens, job.heads] += dv
+        index = part.at.read()
+        if part.here:
+            self.dk[:, index, job.heads] += dk
+            self.dv[:, index, job.heads] += dv
         else:
-            self.kv_rows[part.rank][self.work.among(part)] += torch.cat([dk, dv], dim=-1).permute(1, 2, 0, 3)
+            self.kv_rows[part.rank][index] += torch.cat([dk, dv], dim=-1).permute(1, 2, 0, 3)
 
-    def settle_keys(self, place: slice, rows: Tensor) -> None:
+    def settle_keys(self, peer: int, rows: Tensor) -> None:
         """Add `(E, B, 2 D)`: what a peer returns for the rows that this rank lent it."""
-        sent = self.work.program.kv
-        tokens, heads = sent.tokens[place], sent.heads[place]
+        tokens, heads = self.work.program.kv.rows(peer)
         for total, part in zip((self.dk, self.dv), rows.to(self.work.sums).chunk(2, dim=-1)):
             total.transpose(0, 1)[tokens, :, heads] += part
 
-    def settle_queries(self, place: slice, rows: Tensor) -> None:
+    def settle_queries(self, peer: int, rows: Tensor) -> None:
         """Add `(E, B, group, D)`."""
-        sent = self.work.program.q
-        tokens, heads = sent.tokens[place], sent.heads[place]
+        tokens, heads = self.work.program.q.rows(peer)
         mine = self.work._grouped(self.dq).transpose(0, 1)
         mine[tokens, :, heads] += rows.to(mine.dtype)
 
@@ -436,11 +362,11 @@ def context_forward(
 
 def _swap_queries(work: _Work, transport: Transport) -> Callable[[], None]:
     via = work.program.q
-    return transport.swap(via.split(work.q_message(), sent=True), via.split(work.q_rows, sent=False)).wait
+    return transport.swap({peer: work.owned(work.q, via, peer) for peer in via.sends}, work.q_rows).wait
 
 
 def _swap_keys(work: _Work, transport: Transport) -> Callable[[], None]:
-    return transport.swap(work.program.kv.split(work.kv_message(slice(None)), sent=True), work.kv_rows).wait
+    return transport.swap({peer: work.kv_message(peer) for peer in work.program.kv.sends}, work.kv_rows).wait
 
 
 def _ring(work: _Work, transport: Transport, owns: list[tuple[Tensor, Tensor]], between: Callable[[], Any] = lambda: None) -> Any:
@@ -455,21 +381,22 @@ def _ring(work: _Work, transport: Transport, owns: list[tuple[Tensor, Tensor]], 
 
 
 def _around(work: _Work, transport: Transport) -> Iterator[int]:
-    """The ranks whose keys are at hand, this one first; the next one's travel meanwhile, through two buffers in each direction."""
+    """The ranks whose keys are at hand, this one first; the next one's travel meanwhile."""
     rank, num_ranks, via = work.call.rank, work.call.plan.num_ranks, work.program.kv
 
-    def buffers(places: Mapping[int, slice]) -> list[Tensor]:
+    def buffer(places: Mapping[int, slice]) -> Tensor:
         rows = max((place.stop - place.start for place in places.values()), default=0)
-        return [work.k.new_empty(rows, work.batch, work.kv_width) for _ in range(2)]
+        return work.k.new_empty(rows, work.batch, work.kv_width)
 
-    packed, received = buffers(via.sends), buffers(via.receives)
+    # What was sent has left when the next message is packed; what was received is read while the next one comes.
+    packed, received = buffer(via.sends), [buffer(via.receives), buffer(via.receives)]
 
     def begin(step: int) -> tuple[int, Pending]:
         source, target = (rank - step) % num_ranks, (rank + step) % num_ranks
         sends, receives = {}, {}
         if target in via.sends:
             place = via.sends[target]
-            sends[target] = work.kv_message(place, packed[step % 2][: place.stop - place.start])
+            sends[target] = work.kv_message(target, packed[: place.stop - place.start])
         if source in via.receives:
             place = via.receives[source]
             receives[source] = received[step % 2][: place.stop - place.start]
@@ -488,33 +415,35 @@ def _around(work: _Work, transport: Transport) -> Iterator[int]:
 
 def _deliver(work: _Work, transport: Transport, out: Tensor, lse: Tensor, owns: list[tuple[Tensor, Tensor]]) -> None:
     """Merge what tasks computed into the outputs, here and at the ranks that own them."""
-    via, program = work.program.out, work.program
+    via = work.program.out
     outs, lses = work._grouped(out), work._grouped(lse.transpose(1, 2))
     away = work.q.new_zeros(via.num_sent, work.batch, work.group, work.head_dim, dtype=work.sums)
     away_lse = work.q.new_full((via.num_sent, work.batch, work.group), -torch.inf, dtype=work.sums)
-    for job, (own, own_lse) in zip(program.jobs, owns):
+    rows_of, lse_of = via.split(away, sent=True), via.split(away_lse, sent=True)
+    for job, (own, own_lse) in zip(work.program.jobs, owns):
         rows, rows_lse = work.unfold(own, job), work.unfold(own_lse, job)
         at = 0
         for part in job.outputs:
-            span = slice(at, at + part.end - part.first)
+            span, index = slice(at, at + part.rows), part.at.read()
             at = span.stop
             part_out, part_lse = rows[:, :, span], rows_lse[:, :, span]
-            if part.tokens is not None:
-                index: Any = (slice(None), part.tokens, job.heads)
-                _merge_at(outs, lses, index, part_out, part_lse)
+            if part.here:
+                _merge_at(outs, lses, (slice(None), index, job.heads), part_out, part_lse)
             else:
-                _merge_at(away, away_lse, part.places, part_out.permute(1, 2, 0, 3, 4), part_lse.permute(1, 2, 0, 3))
+                part_out, part_lse = part_out.permute(1, 2, 0, 3, 4), part_lse.permute(1, 2, 0, 3)
+                _merge_at(rows_of[part.rank], lse_of[part.rank], index, part_out, part_lse)
     if not via:
         return
     message = torch.cat([away.to(work.dtype).flatten(2), _bits(away_lse, work.dtype)], dim=-1)
-    rows = message.new_empty(via.num_received, work.batch, message.shape[-1])
-    transport.swap(via.split(message, sent=True), via.split(rows, sent=False)).wait()
+    received = message.new_empty(via.num_received, work.batch, message.shape[-1])
+    parts = via.split(received, sent=False)
+    transport.swap(via.split(message, sent=True), parts).wait()
     width = work.group * work.head_dim
-    for place in via.receives.values():  # peers may have computed branches of one row: one after another
-        index = (via.tokens[place], slice(None), via.heads[place])
-        part_lse = _bits(rows[place][..., width:], work.sums)
-        part_out = rows[place][..., :width].unflatten(-1, (work.group, work.head_dim))
-        _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), index, part_out, part_lse)
+    for peer, arrived in parts.items():  # peers may have computed branches of one row: one after another
+        tokens, heads = via.rows(peer)
+        part_out = arrived[..., :width].unflatten(-1, (work.group, work.head_dim))
+        part_lse = _bits(arrived[..., width:], work.sums)
+        _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), (tokens, slice(None), heads), part_out, part_lse)
 
 
 def _merge_at(out: Tensor, lse: Tensor, index: Any, part_out: Tensor, part_lse: Tensor) -> None:
@@ -571,47 +500,45 @@ def context_backward(
 
 def _swap_outputs(
     work: _Work, transport: Transport, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Callable[[], None]]:
+) -> tuple[dict[int, Tensor], Callable[[], None]]:
     """Send dout, out, lse and dlse of rows that other ranks computed to them: `(E, B, ...)`."""
     via = work.program.out
-    tokens, heads = via.tokens, via.heads
     if dlse is None:  # whether lse has a gradient may differ from rank to rank: the message does not
         dlse = torch.zeros_like(lse)
-
-    def rows(x: Tensor) -> Tensor:
-        return work._grouped(x).transpose(0, 1)[tokens, :, heads].flatten(2)
-
-    bits = [_bits(rows(x.transpose(1, 2)), work.dtype) for x in (lse, dlse)]
-    message = torch.cat([rows(dout), rows(out), *bits], dim=-1)
-    remote = message.new_empty(via.num_sent, work.batch, message.shape[-1])
-    # What was received in the forward is sent here, and the reverse.
-    return remote, transport.swap(via.split(message, sent=False), via.split(remote, sent=True)).wait
+    messages = {}
+    for peer in via.receives:  # who sent outputs in the forward
+        rows = [work.owned(x, via, peer).flatten(2) for x in (dout, out)]
+        bits = [_bits(work.owned(x.transpose(1, 2), via, peer), work.dtype) for x in (lse, dlse)]
+        messages[peer] = torch.cat([*rows, *bits], dim=-1)
+    width = work.group * (2 * work.head_dim + 2 * (work.sums.itemsize // work.dtype.itemsize))
+    remote = via.split(dout.new_empty(via.num_sent, work.batch, width), sent=True)
+    return remote, transport.swap(messages, remote).wait
 
 
 def _givens(
-    work: _Work, transport: Transport, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, remote: Tensor
+    work: _Work, transport: Transport, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, remote: dict[int, Tensor]
 ) -> list[_Given]:
     """What the backward of each task is given: gradients, output and lse of its rows."""
     width = work.group * work.head_dim
-    away: list[Tensor | None] = [None] * 4
-    if work.program.out.num_sent:
-        bits = remote[..., 2 * width :].chunk(2, dim=-1)
-        numbers = [_bits(x, work.sums).unflatten(-1, (work.group, 1)) for x in bits]
-        rows = [x.unflatten(-1, (work.group, -1)) for x in remote[..., : 2 * width].chunk(2, dim=-1)]
-        away = [rows[0], rows[1], *numbers]
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
+    away: list[dict[int, Tensor]] = [{}, {}, {}, {}]
+    for peer, message in remote.items():
+        rows = [x.unflatten(-1, (work.group, -1)) for x in message[..., : 2 * width].chunk(2, dim=-1)]
+        numbers = [_bits(x, work.sums).unflatten(-1, (work.group, 1)) for x in message[..., 2 * width :].chunk(2, dim=-1)]
+        for store, part in zip(away, (*rows, *numbers)):
+            store[peer] = part
+    if remote and dlse is None:
+        dlse = torch.zeros_like(lse)
     lse_rows = lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
-    givens = []
-    for job in work.program.jobs:
-        givens.append(
-            _Given(
-                work.outputs(job, dout, away[0]),
-                None if dlse_rows is None else work.outputs(job, dlse_rows, away[3])[..., 0],
-                work.outputs(job, out, away[1]),
-                work.outputs(job, lse_rows, away[2])[..., 0],
-            )
+    givens = [
+        _Given(
+            work.outputs(job, dout, away[0]),
+            None if dlse_rows is None else work.outputs(job, dlse_rows, away[3])[..., 0],
+            work.outputs(job, out, away[1]),
+            work.outputs(job, lse_rows, away[2])[..., 0],
         )
+        for job in work.program.jobs
+    ]
     return _detach(work, transport, givens) if work.call.plan.pattern.detach_weights else givens
 
 
@@ -644,16 +571,17 @@ def _ring_back(work: _Work, transport: Transport, givens: list[_Given], grads: _
             work.differentiate(i, [part for part in job.keys if part.rank == source], givens[i], grads)
         unsettled()
         target = (rank + step) % num_ranks
-        message = {source: grads.kv_rows.pop(source).to(work.dtype)} if source in via.receives else {}
-        place = via.sends.get(target)
-        rows = {} if place is None else {target: work.k.new_empty(place.stop - place.start, work.batch, 2 * work.head_dim)}
-        pending = transport.swap(message, rows)
+        messages = {source: grads.kv_rows.pop(source).to(work.dtype)} if source in via.receives else {}
+        returned = {}
+        if target in via.sends:
+            place = via.sends[target]
+            returned[target] = work.k.new_empty(place.stop - place.start, work.batch, 2 * work.head_dim)
+        pending = transport.swap(messages, returned)
 
-        def settle(pending: Pending = pending, place: slice | None = place, rows: dict[int, Tensor] = rows) -> None:
+        def settle(pending: Pending = pending, returned: dict[int, Tensor] = returned) -> None:
             pending.wait()
-            for each in rows.values():
-                assert place is not None
-                grads.settle_keys(place, each)
+            for peer, rows in returned.items():
+                grads.settle_keys(peer, rows)
 
         unsettled = settle
     unsettled()
@@ -662,16 +590,17 @@ def _ring_back(work: _Work, transport: Transport, givens: list[_Given], grads: _
 def _return_keys(work: _Work, transport: Transport, grads: _Grads) -> None:
     """Send the gradients of lent keys and values home: the forward's messages, reversed."""
     via = work.program.kv
-    message = {peer: rows.to(work.dtype) for peer, rows in grads.kv_rows.items()}
-    rows = work.k.new_empty(via.num_sent, work.batch, 2 * work.head_dim)
-    transport.swap(message, via.split(rows, sent=True)).wait()
-    for place in via.sends.values():  # one after another: peers may have borrowed the same row
-        grads.settle_keys(place, rows[place])
+    messages = {peer: rows.to(work.dtype) for peer, rows in grads.kv_rows.items()}
+    returned = via.split(work.k.new_empty(via.num_sent, work.batch, 2 * work.head_dim), sent=True)
+    transport.swap(messages, returned).wait()
+    for peer, rows in returned.items():  # one after another: peers may have borrowed the same row
+        grads.settle_keys(peer, rows)
 
 
 def _return_queries(work: _Work, transport: Transport, grads: _Grads) -> None:
     via = work.program.q
-    rows = work.q.new_empty(via.num_sent, work.batch, work.group, work.head_dim)
-    transport.swap(via.split(grads.q_rows.to(work.dtype), sent=False), via.split(rows, sent=True)).wait()
-    for place in via.sends.values():
-        grads.settle_queries(place, rows[place])
+    messages = {peer: rows.to(work.dtype) for peer, rows in grads.q_rows.items()}
+    returned = via.split(work.q.new_empty(via.num_sent, work.batch, work.group, work.head_dim), sent=True)
+    transport.swap(messages, returned).wait()
+    for peer, rows in returned.items():
+        grads.settle_queries(peer, rows)

@@ -1,21 +1,21 @@
-"""Moving rows between ranks: what one rank sends and receives, and the messages themselves."""
+"""Moving rows between ranks, and which rows of its own a rank exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from itertools import pairwise
+from typing import ClassVar, Protocol
 from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flexdilated.distributed.plan import ContextPlan, Integers
 
-__all__ = ["GroupTransport", "Links", "Pending", "Places", "Transport", "link"]
+__all__ = ["GroupTransport", "Index", "Links", "Pending", "Transport", "link"]
 
 
 class Pending(Protocol):
@@ -77,21 +77,50 @@ class GroupTransport:
 
 
 @dataclass(frozen=True, eq=False)
+class Index:
+    """`(lanes, rows)` integers, as `first + step * arange(rows)` where that says it: a ring would else list the rows of all ranks.
+
+    Args:
+        first: `(lanes, 1)` int32.
+        step: Between neighbours.
+        rows: How many.
+        listed: All of them, where they have no common step.
+    """
+
+    first: Tensor
+    step: int
+    rows: int
+    listed: Tensor | None
+
+    @classmethod
+    def of(cls, values: Integers, device: torch.device) -> Index:
+        """An index of these integers, `(lanes, rows)`, below 2 ** 31."""
+        steps = np.unique(np.diff(values, axis=1))
+        table = torch.from_numpy(values.astype(np.int32)).to(device)
+        if len(steps) <= 1:
+            return cls(table[:, :1].clone(), int(steps[0]) if len(steps) else 1, values.shape[1], None)
+        return cls(table[:, :1], 0, values.shape[1], table)
+
+    def read(self) -> Tensor:
+        if self.listed is not None:
+            return self.listed
+        return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
+
+
+@dataclass(frozen=True, eq=False)
 class Links:
     """The rows of one kind that one rank exchanges, in the order in which they travel: by peer, head and token.
 
     Args:
         sends: The places of the rows that each peer gets, among all rows sent.
         receives: The places of the rows that each peer gives, among all rows received.
-        tokens: `(E,)` int32: of the rows that this rank owns, which are those it sends, or for outputs those it receives; counted
-            from the first token of its shard.
-        heads: `(E,)` int32, their key/value heads.
+        owned: Per peer, the rows that this rank owns, which are those it sends, or for outputs those it receives: heads
+            `(h, 1)` and their tokens, counted from the first of its shard, a block of heads at a time.
     """
 
     sends: dict[int, slice]
     receives: dict[int, slice]
-    tokens: Tensor
-    heads: Tensor
+    owned: dict[int, tuple[tuple[Tensor, Index], ...]]
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives)
@@ -108,35 +137,31 @@ class Links:
         """The part of each peer in a tensor of all rows sent, or received."""
         return {peer: message[place] for peer, place in (self.sends if sent else self.receives).items()}
 
-
-class Places:
-    """Where the rows that this rank does not own stand among those that travel."""
-
-    def __init__(self, plan: ContextPlan, peer: Integers, head: Integers, token: Integers) -> None:
-        self._num_heads, self._num_tokens = len(plan.within), plan.num_tokens
-        self._keys = self._key(peer, head, token)
-
-    def _key(self, peer: Any, head: Integers, token: Integers) -> Integers:
-        return (peer * self._num_heads + head) * self._num_tokens + token
-
-    def __call__(self, peer: int, heads: Integers, tokens: Integers) -> NDArray[np.int32]:
-        """Of heads and tokens of the whole sequence, which broadcast."""
-        wanted = self._key(peer, heads, tokens)
-        found = np.searchsorted(self._keys, wanted)
-        assert (self._keys[np.minimum(found, len(self._keys) - 1)] == wanted).all(), "a row that does not travel"
-        return found.astype(np.int32)
+    def rows(self, peer: int) -> tuple[Tensor, Tensor]:
+        """`(E,)` int32 tokens and heads of the rows that this rank owns and exchanges with a peer."""
+        blocks = [(tokens.read(), heads) for heads, tokens in self.owned[peer]]
+        tokens, heads = zip(*((table.flatten(), heads.expand_as(table).flatten()) for table, heads in blocks))
+        return torch.cat(tokens), torch.cat(heads)
 
 
-def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device) -> tuple[Links, Places]:
-    """What a rank exchanges of one kind under a plan, and where to find the rows of others."""
-    sent, received = (plan.entries(exchange, kind, rank, sent=sent) for sent in (True, False))
-    owned, foreign = (received, sent) if kind == "out" else (sent, received)
-    tokens, heads = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (owned[2] - plan.borders[rank], owned[1]))
-    return Links(dict(_runs(sent[0])), dict(_runs(received[0])), tokens, heads), Places(plan, *foreign)
+def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device) -> Links:
+    """What a rank exchanges of one kind under a plan."""
+    places: dict[bool, dict[int, slice]] = {}
+    owned = {}
+    for sent in (True, False):
+        places[sent], end = {}, 0
+        for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=sent):
+            places[sent][peer] = slice(end, end + len(tokens))
+            end += len(tokens)
+            if sent == (kind != "out"):
+                owned[peer] = tuple(_blocks(heads, tokens - plan.borders[rank], device))
+    return Links(places[True], places[False], owned)
 
 
-def _runs(peers: Integers) -> Iterator[tuple[int, slice]]:
-    """The places of each peer in an ascending array."""
-    values, first, count = np.unique(peers, return_index=True, return_counts=True)
-    for peer, start, size in zip(values, first, count):
-        yield int(peer), slice(int(start), int(start + size))
+def _blocks(heads: Integers, tokens: Integers, device: torch.device) -> Iterator[tuple[Tensor, Index]]:
+    """Neighbouring heads of as many rows, ascending, together."""
+    found, first, count = np.unique(heads, return_index=True, return_counts=True)
+    borders = [0, *(np.flatnonzero(np.diff(count)) + 1), len(found)]
+    for a, b in pairwise(borders):
+        table = tokens[first[a] : first[a] + (b - a) * count[a]].reshape(b - a, count[a])
+        yield torch.from_numpy(found[a:b].astype(np.int32)).to(device)[:, None], Index.of(table, device)

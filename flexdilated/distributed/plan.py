@@ -381,8 +381,8 @@ class ContextPlan:
         p = self.num_ranks
         kv, q, out = (self.traffic(exchange, kind) for kind in KINDS)
         queries = (q.received(p) + _reversed(q).received(p)) * size.q
-        if exchange == "ring":  # two buffers in each direction
-            return 2 * (kv.largest(p) + _reversed(kv).largest(p)) * size.kv + queries
+        if exchange == "ring":  # one message is read, one comes, one leaves
+            return (2 * kv.largest(p) + _reversed(kv).largest(p)) * size.kv + queries
         keys = (kv.received(p) + _reversed(kv).received(p)) * size.kv
         return keys + queries + (out.received(p) + _reversed(out).received(p)) * size.out
 
@@ -502,24 +502,33 @@ class ContextPlan:
 
     def entries(self, exchange: str, kind: str, rank: int, *, sent: bool) -> tuple[Integers, Integers, Integers]:
         """`(peer, head, token)` of every row that a rank sends, or receives: ascending, each once. Tokens of the whole sequence."""
-        peers, heads, tokens = [], [], []
-        shared: dict[Any, list[tuple[int, Integers]]] = {}
+        parts = [
+            (np.full_like(heads, peer), heads, tokens) for peer, heads, tokens in self.messages(exchange, kind, rank, sent=sent)
+        ]
+        if not parts:
+            empty = np.empty(0, np.int64)
+            return empty, empty, empty
+        peers, heads, tokens = (np.concatenate(x) for x in zip(*parts))
+        return peers, heads, tokens
+
+    def messages(self, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
+        """Peer by peer, `(peer, head, token)` of the rows in its message: the same rows, a message at a time."""
+        needed: dict[Any, Needs] = {}
         for offsets, members in self.classes.items():
             for head in members:
                 # Under whole heads the receiver depends on the head, else heads of a class need the same rows.
                 key = (offsets, head) if exchange == "heads" else offsets
-                if key not in shared:
-                    shared[key] = list(_lists(self.needs(exchange, kind, head), rank, sent=sent))
-                for peer, rows in shared[key]:
-                    peers.append(np.full_like(rows, peer))
-                    heads.append(np.full_like(rows, head))
-                    tokens.append(rows)
-        if not peers:
-            empty = np.empty(0, np.int64)
-            return empty, empty, empty
-        columns = [np.concatenate(x) for x in (peers, heads, tokens)]
-        order = np.lexsort(columns[::-1])
-        return columns[0][order], columns[1][order], columns[2][order]
+                if key not in needed:
+                    needs = self.needs(exchange, kind, head)
+                    needed[key] = needs.where((needs.sender if sent else needs.receiver) == rank)
+        peers = {int(peer) for needs in needed.values() for peer in (needs.receiver if sent else needs.sender)}
+        heads = sorted((head, offsets) for offsets, members in self.classes.items() for head in members)
+        for peer in sorted(peers):
+            lists: dict[Any, Integers] = {}
+            for key, needs in needed.items():
+                lists[key] = _tokens(needs.where((needs.receiver if sent else needs.sender) == peer))
+            rows = [(head, lists[(offsets, head) if exchange == "heads" else offsets]) for head, offsets in heads]
+            yield peer, np.repeat([head for head, _ in rows], [len(x) for _, x in rows]), np.concatenate([x for _, x in rows])
 
 
 @lru_cache(maxsize=64)
@@ -691,11 +700,9 @@ def _common(first: Integers, end: Integers, strides: list[int], subset: tuple[in
     return np.where(alive, np.maximum(0, (high - begin) // step + 1), 0)
 
 
-def _lists(needs: Needs, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers]]:
-    """Per peer of a rank, the tokens: ascending, each once."""
-    here, there = (needs.sender, needs.receiver) if sent else (needs.receiver, needs.sender)
-    mine = needs.where(here == rank)
-    peers = there[here == rank]
-    for peer in np.unique(peers):
-        parts = [f + s * np.arange(c) for f, s, c in zip(*(x[peers == peer] for x in (mine.first, mine.stride, mine.rows)))]
-        yield int(peer), np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
+def _tokens(needs: Needs) -> Integers:
+    """The tokens of some progressions: ascending, each once."""
+    if not len(needs.rows):
+        return np.empty(0, np.int64)
+    parts = [first + stride * np.arange(rows) for first, stride, rows in zip(needs.first, needs.stride, needs.rows)]
+    return np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]

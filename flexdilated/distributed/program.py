@@ -1,0 +1,116 @@
+"""What one rank does under a plan: its tasks, with every row found, here or in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexdilated.distributed.exchange import Index, Links, link
+from flexdilated.distributed.plan import KINDS, ContextPlan, Integers, Task
+
+__all__ = ["Job", "Part", "Program", "program"]
+
+
+class Part(NamedTuple):
+    """Rows `first ... end` of a task that stand together, at one rank."""
+
+    rank: int
+    first: int
+    end: int
+    here: bool
+    at: Index  # (lanes, rows): tokens of this rank's shard if `here`, else places in the message from or to the rank
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+
+class Job(NamedTuple):
+    """A task: where its queries and keys are read, where its outputs go."""
+
+    task: Task
+    heads: Tensor  # (lanes, 1) int32
+    queries: tuple[Part, ...]
+    keys: tuple[Part, ...]
+    outputs: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """All jobs of a rank, and what it exchanges."""
+
+    jobs: tuple[Job, ...]
+    kv: Links
+    q: Links
+    out: Links
+
+
+@lru_cache(maxsize=8)
+def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
+    """What a rank does; built once."""
+    tasks = plan.tasks(exchange, rank)
+    found: dict[tuple[int, str, int], Index] = {}
+    for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs)):
+        asked: dict[int, list[tuple[int, Integers]]] = {}
+        for number, task in enumerate(tasks):
+            for owner, low, high, first in lanes(task):
+                at = np.array(first, np.int64)[:, None] + task.stride * np.arange(low, high)
+                if owner == rank:
+                    found[number, kind, owner] = Index.of(at - plan.borders[rank], device)
+                else:
+                    asked.setdefault(owner, []).append((number, at))
+        # One message at a time: the rows of all ranks together would be the whole sequence.
+        for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=kind == "out"):
+            keys = heads * plan.num_tokens + tokens
+            for number, at in asked.pop(peer, ()):
+                wanted = np.array(tasks[number].heads, np.int64)[:, None] * plan.num_tokens + at
+                places = np.searchsorted(keys, wanted)
+                assert (keys[np.minimum(places, len(keys) - 1)] == wanted).all(), "a row that does not travel"
+                found[number, kind, peer] = Index.of(places, device)
+        assert not asked, "a message that is not sent"
+
+    def parts(number: int, task: Task, kind: str, lanes: Lanes) -> tuple[Part, ...]:
+        return tuple(Part(owner, low, high, owner == rank, found[number, kind, owner]) for owner, low, high, _ in lanes(task))
+
+    jobs = [
+        Job(
+            task,
+            torch.tensor(task.heads, dtype=torch.int32, device=device)[:, None],
+            parts(number, task, "q", _queries),
+            parts(number, task, "kv", _keys),
+            parts(number, task, "out", _outputs),
+        )
+        for number, task in enumerate(tasks)
+    ]
+    kv, q, out = (link(plan, exchange, kind, rank, device) for kind in KINDS)
+    return Program(tuple(jobs), kv, q, out)
+
+
+Lanes = Callable[[Task], Iterator[tuple[int, int, int, tuple[int, ...]]]]  # (owner, first row, end, token of row 0 per lane)
+
+
+def _queries(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    return _among(task.sources, task.queries, task.tokens)
+
+
+def _keys(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    return _among(task.sources, task.keys, task.tokens)
+
+
+def _outputs(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    return _among(task.owners, task.queries, task.out_tokens)
+
+
+def _among(
+    rows: tuple[tuple[int, int, int], ...], limits: tuple[int, int], first: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    for owner, low, high in rows:
+        low, high = max(low, limits[0]), min(high, limits[1])
+        if low < high:
+            yield owner, low, high, first
