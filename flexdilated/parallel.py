@@ -493,7 +493,7 @@ def context_backward(
             grads.lend(peer)
         for i, job in enumerate(work.program.jobs):
             work.differentiate(i, job.keys, givens[i], grads)
-        _return_keys(work, transport, grads)
+        _return_keys(work, transport, grads, work.program.kv.sends)
     _return_queries(work, transport, grads)
     return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)
 
@@ -561,37 +561,26 @@ def _detach(work: _Work, transport: Transport, givens: list[_Given]) -> list[_Gi
 
 
 def _ring_back(work: _Work, transport: Transport, givens: list[_Given], grads: _Grads) -> None:
-    """Gradients of one rank's keys after another, each sent home while the next ones are computed."""
+    """Gradients of one rank's keys after another, each sent home before the next ones are computed.
+
+    Only keys and values travel while gradients are computed: a gradient in flight would cost two more messages of memory.
+    """
     rank, num_ranks, via = work.call.rank, work.call.plan.num_ranks, work.program.kv
-    unsettled: Callable[[], None] = lambda: None  # noqa: E731
     for step, source in enumerate(_around(work, transport)):
         if source in via.receives:
             grads.lend(source)
         for i, job in enumerate(work.program.jobs):
             work.differentiate(i, [part for part in job.keys if part.rank == source], givens[i], grads)
-        unsettled()
         target = (rank + step) % num_ranks
-        messages = {source: grads.kv_rows.pop(source).to(work.dtype)} if source in via.receives else {}
-        returned = {}
-        if target in via.sends:
-            place = via.sends[target]
-            returned[target] = work.k.new_empty(place.stop - place.start, work.batch, 2 * work.head_dim)
-        pending = transport.swap(messages, returned)
-
-        def settle(pending: Pending = pending, returned: dict[int, Tensor] = returned) -> None:
-            pending.wait()
-            for peer, rows in returned.items():
-                grads.settle_keys(peer, rows)
-
-        unsettled = settle
-    unsettled()
+        _return_keys(work, transport, grads, {target: via.sends[target]} if target in via.sends else {})
 
 
-def _return_keys(work: _Work, transport: Transport, grads: _Grads) -> None:
-    """Send the gradients of lent keys and values home: the forward's messages, reversed."""
-    via = work.program.kv
+def _return_keys(work: _Work, transport: Transport, grads: _Grads, lent: dict[int, slice]) -> None:
+    """Send the gradients of borrowed keys and values home, and add up those of the rows that were lent to some peers."""
     messages = {peer: rows.to(work.dtype) for peer, rows in grads.kv_rows.items()}
-    returned = via.split(work.k.new_empty(via.num_sent, work.batch, 2 * work.head_dim), sent=True)
+    grads.kv_rows = {}
+    shapes = {peer: (place.stop - place.start, work.batch, 2 * work.head_dim) for peer, place in lent.items()}
+    returned = {peer: work.k.new_empty(shape) for peer, shape in shapes.items()}
     transport.swap(messages, returned).wait()
     for peer, rows in returned.items():  # one after another: peers may have borrowed the same row
         grads.settle_keys(peer, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from queue import Empty, Queue
 
 import torch
 from torch import Tensor
@@ -14,16 +13,34 @@ TIMEOUT = 60.0
 
 
 class Mail:
-    """The messages between ranks, counted in bytes by (receiver, sender)."""
+    """The messages between ranks, in the order in which they were sent, counted in bytes by (receiver, sender)."""
 
     def __init__(self) -> None:
-        self.boxes: dict[tuple[int, int], Queue[Tensor]] = {}
         self.bytes: Counter[tuple[int, int]] = Counter()
-        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._asked: Counter[tuple[int, int]] = Counter()
+        self._news = threading.Condition()
 
-    def box(self, receiver: int, sender: int) -> Queue[Tensor]:
-        with self._lock:
-            return self.boxes.setdefault((receiver, sender), Queue())
+    def put(self, receiver: int, sender: int, message: Tensor) -> None:
+        with self._news:
+            self.bytes[receiver, sender] += message.numel() * message.element_size()
+            self._boxes.setdefault((receiver, sender), []).append(message)
+            self._news.notify_all()
+
+    def ask(self, receiver: int, sender: int) -> int:
+        """The number of the message that a receive which begins now will get."""
+        with self._news:
+            self._asked[receiver, sender] += 1
+            return self._asked[receiver, sender] - 1
+
+    def take(self, receiver: int, sender: int, number: int) -> Tensor:
+        with self._news:
+            box = self._boxes.setdefault((receiver, sender), [])
+            if not self._news.wait_for(lambda: len(box) > number, TIMEOUT):
+                raise TimeoutError(f"rank {receiver} waits for a message that rank {sender} does not send")
+            message, box[number] = box[number], None
+        assert message is not None
+        return message
 
 
 class SimulatedTransport:
@@ -35,28 +52,22 @@ class SimulatedTransport:
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Arrival:
         for peer, message in sends.items():
             if message.numel():
-                copy = self._tamper(self.rank, peer, message.clone())
-                self._mail.bytes[peer, self.rank] += copy.numel() * copy.element_size()
-                self._mail.box(peer, self.rank).put(copy)
-        return _Arrival(self, receives)
-
-    def take(self, peer: int, into: Tensor) -> None:
-        message = self._mail.box(self.rank, peer).get(timeout=TIMEOUT)
-        assert message.shape == into.shape, (message.shape, into.shape)
-        into.copy_(message)
+                self._mail.put(peer, self.rank, self._tamper(self.rank, peer, message.clone()))
+        return _Arrival(self._mail, self.rank, receives)
 
 
 class _Arrival:
-    def __init__(self, transport: SimulatedTransport, receives: Mapping[int, Tensor]) -> None:
-        self._transport, self._receives = transport, receives
-        for into in receives.values():
-            if into.is_floating_point():
-                into.fill_(torch.nan)  # what nobody sends must not look like an answer
+    def __init__(self, mail: Mail, rank: int, receives: Mapping[int, Tensor]) -> None:
+        self._mail, self._rank = mail, rank
+        self._awaited = [(peer, mail.ask(rank, peer), into) for peer, into in receives.items() if into.numel()]
+        for _, _, into in self._awaited:
+            into.fill_(torch.nan)  # what nobody sends must not look like an answer
 
     def wait(self) -> None:
-        for peer, into in self._receives.items():
-            if into.numel():
-                self._transport.take(peer, into)
+        for peer, number, into in self._awaited:
+            message = self._mail.take(self._rank, peer, number)
+            assert message.shape == into.shape, (message.shape, into.shape)
+            into.copy_(message)
 
 
 def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
@@ -76,6 +87,6 @@ def run_ranks(num_ranks: int, work: Callable[[int], object]) -> list[object]:
     for thread in threads:
         thread.join(TIMEOUT)
     if errors:
-        raise next((e for e in errors if not isinstance(e, Empty)), errors[0])
+        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
     assert not any(thread.is_alive() for thread in threads), "a rank waits for a message that nobody sends"
     return results

@@ -1,0 +1,554 @@
+"""Attention over the ranks of a mesh: what travels, what a rank holds meanwhile, and what it costs beside the attention itself.
+
+Rows are counted from the plan, per head, at the rank that receives the most; a row of keys with its values is one, a row of queries
+or of outputs a half. Times, bytes and memory are those of processes of one thread each over gloo on this machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import socket
+import statistics
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import flexdilated.parallel
+import flexdilated.sharded
+from benchmarks.attention import (
+    Inputs,
+    Results,
+    assert_near,
+    assert_rows_match_definition,
+    forward,
+    forward_backward,
+    random_inputs,
+    visible_keys,
+)
+from benchmarks.conftest import Sizes
+from benchmarks.memory import Direction, _status
+from benchmarks.ranks import GROUP_TIMEOUT, Ranks
+from benchmarks.timing import Ratio, seconds, side_by_side
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed.agreement import _ledger
+from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+
+MILLION = 1 << 20
+GIGAPATH = DilatedPattern(DilatedPattern.gigapath().segment_lengths, DilatedPattern.gigapath().dilation_rates)
+PATTERNS = {"longnet": DilatedPattern.longnet(), "gigapath": GIGAPATH}
+NUM_HEADS, HEAD_DIM = 8, 64  # of what ranks compute
+
+# Below, the first is the size of a full run, the second of a quick one.
+WIRE_TOKENS, WIRE_STEPS = (4096, 1024), (20, 3)
+MEMORY_TOKENS, MEMORY_RATES = (4096, 1024), (16, 4)  # of each rank; of the segment that holds all tokens
+PLANNING_TOKENS = (16384, 1024)  # of each rank
+SIZE_1_TOKENS = ((512, 16384), (128, 1024))
+SCALING_TOKENS = {"longnet": (8192, 1024), "gigapath": (32768, 2048)}
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="read from Linux's /proc")
+
+
+def plan_of(pattern: DilatedPattern, shard_lengths: tuple[int, ...], num_heads: int) -> ContextPlan:
+    """One document, all heads, not causal."""
+    return context_plan(pattern, shard_lengths, num_heads, range(num_heads), 1, ((0, sum(shard_lengths)),), False)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Two processes."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+# -- what a rank is given, and whether what it computes is right ---------------------------------------------------------------
+
+
+def shard_inputs(rank: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    """q, k, v, dout of a rank's shard: every rank can draw those of any other."""
+    generator = torch.Generator().manual_seed(2307 + rank)
+    k, v, q, dout = (torch.randn(1, num_tokens, NUM_HEADS, HEAD_DIM, dtype=dtype, generator=generator) for _ in range(4))
+    return Inputs(q, k, v, dout)
+
+
+def whole_inputs(shard_lengths: tuple[int, ...]) -> Inputs:
+    """Those of all ranks, one after another."""
+    shards = [shard_inputs(rank, length) for rank, length in enumerate(shard_lengths)]
+    return Inputs(*(torch.cat(parts, dim=1) for parts in zip(*shards)))
+
+
+def step(
+    x: Inputs, pattern: DilatedPattern, mesh: DeviceMesh, exchange: str, shard_lengths: tuple[int, ...] | None = None
+) -> Results:
+    """A forward and its backward of this rank's shard."""
+    q, k, v = (t.detach().requires_grad_() for t in x[:3])
+    out = dilated_attention(q, k, v, pattern, mesh=mesh, exchange=exchange, shard_lengths=shard_lengths, backend="sdpa")
+    return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
+
+
+def assert_shard_of(results: Results, whole: Results, rank: int, shard_lengths: tuple[int, ...]) -> None:
+    """Output and gradients are this rank's part of those of one process."""
+    start = sum(shard_lengths[:rank])
+    for name, a, b in zip(Results._fields, results, whole):
+        assert_near(a, b[:, start : start + shard_lengths[rank]].double(), a.dtype, name)
+
+
+def assert_shard_rows_match_definition(
+    x: Inputs, pattern: DilatedPattern, results: Results, rank: int, num_ranks: int, *, count: int = 8
+) -> None:
+    """Some rows of a shard, all equally long, equal one softmax over the keys of all ranks that the definition lists for them."""
+    length = x.q.shape[1]
+    found: list[tuple[Tensor, ...]] = []
+    for i in range(count):
+        local, head = (i * length // count + 13 * i) % length, i % NUM_HEADS
+        keys = torch.tensor(visible_keys(pattern, [0, num_ranks * length], rank * length + local, head, False, NUM_HEADS))
+        q = x.q[0, local, head].double().requires_grad_(True)
+        k, v = x.q.new_empty(2, len(keys), HEAD_DIM, dtype=torch.float64)
+        for peer in keys.div(length, rounding_mode="floor").unique().tolist():
+            theirs = shard_inputs(peer, length)
+            here = (keys >= peer * length) & (keys < (peer + 1) * length)
+            k[here], v[here] = (t[0, keys[here] - peer * length, head].double() for t in (theirs.k, theirs.v))
+        row = torch.softmax(k @ q * HEAD_DIM**-0.5, dim=0) @ v
+        dq = torch.autograd.grad(row, q, x.dout[0, local, head].double())[0]
+        found.append((results.out[0, local, head], row.detach(), results.dq[0, local, head], dq))
+    out, expected_out, dq, expected_dq = (torch.stack(rows) for rows in zip(*found))
+    assert_near(out, expected_out, x.q.dtype, "out")
+    assert_near(dq, expected_dq, x.q.dtype, "dq")
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------------
+
+
+def received_rows(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
+    """`(p,)` rows that each rank receives of each head, in the mean."""
+    kv, q, out = (plan.traffic(exchange, kind).received(plan.num_ranks) for kind in KINDS)
+    return (kv + (q + out) / 2) / len(plan.within)
+
+
+def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
+    """The same, marking token by token what a rank needs of every segment; only who computes whole heads is the plan's word.
+
+    For equal shards, all heads on every branch and no padding.
+    """
+    p, length = plan.num_ranks, plan.shard_lengths[0]
+    asks, asked, sends = (np.zeros((p, plan.num_tokens), bool) for _ in range(3))  # keys, queries; outputs that a rank sends
+    rows = np.zeros(p)
+    for head in plan.within:
+        for marks in (asks, asked, sends):
+            marks[:] = False
+        for branch, (w, r) in enumerate(plan.pattern.branches):
+            offset = plan.pattern.offset(branch, head, plan.num_heads)
+            cut = [s for s in range(0, plan.num_tokens, w) if s // length != (min(s + w, plan.num_tokens) - 1) // length]
+            takers = plan.executors(branch, head) if exchange == "heads" else np.full(len(cut), -1)
+            assert len(takers) == len(cut)
+            for start, taker in zip(cut, takers):
+                end = min(start + w, plan.num_tokens)
+                kept = slice(start + offset, end, r)
+                if taker >= 0:
+                    for marks in (asks, asked, sends):
+                        marks[taker, kept] = True
+                    continue
+                for rank in range(start // length, (end - 1) // length + 1):
+                    first = max(rank * length, start)
+                    if first + (start + offset - first) % r < min((rank + 1) * length, end):  # it has a query there
+                        asks[rank, kept] = True
+        for marks in (asks, asked, sends):
+            for rank in range(p):
+                marks[rank, rank * length : (rank + 1) * length] = False
+        # A token has one owner: it sends the token's keys and queries, and receives its outputs.
+        rows += asks.sum(axis=1) + asked.sum(axis=1) / 2 + sends.reshape(p, p, length).sum(axis=(0, 2)) / 2
+    return rows / len(plan.within)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "exchange", "target"),
+    [
+        ("longnet", 8, "gather", 0),
+        ("longnet", 64, "gather", 1_366),
+        ("gigapath", 8, "gather", 90_397),
+        ("gigapath", 8, "heads", 48_261),
+        ("gigapath", 64, "gather", 114_215),
+        ("gigapath", 64, "heads", 18_227),
+    ],
+)
+def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, num_ranks: int, exchange: str, target: int) -> None:
+    num_heads, length = 16, MILLION // num_ranks
+
+    def count() -> tuple[ContextPlan, NDArray[np.float64]]:
+        context_plan.cache_clear()
+        plan = plan_of(PATTERNS[name], (length,) * num_ranks, num_heads)
+        return plan, received_rows(plan, exchange)
+
+    plan, rows = benchmark.pedantic(count, rounds=1)
+    np.testing.assert_allclose(rows, rows_of_definition(plan, exchange), rtol=1e-12)
+    where = f"{name}/{exchange}/N={MILLION}/p={num_ranks}"
+    ratio = Ratio(f"context/rows received per head/{where}", rows.max(), target, "lower")
+    if target == 0:  # nothing over nothing is no ratio
+        held = (length + rows.max()) / length
+        ratio = Ratio(f"context/rows held per head over its own/{where}", held, 1.0, "lower")
+    record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    """Bytes of one rank: given to the group's operations, and sent by its TCP connections, headers of gloo included."""
+
+    given: int
+    received: int
+    sockets: int
+
+
+def measure_bytes(mesh: DeviceMesh, shard_lengths: tuple[int, ...], pattern: DilatedPattern, exchange: str, steps: int) -> Sent:
+    """Of `steps` steps after the first."""
+    rank = mesh.get_local_rank()
+    x = shard_inputs(rank, shard_lengths[rank])
+    results = step(x, pattern, mesh, exchange, shard_lengths)  # connects, and agrees
+    assert_shard_of(results, forward_backward(whole_inputs(shard_lengths), pattern), rank, shard_lengths)
+
+    counted: Counter[str] = Counter()
+    operation = dist.P2POp
+
+    def counting(make: Any, message: Tensor, *rest: Any) -> Any:
+        counted[make.__name__] += message.nbytes
+        return operation(make, message, *rest)
+
+    dist.barrier()
+    before = socket_bytes_sent()
+    with patch.object(dist, "P2POp", counting):
+        for _ in range(steps):
+            step(x, pattern, mesh, exchange, shard_lengths)
+    dist.barrier()  # what this rank has sent may still wait in its kernel until the other has read
+    return Sent(counted["isend"], counted["irecv"], socket_bytes_sent() - before)
+
+
+def socket_bytes_sent() -> int:
+    """Bytes that the TCP connections of this process have sent so far, by the kernel's count.
+
+    Linux's `struct tcp_info` has `tcpi_bytes_sent` at byte 200 and `tcpi_bytes_retrans` at 208 since 4.19: what TCP carries,
+    without the headers of TCP and IP.
+    """
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            copy = os.dup(int(name))
+        except FileNotFoundError:  # the listing's own
+            continue
+        with socket.socket(fileno=copy) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                continue
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(info) < 216:
+                raise OSError(f"tcp_info must hold 216 bytes, got {len(info)}")
+            sent, again = struct.unpack_from("=QQ", info, 200)
+            total += sent - again  # a busy machine is late with acknowledgements, even to itself
+    return total
+
+
+def loopback_bytes() -> int:
+    """Bytes that have passed the loopback device, headers of TCP and IP included, whoever sent them."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == "lo":
+            return int(fields.split()[8])
+    raise OSError("/proc/net/dev must list lo, it does not")
+
+
+@on_linux
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bytes_sent(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str) -> None:
+    """Headers are all that is sent besides the plan's rows. With equal shards on two ranks whole heads would never pay."""
+    num_tokens, steps = WIRE_TOKENS[sizes.quick], WIRE_STEPS[sizes.quick]
+    shard_lengths = (num_tokens // 4, num_tokens - num_tokens // 4)
+    pattern = DilatedPattern((num_tokens // 16, num_tokens // 3, num_tokens), (1, 2, 4))
+    plan = plan_of(pattern, shard_lengths, NUM_HEADS)
+    moved = sum(plan.bytes_received(exchange, head_dim=HEAD_DIM, itemsize=4))
+    assert plan.traffic("heads", "out").rows.sum() > 0
+    assert moved.min() > 0
+
+    def measure() -> tuple[list[Sent], int]:
+        pair(measure_bytes, shard_lengths, pattern, exchange, 0)
+        without, within = [], []
+        for _ in range(3):
+            start = loopback_bytes()
+            pair(measure_bytes, shard_lengths, pattern, exchange, 0)
+            between = loopback_bytes()
+            sent = pair(measure_bytes, shard_lengths, pattern, exchange, steps)
+            without.append(between - start)
+            within.append(loopback_bytes() - between)
+        # Both begin with a step that is not counted; whoever else uses the loopback device only adds.
+        return sent, min(within) - min(without)
+
+    sent, loopback = benchmark.pedantic(measure, rounds=1)
+    assert [rank.received for rank in sent] == [steps * n for n in moved]
+    expected = steps * int(moved.sum())
+    assert expected <= sum(rank.sockets for rank in sent)
+    name = f"float32/{exchange}/N={num_tokens}/p=2"
+    given, sockets = (sum(counts) / expected for counts in zip(*((rank.given, rank.sockets) for rank in sent)))
+    record(
+        Ratio(f"context/bytes given to the group over the plan's/{name}", given, 1.0, "lower"),
+        Ratio(f"context/bytes sent by sockets over the plan's/{name}", sockets, 1.01, "lower"),
+        Ratio(f"context/bytes on loopback over the plan's/{name}", loopback / expected, 1.05, "lower"),
+        shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
+        dtype=torch.float32,
+        ranks=2,
+        threads=1,
+        bytes_per_step=int(moved.sum()),
+    )
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------------
+
+
+def measure_peak(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, exchange: str) -> int:
+    """Bytes: the highest resident size of this rank during its first step with a plan, less that before its tensors existed.
+
+    So it counts inputs, results, messages, everything temporary, and the plan, which stays.
+    """
+    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    # Libraries, threads, connections to all ranks.
+    step(shard_inputs(rank, 64), DilatedPattern((64 * num_ranks,), (1,)), mesh, exchange)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+
+    Path("/proc/self/clear_refs").write_text("5")  # the highest size so far is forgotten
+    before = _status("VmRSS")
+    x = shard_inputs(rank, num_tokens)
+    results = step(x, pattern, mesh, exchange)
+    peak = _status("VmHWM") - before
+
+    assert peak > 0.9 * sum(t.nbytes for t in (*x, *results) if t is not None)
+    assert_shard_rows_match_definition(x, pattern, results, rank, num_ranks)
+    return peak
+
+
+@on_linux
+def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., None]) -> None:
+    """As many tokens on each of 2 and of 8 ranks, where every rank needs keys of all others."""
+    num_tokens = MEMORY_TOKENS[sizes.quick]
+
+    def measure() -> dict[tuple[str, int, int], int]:
+        peaks = {}
+        for num_ranks in (2, 8):
+            with Ranks(num_ranks) as ranks:
+                for widest in MEMORY_RATES:
+                    lengths = (num_tokens // 4, num_tokens, num_ranks * num_tokens)
+                    pattern = DilatedPattern(lengths, (1, math.isqrt(widest), widest))
+                    plan = plan_of(pattern, (num_tokens,) * num_ranks, NUM_HEADS)
+                    assert len(plan.traffic("ring", "kv").rows) == num_ranks * (num_ranks - 1)
+                    for exchange in ("ring", "gather"):
+                        peaks[exchange, widest, num_ranks] = max(ranks(measure_peak, num_tokens, pattern, exchange))
+        return peaks
+
+    peaks = benchmark.pedantic(measure, rounds=1)
+    held = 8 * num_tokens * NUM_HEADS * HEAD_DIM * 4
+    ratios = []
+    for exchange, target in (("ring", 1.10), ("gather", None)):
+        for widest in MEMORY_RATES:
+            growth = peaks[exchange, widest, 8] / peaks[exchange, widest, 2]
+            where = f"{exchange}/widest rate {widest}/forward+backward/float32/N={num_tokens} on each"
+            ratios.append(Ratio(f"context/memory of 8 ranks over 2/{where}", growth, target, "lower"))
+    record(
+        *ratios,
+        shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
+        dtype=torch.float32,
+        threads=1,
+        peak_bytes={f"{exchange}/widest rate {widest}/p={p}": peak for (exchange, widest, p), peak in peaks.items()},
+        tensor_bytes=held,
+    )
+
+
+# -- planning -----------------------------------------------------------------------------------------------------------------
+
+
+class Planned(NamedTuple):
+    """Of one rank in five steps: seconds of each after the first, what of them is plan, agreement and program, and agreements."""
+
+    steps: list[float]
+    planning: list[float]
+    agreements: int
+
+
+def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, exchange: str) -> Planned:
+    """What goes by before the first row is packed, forward and backward: all of it is found in caches after the first step."""
+    rank = mesh.get_local_rank()
+    x = shard_inputs(rank, num_tokens)
+    spent: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **options)
+            spent[name] += time.perf_counter() - start
+            return result
+
+        return call
+
+    parts = ((flexdilated.sharded, "_plan"), (flexdilated.sharded, "_agree"), (flexdilated.parallel, "program"))
+    results: list[Results] = []
+    steps, planning = [], []
+    ledger = _ledger(mesh.get_group())
+    before = ledger.round
+    with ExitStack() as stack:
+        for module, name in parts:
+            stack.enter_context(patch.object(module, name, timed(name, getattr(module, name))))
+        for _ in range(5):
+            results.clear()
+            spent.clear()
+            dist.barrier()
+            steps.append(seconds(lambda: results.append(step(x, pattern, mesh, exchange))))
+            assert set(spent) == {name for _, name in parts}
+            planning.append(sum(spent.values()))
+    agreements = ledger.round - before
+    assert agreements > 0, "another benchmark has agreed on this plan before"
+    assert_shard_rows_match_definition(x, pattern, results[0], rank, mesh.size())
+    return Planned(steps[1:], planning[1:], agreements)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "auto"])
+def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str) -> None:
+    """Of every step after the first; and how often two ranks agree in five."""
+    num_tokens = PLANNING_TOKENS[sizes.quick]
+    pattern = PATTERNS["longnet"]
+    assert not plan_of(pattern, (num_tokens, num_tokens), NUM_HEADS).is_local
+
+    def measure() -> list[Planned]:
+        return pair(measure_planning, num_tokens, pattern, exchange)
+
+    measured = benchmark.pedantic(measure, rounds=1)
+    share = max(statistics.median(part / whole for part, whole in zip(rank.planning, rank.steps)) for rank in measured)
+    name = f"{exchange}/float32/N={num_tokens} on each/p=2"
+    record(
+        Ratio(f"context/planning over a step/{name}", share, 0.05, "lower"),
+        Ratio(f"context/agreements in five steps/{name}", max(rank.agreements for rank in measured), 1, "lower"),
+        shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
+        dtype=torch.float32,
+        ranks=2,
+        threads=1,
+        planning_seconds=max(statistics.median(rank.planning) for rank in measured),
+    )
+
+
+# -- one rank -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """The mesh of this process alone."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path_factory.mktemp('single') / 'rendezvous'}",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))["cp"]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("size", [0, 1], ids=["small", "large"])
+def test_axis_of_size_1(
+    benchmark: Any, sizes: Sizes, record: Callable[..., None], single: DeviceMesh, size: int, direction: Direction
+) -> None:
+    num_tokens = SIZE_1_TOKENS[sizes.quick][size]
+    pattern = PATTERNS["longnet"]
+    x = random_inputs(num_tokens, torch.float32)
+
+    def divided() -> tuple[Tensor, ...]:
+        if direction == "forward":
+            return (dilated_attention(x.q, x.k, x.v, pattern, mesh=single, backend="sdpa"),)
+        return step(x, pattern, single, "auto")
+
+    def plain() -> object:
+        return forward(x, pattern) if direction == "forward" else forward_backward(x, pattern)
+
+    # Calls of a millisecond need many pairs to tell one in a hundred.
+    rounds = 3 * sizes.rounds if size else 40 * sizes.rounds
+    results, ratio = side_by_side(benchmark, divided, plain, rounds=rounds)
+    assert_rows_match_definition(x, pattern, *results[:2])
+    name = f"context/axis of size 1/{direction}/float32/N={num_tokens}"
+    record(Ratio(name, ratio, 1.02, "lower"), shape=x.q.shape, dtype=torch.float32)
+
+
+# -- two ranks for one problem ------------------------------------------------------------------------------------------------
+
+
+def measure_scaling(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, rounds: int) -> list[dict[str, float]]:
+    """Seconds of this rank by exchange, and as `"alone"` those of the first rank with the whole problem; one entry per round."""
+    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    shard_lengths = (num_tokens // num_ranks,) * num_ranks
+    shard, whole = shard_inputs(rank, shard_lengths[rank]), whole_inputs(shard_lengths)
+    expected = forward_backward(whole, pattern)
+    for exchange in EXCHANGES:
+        assert_shard_of(step(shard, pattern, mesh, exchange), expected, rank, shard_lengths)
+
+    def alone() -> None:
+        if rank == 0:  # the other waits without work
+            forward_backward(whole, pattern)
+
+    def together(exchange: str) -> Callable[[], object]:
+        return lambda: step(shard, pattern, mesh, exchange)
+
+    functions = {"alone": alone} | {exchange: together(exchange) for exchange in EXCHANGES}
+    measured = []
+    for _ in range(rounds):
+        times = {}
+        for name, function in functions.items():
+            dist.barrier()
+            times[name] = seconds(function)
+        measured.append(times)
+    return measured
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_strong_scaling(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, name: str) -> None:
+    """How much faster two ranks of one thread are than one of them alone, forward and backward; for information.
+
+    The pattern is scaled down until its widest segment holds all tokens. With equal shards on two ranks whole heads never travel
+    less than rows, so there `"heads"` is `"gather"`.
+    """
+    num_tokens = SCALING_TOKENS[name][sizes.quick]
+    scale = max(PATTERNS[name].segment_lengths) / num_tokens
+    # Segments of GigaPath's slides become so short that only their number would be measured: not below 64 tokens.
+    lengths = tuple(max(64, int(length / scale)) for length in PATTERNS[name].segment_lengths)
+    pattern = DilatedPattern(lengths, PATTERNS[name].dilation_rates)
+
+    def measure() -> list[list[dict[str, float]]]:
+        return pair(measure_scaling, num_tokens, pattern, sizes.rounds)
+
+    rounds = list(zip(*benchmark.pedantic(measure, rounds=1)))
+    ratios = []
+    for exchange in EXCHANGES:
+        speedup = statistics.median(ranks[0]["alone"] / max(rank[exchange] for rank in ranks) for ranks in rounds)
+        where = f"{name}/{exchange}/forward+backward/float32/N={num_tokens}"
+        ratios.append(Ratio(f"context/speed-up of 2 ranks over 1/{where}", speedup, None, "higher"))
+    record(
+        *ratios,
+        shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
+        dtype=torch.float32,
+        ranks=2,
+        threads=1,
+        segment_lengths=list(lengths),
+        seconds_alone=statistics.median(ranks[0]["alone"] for ranks in rounds),
+    )
