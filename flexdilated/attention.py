@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -203,10 +203,14 @@ def attend_local(
     within: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`dilated_attention` of plain tensors; `within` is `(first, total)` where the key/value heads are a part of a model's."""
-    axis = _axis(mesh, exchange, shard_lengths)
+    group_name, rank, num_ranks = "", 0, 1
+    if mesh is not None:
+        from flexdilated.distributed.sharding import group_of  # not loaded with the package
+
+        group_name, rank, num_ranks = group_of(mesh)
+    divides = num_ranks > 1
     try:
-        lengths = None if axis is None else axis.lengths(q)
-        divides = lengths is not None and len(lengths) > 1
+        lengths = _shard_lengths(q, mesh, exchange, shard_lengths)
         _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens, allow_empty=divides)
         q, k, v = _autocast(q, k, v)
         _check_dtypes(q, k, v)
@@ -217,10 +221,12 @@ def attend_local(
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         engine = backends.choose(backend, request, divided=divides or within is not None)
     except (ValueError, TypeError, NotImplementedError) as error:
-        if axis is not None and not torch.compiler.is_compiling():
-            axis.withdraw(error)  # the other ranks would wait for this one
+        if divides and not torch.compiler.is_compiling():
+            from flexdilated.sharded import withdraw_from
+
+            withdraw_from(group_name, str(error))  # the other ranks would wait for this one
         raise
-    if axis is not None and lengths is not None and divides:
+    if divides:
         from flexdilated.sharded import sharded  # not loaded with the package
 
         return sharded(
@@ -235,8 +241,8 @@ def attend_local(
             cu_seqlens=cu_seqlens,
             engine=engine,
             within=within,
-            group_name=axis.group_name,
-            rank=axis.rank,
+            group_name=group_name,
+            rank=rank,
             shard_lengths=lengths,
             exchange=exchange,
         )
@@ -301,39 +307,8 @@ def attend_local(
     return out, lse
 
 
-class _Axis(NamedTuple):
-    """The ranks that hold a sequence, and which this one is."""
-
-    group_name: str
-    rank: int
-    size: int
-    device_type: str
-    shard_lengths: tuple[int, ...] | None
-
-    def lengths(self, q: Tensor) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        if not isinstance(q, Tensor) or q.dim() != 4:
-            return ()  # refused with the other arguments
-        if q.device.type != self.device_type:
-            raise ValueError(f"q must be on the device of mesh={self.device_type}, got {q.device}")
-        if self.shard_lengths is None:
-            return (q.shape[1],) * self.size
-        if self.shard_lengths[self.rank] != q.shape[1]:
-            raise ValueError(
-                f"shard_lengths[{self.rank}] must be this rank's number of tokens={q.shape[1]}, got {self.shard_lengths[self.rank]}"
-            )
-        return self.shard_lengths
-
-    def withdraw(self, error: Exception) -> None:
-        """Tell the other ranks that this one takes no part."""
-        if self.size > 1:
-            from flexdilated.sharded import withdraw_from
-
-            withdraw_from(self.group_name, str(error))
-
-
-def _axis(mesh: DeviceMesh | None, exchange: str, shard_lengths: Sequence[int] | None) -> _Axis | None:
-    """Where a mesh says that the sequence is; these arguments are checked without one too."""
+def _shard_lengths(q: Tensor, mesh: DeviceMesh | None, exchange: str, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
+    """Tokens of each rank; the arguments of a mesh are checked without one too."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     if mesh is None:
@@ -341,20 +316,17 @@ def _axis(mesh: DeviceMesh | None, exchange: str, shard_lengths: Sequence[int] |
             raise ValueError(f"shard_lengths must come with mesh, got {tuple(shard_lengths)} and no mesh")
         if exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
-        return None
-    from flexdilated.distributed.sharding import group_of  # not loaded with the package
+        return ()
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        return ()  # refused with the other arguments
+    if q.device.type != mesh.device_type:
+        raise ValueError(f"q must be on the device of mesh={mesh.device_type}, got {q.device}")
+    from flexdilated.distributed.sharding import local_shard_lengths  # not loaded with the package
 
-    group_name, rank, size = group_of(mesh)
-    if shard_lengths is None:
-        return _Axis(group_name, rank, size, mesh.device_type, None)
-    lengths = tuple(shard_lengths)
-    if len(lengths) != size:
-        raise ValueError(f"shard_lengths must hold one length per rank of mesh={size}, got {lengths}")
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
-        raise TypeError(f"shard_lengths must be integers, got {lengths}")
-    if min(lengths) < 0 or sum(lengths) < 1:
-        raise ValueError(f"shard_lengths must be at least 0 and at least 1 in all, got {lengths}")
-    return _Axis(group_name, rank, size, mesh.device_type, lengths)
+    lengths = local_shard_lengths(mesh, q.shape[1], shard_lengths)[1]
+    if sum(lengths) < 1:
+        raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
+    return lengths
 
 
 def _is_dtensor(x: object) -> bool:
