@@ -230,3 +230,35 @@ def check_heads(rank: int) -> None:
 
 def test_sharded_heads_equal_one_process(tmp_path: Path) -> None:
     run_ranks(check_heads, 2, tmp_path)
+
+
+def check_tokens_and_heads(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    shards = (TOKENS // 3, TOKENS - TOKENS // 3)
+    here = slice(shards[0], TOKENS) if mesh["cp"].get_local_rank() else slice(0, shards[0])
+
+    def layer(**options: Any) -> MultiheadDilatedAttention:
+        torch.manual_seed(2309)
+        return MultiheadDilatedAttention(24, 4, NESTED, num_kv_heads=2, is_causal=True, layer_norm=False, **options).double()
+
+    whole, part = layer(), layer(mesh=mesh["cp"], exchange="heads")
+    parallelize(part, mesh["tp"])
+    y, y_local = x.clone().requires_grad_(), x[:, here].clone().requires_grad_()
+    expected, actual = whole(y, y, y)[0], part(y_local, y_local, y_local, shard_lengths=shards)[0]
+    (expected * weight).sum().backward()
+    (actual * weight[:, here]).sum().backward()
+    assert y.grad is not None
+    torch.testing.assert_close(actual, expected[:, here], **EXACT)
+    torch.testing.assert_close(y_local.grad, y.grad[:, here], **EXACT)
+    for name, parameter in part.named_parameters():
+        grad = parameter.grad
+        assert isinstance(grad, DTensor)
+        total = grad.full_tensor()  # over heads; the tokens of the other shard are missing
+        dist.all_reduce(total, group=mesh["cp"].get_group())
+        torch.testing.assert_close(total, whole.get_parameter(name).grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_sharded_tokens_and_heads_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(check_tokens_and_heads, 4, tmp_path)
