@@ -473,15 +473,24 @@ def context_backward(
     key_padding_mask: Tensor | None,
     call: Call,
     transport: Transport,
+    *,
+    kept: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dq, dk, dv` of this rank's shard: what its own outputs and those of all other ranks ask of it."""
+    """`dq, dk, dv` of this rank's shard: what its own outputs and those of all other ranks ask of it.
+
+    Without `kept` the rows of other ranks are not in `received`: they travel again.
+    """
     work = _Work(q, k, v, key_padding_mask, call)
     remote, outputs_come = _swap_outputs(work, transport, dout, dlse, out, lse)
     if call.exchange == "ring":
         work.take(q.new_empty(work.num_queries_received))
         _swap_queries(work, transport)()
-    else:
+    elif kept:
         work.take(received)
+    else:
+        work.take(q.new_empty(work.num_received))
+        for wait in (_swap_queries(work, transport), _swap_keys(work, transport)):
+            wait()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
     grads = _Grads(work, *backward(dout, dlse, q, k, v, out, lse, work.run, work.sums))
     outputs_come()

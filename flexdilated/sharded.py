@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 
 from flexdilated.distributed.agreement import agree, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
@@ -23,6 +24,9 @@ from flexdilated.parallel import Call, context_backward, context_forward
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["sharded", "withdraw_from"]
+
+# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
+TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 
 
 def sharded(
@@ -50,6 +54,8 @@ def sharded(
     """
     first_head, num_heads = within or (0, k.shape[2])
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    # How many rows the backward is left depends on where documents lie, which tracing does not know.
+    keeps = differentiable and (TRACES_UNKNOWN_SIZES or cu_seqlens is None or not torch.compiler.is_compiling())
     out, lse, _ = _forward_op(
         q,
         k,
@@ -74,6 +80,7 @@ def sharded(
         shard_lengths,
         exchange,
         differentiable,
+        keeps,
     )
     return out, lse
 
@@ -144,6 +151,7 @@ def _forward_op(
     shard_lengths: Sequence[int],
     exchange: str,
     differentiable: bool,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
     group = _resolve(group_name)
@@ -165,7 +173,7 @@ def _forward_op(
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     out, lse, received = context_forward(q, k, v, key_padding_mask, call, _transport(group, plan, q.device))
-    return out, lse, received if differentiable else received.new_empty(0)
+    return out, lse, received if keeps else received.new_empty(0)
 
 
 @_forward_op.register_fake
@@ -183,11 +191,12 @@ def _received_size(
     *options: Any,
 ) -> Any:
     """Elements that the forward leaves to the backward, as far as they are known before it runs."""
-    (*pattern, is_causal, _, _, _, first_head, num_heads, _, rank, shard_lengths, exchange, differentiable) = options
-    if not differentiable or exchange == "ring":
+    (*pattern, is_causal, _, _, _, first_head, num_heads, _, rank, shard_lengths, exchange, _, keeps) = options
+    if not keeps or exchange == "ring":
         return 0
-    # Where documents lie, and sizes that change from call to call, are known at run time only.
-    if cu_seqlens is not None or any(isinstance(n, torch.SymInt) for n in (*q.shape, *shard_lengths)):
+    # Where documents lie, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
+    # length gets a graph of its own.
+    if cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in (*q.shape, *shard_lengths))):
         return torch.library.get_ctx().new_dynamic_size()
     plan, chosen = _plan(
         q, k, key_padding_mask, None, as_pattern(*pattern), is_causal, first_head, num_heads, shard_lengths, exchange
@@ -229,13 +238,14 @@ def _backward_op(
     shard_lengths: Sequence[int],
     exchange: str,
     differentiable: bool,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
     plan, chosen = _plan(q, k, key_padding_mask, cu_seqlens, pattern, is_causal, first_head, num_heads, shard_lengths, exchange)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     transport = _transport(_resolve(group_name), plan, q.device)
-    return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport)
+    return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
 
 
 @_backward_op.register_fake
@@ -255,7 +265,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
     if dout is None:
         dout = torch.zeros_like(out)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, received, key_padding_mask, cu_seqlens, seed, *ctx.options)
-    return *grads, *(None for _ in range(20))
+    return *grads, *(None for _ in range(21))
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

@@ -115,7 +115,9 @@ def _within(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int] | None:
     axis = layout.axis(HEADS)
     if axis is None:
         return None
-    size, rank = layout.mesh.size(axis), layout.mesh.get_local_rank(axis)
+    place = layout.mesh.get_coordinate()
+    assert place is not None  # it holds a part of q
+    size, rank = layout.mesh.size(axis), place[axis]
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     if kv_heads % size or heads % size:
         raise NotImplementedError(f"heads must be a multiple of the ranks that share them={size}, got {heads} and {kv_heads} of k")

@@ -29,6 +29,7 @@ def simulate(
     dtype: torch.dtype = torch.float64,
     tamper: Tamper = lambda s, r, x: x,
     device: str = "cpu",
+    kept: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
@@ -58,7 +59,10 @@ def simulate(
         tensors, ignored, call = part(rank)
         here = case.shard(rank)
         grads = given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous()
-        return context_backward(*grads, *tensors, *outs[rank], ignored, call, SimulatedTransport(rank, mail, tamper))
+        out, lse, received = outs[rank]
+        transport = SimulatedTransport(rank, mail, tamper)
+        left = received if kept else received[:0]
+        return context_backward(*grads, *tensors, out, lse, left, ignored, call, transport, kept=kept)
 
     grads: list[Any] = run_ranks(num_ranks, back)
     whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
@@ -100,6 +104,14 @@ def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int,
 def test_many_ranks_give_what_one_gives(exchange: str, num_ranks: int) -> None:
     for seed in range(8):
         check(random_case(1000 * num_ranks + seed, num_ranks, longest=150), exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
+    for seed in range(12):
+        case = random_case(5000 + seed, 3)
+        for value, expected in zip(*(simulate(case, exchange, kept=kept)[0].values() for kept in (False, True))):
+            assert torch.equal(value, expected)
 
 
 @pytest.mark.gpu
