@@ -25,6 +25,7 @@ DETAILS = (
     "backend",
     "device",
     "threads",
+    "ranks",
     "cpu",
     "python",
     "torch",
