@@ -286,8 +286,8 @@ class ContextPlan:
         return tuple(self._heads_pay(branch) for branch in range(len(self.pattern.branches)))
 
     def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
-        if not len(self._cut[branch]):
-            return np.zeros(0, bool)
+        if self.is_local:  # a cut segment may keep no rows on one side of the border
+            return np.zeros(len(self._cut[branch]), bool)
         first, size = self._span(branch)
         strips = self.strips(branch, 0)
         segment, rank = _incidence(strips, np.ones(len(first), bool))

@@ -583,3 +583,12 @@ def test_plan_of_a_billion_tokens_on_1024_ranks_holds_no_rows() -> None:
     assert moved["gather", "kv"].rows.sum() > 0
     assert moved["heads", "out"].rows.sum() > 0
     assert peak < 200e6
+
+
+def test_segment_whose_kept_rows_lie_on_one_rank_moves_nothing_by_any_exchange() -> None:
+    """The border cuts the segment, but all rows of its offset lie behind it: whole heads must not travel to the larger part."""
+    plan = context_plan(DilatedPattern((8,), (8,), offsets="interleaved"), (7, 1), 8, range(7, 8), 1, ((0, 8),), False)
+    assert plan.is_local
+    for exchange in EXCHANGES:
+        for kind in KINDS:
+            assert not len(plan.traffic(exchange, kind).rows)
