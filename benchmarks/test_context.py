@@ -404,7 +404,8 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
 
         return call
 
-    parts = ((flexdilated.sharded, "_plan"), (flexdilated.sharded, "_agree"), (flexdilated.parallel, "program"))
+    names = ("_plan", "_contract", "agree")
+    parts = (*((flexdilated.sharded, name) for name in names), (flexdilated.parallel, "program"))
     results: list[Results] = []
     steps, planning = [], []
     ledger = _ledger(mesh.get_group())

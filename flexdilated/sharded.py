@@ -5,9 +5,11 @@ Both directions are opaque custom operators, communication included: the compile
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,10 +122,25 @@ def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, ma
     return plan.choose(budget=plan.default_budget(**sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize)
 
 
-def _agree(group: dist.ProcessGroup, plan: ContextPlan, q: Tensor, **options: object) -> None:
-    """Once per plan and kind of call: all ranks mean the same."""
-    described = plan.description | {"dtype": str(q.dtype), "batch": q.shape[0], "head_dim": q.shape[3]} | options
-    agree(group, described)
+class _Terms(NamedTuple):
+    """What ranks must share in a call beside the plan."""
+
+    dtype: torch.dtype
+    batch: int
+    head_dim: int
+    scale: float
+    dropout_p: float
+    masked: bool
+    exchange: str  # as asked
+    differentiable: bool
+
+
+@lru_cache(maxsize=64)
+def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
+    """The plan and the terms in JSON types, and a tag that stands for them."""
+    described = plan.description | terms._asdict() | {"dtype": str(terms.dtype)}
+    digest = sha256(json.dumps(described, sort_keys=True).encode()).digest()
+    return described, int.from_bytes(digest[:4], "big") >> 2
 
 
 @torch.library.custom_op("flexdilated::context_parallel", mutates_args=())
@@ -160,19 +177,13 @@ def _forward_op(
     except ValueError as error:
         withdraw(group, str(error))
         raise
-    _agree(
-        group,
-        plan,
-        q,
-        scale=scale,
-        dropout_p=dropout_p,
-        masked=key_padding_mask is not None,
-        exchange=exchange,
-        differentiable=differentiable,
-    )
+    terms = _Terms(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
+    described, tag = _contract(plan, terms)
+    agree(group, described)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    out, lse, received = context_forward(q, k, v, key_padding_mask, call, _transport(group, plan, q.device))
+    transport = _transport(group, plan, q.device, 2 * tag)
+    out, lse, received = context_forward(q, k, v, key_padding_mask, call, transport)
     return out, lse, received if keeps else received.new_empty(0)
 
 
@@ -244,7 +255,8 @@ def _backward_op(
     plan, chosen = _plan(q, k, key_padding_mask, cu_seqlens, pattern, is_causal, first_head, num_heads, shard_lengths, exchange)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
-    transport = _transport(_resolve(group_name), plan, q.device)
+    terms = _Terms(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
+    transport = _transport(_resolve(group_name), plan, q.device, 2 * _contract(plan, terms)[1] + 1)
     return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
 
 
@@ -294,5 +306,5 @@ class _Silence:
         """At once."""
 
 
-def _transport(group: dist.ProcessGroup, plan: ContextPlan, device: torch.device) -> Transport:
-    return _Silence(group.rank()) if plan.is_local else GroupTransport(group, device)
+def _transport(group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, tag: int) -> Transport:
+    return _Silence(group.rank()) if plan.is_local else GroupTransport(group, device, tag)

@@ -52,13 +52,15 @@ class GroupTransport:
     Args:
         group: The ranks of the sequence, in the order of the shards.
         device: Where the tensors live.
+        tag: Of the plan and the direction, in [0, 2 ** 31). Messages of another tag are not taken for these: ranks that mix up the
+            order of two calls wait for each other until the timeout instead of reading wrong rows. NCCL has no tags.
     """
 
     _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
         self.rank = group.rank()
-        self._group = group
+        self._group, self._tag = group, tag
         if device.type == "cuda" and group not in self._connected:
             # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -71,7 +73,8 @@ class GroupTransport:
             for peer, message in messages.items():
                 if message.numel():
                     assert message.is_contiguous()
-                    operations.append(dist.P2POp(make, message, dist.get_global_rank(self._group, peer), self._group))
+                    rank = dist.get_global_rank(self._group, peer)
+                    operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Works(works, [*sends.values(), *receives.values()])
 

@@ -849,9 +849,16 @@ def test_a_late_rank_is_named_to_all(ranks: Ranks) -> None:
 
 
 def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
-    """Rank 1 is lost: its process ends, or it refuses its arguments while the others hold an agreed plan and exchange rows."""
+    """Rank 1 is lost: its process ends, or it refuses its arguments while the others hold an agreed plan and exchange rows, or it
+    makes another call than they, agreed on too."""
     case = simple(mesh.size())
     check_sound(case, rank, mesh)
+    if phase == "order":  # of two calls that differ in nothing that a message shows
+        for scale in (0.5, 0.7):
+            results(case, rank, mesh, scale=scale)
+        with pytest.raises(RuntimeError):
+            results(case, rank, mesh, scale=0.5 if rank == 1 else 0.7)
+        return
     mesh.get_group().set_timeout(SHORT)
     if rank != 1:
         error = TimeoutError if phase == "before" else RuntimeError  # of the transport
@@ -871,11 +878,11 @@ def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["before", "forward", "backward", "refusal"])
+@pytest.mark.parametrize("phase", ["before", "forward", "backward", "refusal", "order"])
 def test_a_lost_rank_is_an_error_on_the_others(phase: str, tmp_path: Path) -> None:
     ranks = Ranks(3, tmp_path, timeout=LOST)  # the transport waits for as long as it was told at its start
     try:
-        ranks.run(check_loss, phase, deadline=TIMEOUT.total_seconds(), ending=() if phase == "refusal" else (1,))
+        ranks.run(check_loss, phase, deadline=TIMEOUT.total_seconds(), ending=() if phase in ("refusal", "order") else (1,))
     finally:
         ranks.kill()
 
