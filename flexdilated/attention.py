@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -137,28 +137,10 @@ def dilated_attention(
         NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions over
             a mesh.
     """
+    attend: Callable[..., tuple[Tensor, Tensor | None]] = attend_local
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        from flexdilated.distributed.dtensors import attend  # not loaded with the package
-
-        return attend(
-            q,
-            k,
-            v,
-            pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            backend=backend,
-            return_lse=return_lse,
-            mesh=mesh,
-            exchange=exchange,
-            shard_lengths=shard_lengths,
-        )
-    out, lse = attend_local(
+        from flexdilated.distributed.dtensors import attend_dtensors as attend  # not loaded with the package
+    out, lse = attend(
         q,
         k,
         v,

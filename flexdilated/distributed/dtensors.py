@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flexdilated.attention import attend_local
 
-__all__ = ["attend"]
+__all__ = ["attend_dtensors"]
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -28,8 +28,8 @@ class _Layout(NamedTuple):
         return self.dims.index(dim) if dim in self.dims else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-    """`dilated_attention` of DTensors; `out` and `lse` are DTensors of the same mesh and placements.
+def attend_dtensors(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """`dilated_attention` of DTensors; `out` and `lse`, where it is asked for, are DTensors of the same mesh and placements.
 
     Raises:
         TypeError: If only some of q, k and v are DTensors.
@@ -72,7 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
     )
     whole = DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=q.shape, stride=_strides(q.shape))
     if not wants_lse:
-        return whole
+        return whole, None
     assert lse is not None
     shape = Size((q.shape[0], q.shape[2], q.shape[1]))
     moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
