@@ -192,7 +192,7 @@ def attend_local(
         group_name, rank, num_ranks = group_of(mesh)
     divides = num_ranks > 1
     try:
-        lengths = _shard_lengths(q, mesh, exchange, shard_lengths)
+        lengths = _shard_lengths(q, mesh, rank, num_ranks, exchange, shard_lengths)
         _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens, allow_empty=divides)
         q, k, v = _autocast(q, k, v)
         _check_dtypes(q, k, v)
@@ -289,7 +289,9 @@ def attend_local(
     return out, lse
 
 
-def _shard_lengths(q: Tensor, mesh: DeviceMesh | None, exchange: str, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
+def _shard_lengths(
+    q: Tensor, mesh: DeviceMesh | None, rank: int, num_ranks: int, exchange: str, shard_lengths: Sequence[int] | None
+) -> tuple[int, ...]:
     """Tokens of each rank; the arguments of a mesh are checked without one too."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
@@ -303,9 +305,9 @@ def _shard_lengths(q: Tensor, mesh: DeviceMesh | None, exchange: str, shard_leng
         return ()  # refused with the other arguments
     if q.device.type != mesh.device_type:
         raise ValueError(f"q must be on the device of mesh={mesh.device_type}, got {q.device}")
-    from flexdilated.distributed.sharding import local_shard_lengths  # not loaded with the package
+    from flexdilated.distributed.sharding import declared_lengths  # not loaded with the package
 
-    lengths = local_shard_lengths(mesh, q.shape[1], shard_lengths)[1]
+    lengths = declared_lengths(rank, num_ranks, q.shape[1], shard_lengths)
     if sum(lengths) < 1:
         raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
     return lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -41,11 +42,16 @@ def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
 @torch.compiler.assume_constant_result  # reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself
 def _place(mesh: DeviceMesh) -> tuple[int, int]:
     """This rank in a 1-D mesh, and the number of its ranks."""
+    return _place_of(mesh, dist.get_rank())
+
+
+@lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds
+def _place_of(mesh: DeviceMesh, rank: int) -> tuple[int, int]:
     if mesh.ndim != 1:
         names, sizes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
         axis = "one axis" if names is None else f"one axis, as mesh[{names[-1]!r}]"
         raise ValueError(f"mesh must be 1-D, got dims {names} of sizes {sizes}; give {axis}")
-    rank, ranks = dist.get_rank(), mesh.mesh.tolist()
+    ranks = mesh.mesh.tolist()
     if rank not in ranks:
         raise ValueError(f"mesh must hold this rank, got rank {rank} and ranks {ranks}")
     if ranks != sorted(ranks):  # a process group sorts its ranks, so shards in the order of the mesh would be mixed up
@@ -98,12 +104,22 @@ def local_shard_lengths(
         ValueError: If the mesh cannot be used, or the lengths are malformed or give this rank another number of tokens.
     """
     _, rank, num_ranks = group_of(mesh)
+    return rank, declared_lengths(rank, num_ranks, num_tokens_local, shard_lengths)
+
+
+def declared_lengths(rank: int, num_ranks: int, num_tokens_local: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
+    """The shard lengths of all ranks, given that of one: equal ones, or what `shard_lengths` declares.
+
+    Raises:
+        TypeError: If a length is no integer.
+        ValueError: If the lengths are malformed or give this rank another number of tokens.
+    """
     if shard_lengths is None:
-        return rank, (num_tokens_local,) * num_ranks
+        return (num_tokens_local,) * num_ranks
     lengths = _check_lengths(shard_lengths, num_ranks)
     if lengths[rank] != num_tokens_local:
         raise ValueError(f"shard_lengths[{rank}] must be the number of tokens of this rank={num_tokens_local}, got {lengths}")
-    return rank, lengths
+    return lengths
 
 
 def _check_lengths(shard_lengths: Sequence[int], num_ranks: int) -> tuple[int, ...]:
