@@ -415,6 +415,8 @@ def test_operator_keeps_pytorch_s_contract_under_flash(anywhere: list[str]) -> N
             0.5,
             0.0,
             "flash",
+            0,
+            k.shape[2],
         ),
     )
     assert "_flash_attn_backward" in anywhere
