@@ -370,6 +370,9 @@ def _ranks(
             refuse(error)
         raise typer.Exit(2) from None
     finally:
+        # A gloo thread drops Python objects of the last message under the GIL. The group's destructor, which holds it, would wait
+        # for that thread for ever.
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 
