@@ -52,6 +52,7 @@ def _enter(rank: int, world_size: int, file: str, worker: Callable[..., None], a
     try:
         worker(rank, *args)
     finally:
+        time.sleep(0.2)  # gloo's threads need the GIL once more, which the group's destructor holds
         dist.destroy_process_group()
 
 
