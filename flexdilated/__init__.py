@@ -15,4 +15,22 @@ from flexdilated.nn import LongNetLM as LongNetLM
 from flexdilated.nn import MultiheadDilatedAttention as MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern as DilatedPattern
 
+# Without the sub-modules: `from flexdilated import *` must not hide `torch.nn`.
+__all__ = [
+    "DilatedAttention",
+    "DilatedKVCache",
+    "DilatedPattern",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
+    "MultiheadDilatedAttention",
+    "attention_map",
+    "convert",
+    "create_dilated_block_mask",
+    "dilated_attention",
+    "dilated_mask_mod",
+    "dilated_score_mod",
+    "draw_attention_map",
+]
+
 __version__ = "0.1.0"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["EXCHANGES", "attend_local", "dilated_attention"]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
+# Said where shapes suggest that tokens and heads have changed places.
+LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made for scaled_dot_product_attention"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -92,6 +94,10 @@ def dilated_attention(
     the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
     that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
     Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+
+    The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. That of `scaled_dot_product_attention` and `flex_attention`
+    is `(B, H, N, D)`: transpose dims 1 and 2 of what was made for them. With as many heads as q in k and v, nothing can tell one
+    layout from the other, and heads would be taken for tokens.
 
     With `mesh`, q, k and v are this rank's contiguous shard of a longer sequence, and so are `key_padding_mask`, `out` and `lse`;
     segments, offsets and `cu_seqlens` follow positions in the whole sequence. The result is that of one device, gradients included:
@@ -354,7 +360,8 @@ def _check(
         raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
-            raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}")
+            hint = LAYOUT if q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2] else ""
+            raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}{hint}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")
     if k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
@@ -383,7 +390,8 @@ def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}")
     if mask.shape != q.shape[:2]:
-        raise ValueError(f"key_padding_mask must have shape (B, N)={tuple(q.shape[:2])}, got {tuple(mask.shape)}")
+        hint = LAYOUT if mask.shape == (q.shape[0], q.shape[2]) else ""
+        raise ValueError(f"key_padding_mask must have shape (B, N)={tuple(q.shape[:2])}, got {tuple(mask.shape)}{hint}")
     if mask.device != q.device:
         raise ValueError(f"key_padding_mask must be on the device of q={q.device}, got {mask.device}")
 

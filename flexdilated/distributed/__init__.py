@@ -3,3 +3,9 @@
 from flexdilated.distributed.sharding import even_shard_lengths as even_shard_lengths
 from flexdilated.distributed.sharding import shard_sequence as shard_sequence
 from flexdilated.distributed.sharding import unshard_sequence as unshard_sequence
+
+__all__ = [
+    "even_shard_lengths",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,58 @@
+"""What `import flexdilated` loads, and the names that it gives."""
+
+import importlib
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, dilated_attention
+
+SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib")
+
+
+def run(program: str) -> str:
+    """What a program prints in a process of its own."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_loads_neither_the_compiler_nor_what_draws_or_shards_parameters() -> None:
+    found = run(f"import sys, flexdilated; print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])")
+    assert found == "[]"
+
+
+def test_import_star_gives_the_public_names_and_hides_none_of_torch() -> None:
+    found = run(
+        "from torch import nn, distributed\n"
+        "from flexdilated import *; from flexdilated.nn import *; from flexdilated.distributed import *\n"
+        "print(nn.__name__, distributed.__name__, DilatedPattern.__name__, Rotary.__name__, shard_sequence.__name__)"
+    )
+    assert found == "torch.nn torch.distributed DilatedPattern Rotary shard_sequence"
+
+
+@pytest.mark.parametrize("package", ["flexdilated", "flexdilated.nn", "flexdilated.distributed"])
+def test_all_lists_every_name_that_a_package_imports_for_its_users(package: str) -> None:
+    module = importlib.import_module(package)
+    public = {name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, type(sys))}
+    assert set(module.__all__) == public
+
+
+def test_package_says_that_it_is_typed() -> None:
+    assert files("flexdilated").joinpath("py.typed").is_file()
+
+
+def test_heads_before_tokens_are_named_where_shapes_show_them() -> None:
+    pattern, heads, num_tokens = DilatedPattern((7,), (1,)), 6, 13
+    x = torch.randn(2, num_tokens, heads, 5)
+    q, k = torch.randn(2, heads, num_tokens, 5), torch.randn(2, 3, num_tokens, 5)
+    with pytest.raises(ValueError, match=r"k must match q in B, N and D, .*; the layout is \(B, N, H, D\): transpose dims 1 and 2"):
+        dilated_attention(q, k, k, pattern)
+    mask = torch.zeros(2, num_tokens, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(B, N\)=\(2, 6\), .*; the layout is \(B, N, H, D\)"):
+        dilated_attention(q, q, q, pattern, key_padding_mask=mask)
+    with pytest.raises(ValueError, match=r"k must match q in B, N and D, q=\(2, 13, 6, 5\), got \(2, 11, 6, 5\)$"):
+        dilated_attention(x, x[:, :11], x, pattern)
