@@ -20,7 +20,7 @@ from flexdilated.pattern import DilatedPattern
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["EXCHANGES", "attend_local", "dilated_attention"]
+__all__ = ["EXCHANGES", "attend_local", "check_scale", "dilated_attention"]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
 # Said where shapes suggest that tokens and heads have changed places.
@@ -370,10 +370,7 @@ def _check(
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"scale must be a number or None, got {scale!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    check_scale(scale)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
@@ -382,6 +379,19 @@ def _check(
         _check_key_padding_mask(key_padding_mask, q)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q)
+
+
+def check_scale(scale: float | None) -> None:
+    """Refuse what scores cannot be multiplied by.
+
+    Raises:
+        ValueError: If it is not finite.
+        TypeError: If it is not a number or None.
+    """
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
 
 
 def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.attention import dilated_attention
+from flexdilated.attention import check_scale, dilated_attention
+from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 
 __all__ = ["DilatedKVCache"]
@@ -131,12 +132,17 @@ class DilatedKVCache:
             `out` `(B, T, H, D)` in the dtype of q.
 
         Raises:
-            ValueError: If a shape or device is wrong.
+            ValueError: If a shape, a device or the scale is wrong.
             TypeError: If a dtype is wrong.
             NotImplementedError: If a gradient is asked for.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
+        check_scale(scale)
         self._check(q, k, v, lengths)
+        with without_autocast(q.device):  # the dtype is that of the cache
+            return self._attend(q, k, v, lengths, scale, backend)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float | None, backend: str) -> Tensor:
         num_tokens = q.shape[1]
         added = torch.full_like(self._lengths, num_tokens) if lengths is None else lengths
         if self.max_length is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexdilated.backends import flex
 from flexdilated.cost import Call, Layout, choose_layout, mergeable
+from flexdilated.hardware import without_autocast
 from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
@@ -65,7 +66,8 @@ def flexed(
     outs, lses = [], []
     for (start, _), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
         run = _fused if layout == "fused" else _packed
-        out, lse = run(q_d, k_d, v_d, pattern, start, options, want_lse)
+        with without_autocast(q.device):
+            out, lse = run(q_d, k_d, v_d, pattern, start, options, want_lse)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Hardware", "detect", "recommended_dtype", "simulate"]
+__all__ = ["Hardware", "detect", "recommended_dtype", "simulate", "without_autocast"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
     if hardware.capability is not None and hardware.capability >= (7, 0):
         return torch.float16
     return torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Tensor operations on a device in the dtypes of their inputs, whatever `torch.autocast` the caller is in.
+
+    A backward runs under the autocast of whoever calls it, so it needs this as much as its forward.
+    """
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _cuda(capability: tuple[int, int]) -> Hardware:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.attention import _check, _check_dtypes
+from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 
 __all__ = ["attention_map", "draw_attention_map"]
@@ -68,7 +69,7 @@ def attention_map(
     mixed = torch.full((*q.shape[:1], *q.shape[2:4], len(positions), num_tokens), -math.inf, dtype=dtype, device=q.device)
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype)
     # Autocast would compute the scores in half precision.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         for branch, (length, rate) in enumerate(pattern.branches):
             length = min(length, num_tokens)
             # Where the rate does not divide the segment, torchscale pads each one and reads its rows back as positions.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
@@ -64,7 +65,7 @@ def materialised(
     # Split, not sliced: the gradients of the parts are then put together once.
     parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
     outs, lses = [], []
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         for (start, length), pieces, (q_d, k_d, v_d) in zip(spans, plans, parts):
             ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
             results = [(piece, *_piece(q_d, k_d, v_d, ignored, start, piece, options)) for piece in pieces]

@@ -20,6 +20,7 @@ from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.flex import GRID_LIMIT
 from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options
+from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
@@ -288,7 +289,8 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:
     pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
     run = _whole(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine, first_head, num_heads)
-    return forward(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), run)
+    with without_autocast(q.device):
+        return forward(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), run)
 
 
 @_forward_op.register_fake
@@ -325,7 +327,8 @@ def _backward_op(
     pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
     run = _whole(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine, first_head, num_heads)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
-    return backward(dout, dlse, q, k, v, out, lse, run)
+    with without_autocast(q.device):
+        return backward(dout, dlse, q, k, v, out, lse, run)
 
 
 @_backward_op.register_fake

@@ -59,6 +59,7 @@ def dilated_attention(
     q, k, v = q.double(), k.double(), v.double()
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     ignored = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device) if key_padding_mask is None else key_padding_mask
+    k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))  # 0 times NaN would be NaN
     scale = head_dim**-0.5 if scale is None else scale
 
     borders = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()

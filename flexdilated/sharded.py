@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from flexdilated.distributed.agreement import agree, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated
 from flexdilated.mixture import GRADIENT_MESSAGE, as_pattern, documents, draw_seed, rows_contiguous
 from flexdilated.parallel import Call, context_backward, context_forward
@@ -183,7 +184,8 @@ def _forward_op(
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
     transport = _transport(group, plan, q.device, 2 * tag)
-    out, lse, received = context_forward(q, k, v, key_padding_mask, call, transport)
+    with without_autocast(q.device):
+        out, lse, received = context_forward(q, k, v, key_padding_mask, call, transport)
     return out, lse, received if keeps else received.new_empty(0)
 
 
@@ -257,7 +259,8 @@ def _backward_op(
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     terms = _Terms(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
     transport = _transport(_resolve(group_name), plan, q.device, 2 * _contract(plan, terms)[1] + 1)
-    return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
+    with without_autocast(q.device):
+        return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
 
 
 @_backward_op.register_fake

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 
 HEAD_DIMS = (1, 3, 24, 48)
+SCALES = (None, 0.9, 0, 0.0, -0.4, 1e-42)  # the last is 0 to most kernels
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -29,6 +30,7 @@ class Case:
     group: int = 1
     head_dim: int = 3
     is_causal: bool = False
+    scale: float | None = None
     ignored: float | None = None  # share of keys that key_padding_mask ignores
     borders: tuple[int, ...] | None = None  # cu_seqlens
     strided: bool = False
@@ -54,6 +56,8 @@ class Case:
     def options(self, device: str = "cpu") -> dict[str, Any]:
         """The keyword arguments of the call."""
         options: dict[str, Any] = {"is_causal": self.is_causal}
+        if self.scale is not None:
+            options["scale"] = self.scale
         if self.ignored is not None:
             generator = torch.Generator().manual_seed(self.seed + 1)
             draw = torch.rand(self.batch, self.num_tokens, generator=generator)
@@ -94,6 +98,7 @@ def calls(draw: st.DrawFn) -> Case:
         group=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
         is_causal=draw(st.booleans()),
+        scale=draw(st.sampled_from(SCALES)),
         ignored=draw(st.sampled_from((None, 0.2, 0.7, 1.0))),
         borders=borders,
         strided=draw(st.booleans()),

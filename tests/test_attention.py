@@ -3,18 +3,23 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from tests.cases import Case, calls, dense_attention, differentiate, poisoned_memory
 from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
 
 THREE = DilatedPattern((11, 23, 47), (1, 3, 5))
+# What `sdpa_kernel` may leave of the kernels that a CPU has.
+SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH])
 
 
 def run(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -32,14 +37,15 @@ def run_reference(case: Case) -> tuple[Tensor, ...]:
 # -- the oracle ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120)
-@given(calls())
-@example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1))
-@example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), num_tokens=29, kv_heads=3, ignored=1.0))
-@example(Case(DilatedPattern.torchscale((7,), (5,)), num_tokens=15, kv_heads=5, borders=(0, 0, 15, 15)))
-def test_attention_equals_the_reference_with_all_gradients(case: Case) -> None:
+@settings(max_examples=150)
+@given(calls(), st.sampled_from(SWITCHES))
+@example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1), SWITCHES[0])
+@example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), num_tokens=29, kv_heads=3, ignored=1.0), SWITCHES[0])
+@example(Case(DilatedPattern.torchscale((7,), (5,)), num_tokens=15, kv_heads=5, borders=(0, 0, 15, 15)), SWITCHES[0])
+@example(Case(THREE, is_causal=True, scale=0.0), SWITCHES[0])
+def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: list[SDPBackend]) -> None:
     expected = run_reference(case)
-    with poisoned_memory():
+    with poisoned_memory(), sdpa_kernel(kernels):
         actual = run(case)
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, **EXACT)
@@ -63,12 +69,23 @@ def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Ca
         torch.testing.assert_close(a.double(), e, **SINGLE)
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0, 0.0, 1.3])
-def test_scale_multiplies_the_scores(scale: float) -> None:
-    q, k, v, _, _ = Case(THREE).tensors()
-    expected = reference.dilated_attention(q, k, v, THREE, scale=scale)
-    actual = dilated_attention(q, k, v, THREE, scale=scale, return_lse=True)
-    torch.testing.assert_close(actual, expected, **EXACT)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.7, 0, 0.0, -0.0, 1.3, 1e-42, -1e-42])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch.dtype) -> None:
+    case = Case(THREE, batch=2, group=2, is_causal=is_causal, scale=scale, ignored=0.3)
+    for a, e in zip(run(case, dtype), run_reference(case)):
+        torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_negative_scale_is_the_positive_one_of_negated_queries(dtype: torch.dtype) -> None:
+    case = Case(THREE, is_causal=True, scale=-0.3)
+    q, k, v, dout, dlse = case.tensors(dtype)
+    attend = lambda scale: lambda q, k, v: dilated_attention(q, k, v, THREE, is_causal=True, scale=scale, return_lse=True)  # noqa: E731
+    out, lse, dq, dk, dv = differentiate(attend(0.3), -q, k, v, dout, dlse)
+    for a, e in zip(differentiate(attend(-0.3), q, k, v, dout, dlse), (out, lse, -dq, dk, dv)):
+        assert torch.equal(a, e)
 
 
 def test_scale_defaults_to_the_root_of_the_head_dim() -> None:
@@ -235,15 +252,21 @@ def test_a_broken_document_stays_alone(value: float) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("detach_weights", [False, True])
-def test_what_ignored_keys_hold_has_no_effect(value: float, is_causal: bool, detach_weights: bool) -> None:
+@pytest.mark.parametrize("borders", [None, (0, 17, 43)])
+@pytest.mark.parametrize(
+    "options", [{}, {"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= 0}, {"dropout_p": 1e-300}], ids=str
+)
+def test_what_ignored_keys_hold_has_no_effect(
+    value: float, is_causal: bool, detach_weights: bool, borders: tuple[int, ...] | None, options: dict[str, Any]
+) -> None:
     pattern = DilatedPattern((11, 23), (2, 3), detach_weights=detach_weights)
-    case = Case(pattern, batch=2, ignored=0.4, is_causal=is_causal, group=2)
+    case = Case(pattern, batch=1 if borders else 2, ignored=0.4, is_causal=is_causal, group=2, borders=borders)
     q, k, v, dout, dlse = case.tensors()
     clean = run(case)
     ignored = case.options()["key_padding_mask"]
     k[ignored], v[ignored] = value, value
     broken = differentiate(
-        lambda q, k, v: dilated_attention(q, k, v, pattern, return_lse=True, **case.options()), q, k, v, dout, dlse
+        lambda q, k, v: dilated_attention(q, k, v, pattern, return_lse=True, **case.options(), **options), q, k, v, dout, dlse
     )
     for c, b in zip(clean, broken):
         torch.testing.assert_close(b, c, **EXACT)
@@ -296,6 +319,33 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype:
     assert out.dtype == dtype
     assert torch.equal(out, dilated_attention(q.to(dtype), k.to(dtype), v.to(dtype), THREE))
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
+
+
+@settings(max_examples=60)
+@given(calls(), st.sampled_from(SWITCHES), st.sampled_from((0.0, 0.3)), st.sampled_from((torch.bfloat16, torch.float16)))
+@example(Case(THREE, group=2), [SDPBackend.MATH], 0.0, torch.bfloat16)
+@example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), batch=2), SWITCHES[0], 0.3, torch.bfloat16)
+def test_autocast_changes_the_dtype_of_the_inputs_and_nothing_else(
+    case: Case, kernels: list[SDPBackend], dropout_p: float, dtype: torch.dtype
+) -> None:
+    """The backward too, which runs under the autocast of whoever calls it."""
+    dropout_p = 0.0 if SDPBackend.MATH not in kernels else dropout_p
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    options = {**case.options(), "dropout_p": dropout_p, "return_lse": True}
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(case.seed)
+        return dilated_attention(*tensors, case.pattern, **options)
+
+    with sdpa_kernel(kernels):
+        expected = differentiate(attend, *(x.to(dtype) for x in (q, k, v, dout)), dlse)
+        with torch.autocast("cpu", dtype):
+            actual = differentiate(attend, q, k, v, dout.to(dtype), dlse)
+    for a, e in zip(actual[:2], expected[:2]):
+        assert torch.equal(a, e)
+        assert a.dtype == e.dtype
+    for a, e in zip(actual[2:], expected[2:]):
+        assert torch.equal(a, e.float())
 
 
 def test_autocast_leaves_float64_alone() -> None:

@@ -93,11 +93,31 @@ def test_token_that_no_branch_keeps_gives_zero() -> None:
     assert torch.equal(zero, torch.tensor([[t % 6 % 3 != h // 2 for h in range(HEADS)] for t in range(7)]))
 
 
-def test_scale_is_used_in_every_path() -> None:
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_scale_is_used_in_every_path(scale: float) -> None:
     inputs, cache = draw(), make(LONGNET)
-    outs = [cache.attend(*(x[:, a:b] for x in inputs), scale=0.3) for a, b in ((0, 9), (9, 30), (30, 31))]
-    expected = reference.dilated_attention(*inputs, LONGNET, is_causal=True, scale=0.3)[0]
+    outs = [cache.attend(*(x[:, a:b] for x in inputs), scale=scale) for a, b in ((0, 9), (9, 30), (30, 31))]
+    expected = reference.dilated_attention(*inputs, LONGNET, is_causal=True, scale=scale)[0]
     torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, :31], **EXACT)
+
+
+@pytest.mark.parametrize("at", [0, 9])
+def test_scale_must_be_finite(at: int) -> None:
+    inputs, cache = draw(), make(LONGNET)
+    if at:
+        feed(cache, inputs, 0, at)
+    with pytest.raises(ValueError, match=r"^scale must be finite, got nan$"):
+        cache.attend(*(x[:, at : at + 1] for x in inputs), scale=float("nan"))
+    with pytest.raises(TypeError, match=r"^scale must be a number or None, got True$"):
+        cache.attend(*(x[:, at : at + 1] for x in inputs), scale=True)
+
+
+def test_autocast_does_not_reach_into_the_cache() -> None:
+    inputs, cache, autocast = draw(dtype=torch.float32), make(LONGNET, dtype=torch.float32), make(LONGNET, dtype=torch.float32)
+    for start, end in ((0, 9), (9, 30), (30, 31)):
+        expected = feed(cache, inputs, start, end)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(feed(autocast, inputs, start, end), expected)
 
 
 @pytest.mark.parametrize("first", [0, 3])

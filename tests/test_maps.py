@@ -60,17 +60,27 @@ def dense_map(
     group=st.integers(1, 2),
     is_causal=st.booleans(),
     ignored=st.sampled_from((None, 0.4, 1.0)),
+    scale=st.sampled_from((0.7, 0.0, -0.7)),
     seed=st.integers(0, 2**31),
 )
 def test_attention_map_equals_the_definition(
-    pattern: DilatedPattern, num_tokens: int, kv_heads: int, group: int, is_causal: bool, ignored: float | None, seed: int
+    pattern: DilatedPattern,
+    num_tokens: int,
+    kv_heads: int,
+    group: int,
+    is_causal: bool,
+    ignored: float | None,
+    scale: float,
+    seed: int,
 ) -> None:
     case = Case(pattern, 2, num_tokens, kv_heads, group, is_causal=is_causal, ignored=ignored, seed=seed)
     q, k, _, _, _ = case.tensors()
     mask = case.options().get("key_padding_mask")
-    expected, zeros = dense_map(q, k, pattern, is_causal=is_causal, scale=0.7, ignored=mask)
+    expected, zeros = dense_map(q, k, pattern, is_causal=is_causal, scale=scale, ignored=mask)
+    if mask is not None:
+        k[mask] = torch.nan
     queries = list(range(num_tokens))[::-1]
-    weights = attention_map(q, k, pattern, queries=queries, is_causal=is_causal, scale=0.7, key_padding_mask=mask)
+    weights = attention_map(q, k, pattern, queries=queries, is_causal=is_causal, scale=scale, key_padding_mask=mask)
     assert weights.dtype == torch.float64
     torch.testing.assert_close(weights, expected[:, :, queries], **EXACT)
     torch.testing.assert_close(weights.sum(dim=-1) + zeros[:, :, queries], (expected.sum(-1) + zeros)[:, :, queries], **EXACT)

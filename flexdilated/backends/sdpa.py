@@ -22,6 +22,9 @@ aten = torch.ops.aten
 # Scores that the math kernel holds at once: 64 MiB in float32.
 MATH_SCORES = 1 << 24
 
+# Kernels hold the scale in float32: what is smaller may be 0 to them.
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+
 
 class Dropout(NamedTuple):
     """Attention dropout: the probability, and a seed that gives the same mask in forward and backward."""
@@ -64,6 +67,7 @@ class Kernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
         head_dim = q.shape[-1]
+        q, options, _ = _with_positive_scale(q, options)
         k, v = self._repeat(k, q), self._repeat(v, q)
         out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options)
         out = out[..., :head_dim]
@@ -91,6 +95,7 @@ class Kernel:
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
+        q, options, factor = _with_positive_scale(q, options)
         if dlse is not None:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
@@ -100,7 +105,7 @@ class Kernel:
         dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options))
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
-        return dq, dk, dv
+        return dq if factor == 1.0 else dq * factor, dk, dv
 
     def _pad(self, x: Tensor) -> Tensor:
         missing = -x.shape[-1] % self.head_dim_multiple
@@ -129,6 +134,17 @@ def why_not(request: Request) -> str | None:
     if any(reason is None for _, reason in reasons):
         return None
     return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+
+
+def _with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:
+    """Queries times a factor, options whose scale makes the same scores of them, and the factor; it is 1 for a usual scale.
+
+    aten's kernels mask scores before they scale them, or look for the largest before: a scale that is not above 0 gives NaN there.
+    """
+    if options.scale >= LEAST_SCALE:
+        return q, options, 1.0
+    factor, scale = (-1.0, -options.scale) if options.scale <= -LEAST_SCALE else (options.scale, 1.0)
+    return q * factor, options._replace(scale=scale), factor
 
 
 def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:

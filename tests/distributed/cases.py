@@ -27,6 +27,7 @@ class ShardedCase:
     is_causal: bool = False
     ignored: float = 0.0
     borders: tuple[int, ...] | None = None
+    scale_factor: float = 1.0
     seed: int = 0
 
     @property
@@ -35,7 +36,7 @@ class ShardedCase:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return self.scale_factor * self.head_dim**-0.5
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """q, k, v, dout and dlse of the whole sequence."""
@@ -115,5 +116,6 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
         is_causal=rng.random() < 0.5,
         ignored=0.3 if rng.random() < 0.35 else 0.0,
         borders=borders,
+        scale_factor=rng.choice([1.0, 1.0, -0.7, 0.0]),
         seed=seed,
     )

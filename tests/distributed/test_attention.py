@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
@@ -77,6 +78,7 @@ def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) ->
     is_even = len(set(case.shard_lengths)) == 1
     return {
         "is_causal": case.is_causal,
+        "scale": case.scale,
         "key_padding_mask": None if mask is None else mask[:, case.shard(rank)],
         "cu_seqlens": case.cu_seqlens(),
         "mesh": mesh,
@@ -356,11 +358,16 @@ def check_autocast(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str
     with torch.autocast("cpu", dtype):
         out_alone, lse_alone = dilated_attention(*whole, case.pattern, is_causal=case.is_causal, return_lse=True)
     assert (out.dtype, lse.dtype) == (out_alone.dtype, lse_alone.dtype) == (dtype, torch.float32)
-    cast = dilated_attention(*(x.to(dtype) for x in inputs), case.pattern, **given)
-    assert torch.equal(out, cast[0])
-    assert torch.equal(lse, cast[1])
     grads = torch.autograd.grad(out, leaves, dout.to(dtype))
     assert all(x.dtype == torch.float32 for x in grads)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel):
+            results = []
+            for autocast, cast in ((True, leaves), (False, [x.to(dtype).requires_grad_() for x in inputs])):
+                with torch.autocast("cpu", dtype, enabled=autocast):
+                    out, lse = dilated_attention(*cast, case.pattern, **given)
+                    results.append((out, lse, *(x.to(dtype) for x in torch.autograd.grad(out, cast, dout.to(dtype)))))
+        assert all(torch.equal(a, e) for a, e in zip(*results))
     with torch.autocast("cpu", dtype):
         exact = dilated_attention(*shards(case, rank)[:3], case.pattern, **given)[0]
     assert exact.dtype == torch.float64
