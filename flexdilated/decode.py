@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.attention import check_scale, dilated_attention
+from flexdilated.backends import BACKENDS
 from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 
@@ -28,6 +30,9 @@ class DilatedKVCache:
     rows per head (under `heads="grouped"` those of the head's own branch), allocated once, whatever the length of the context.
     A token attends, per branch and head that keeps it, to the rows of its own segment; all branches share one softmax, which is
     their mixture by log-sum-exp. A token that no branch of a head keeps gives 0 there, as in `dilated_attention`.
+
+    A key or value that is not finite in some element is stored as a mark: the tokens that see it give NaN in that head, and no
+    other output changes. Keys and values are attended to in the dtype of the cache, whatever autocast says.
 
     Positions live in tensors: under `torch.compile(fullgraph=True)` a step of one size compiles once. For inference: no gradients.
     Source: LongNet, arXiv 2307.02486, section 2; the mixture as one softmax over the multiset union of the branches' keys.
@@ -74,13 +79,14 @@ class DilatedKVCache:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length = pattern, max_length
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
-        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._is_empty = True
         if pattern.heads == "all":
             runs = [tuple(range(len(pattern.branches)))]
         else:
             runs = [(i,) for i in range(len(pattern.branches)) if pattern.head_range(i, num_kv_heads)]
-        self._stores = tuple(_Store(pattern, branches, self) for branches in runs)
+        with torch.inference_mode(False):  # what is allocated inside could not be written to outside
+            self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            self._stores = tuple(_Store(pattern, branches, self) for branches in runs)
 
     # -- what it holds ------------------------------------------------------------------------------------------------------
 
@@ -132,13 +138,15 @@ class DilatedKVCache:
             `out` `(B, T, H, D)` in the dtype of q.
 
         Raises:
-            ValueError: If a shape, a device or the scale is wrong.
+            ValueError: If a shape, a device, the scale or the name of the backend is wrong.
             TypeError: If a dtype is wrong.
             NotImplementedError: If a gradient is asked for.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         check_scale(scale)
         self._check(q, k, v, lengths)
+        if backend != "auto" and backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
         with without_autocast(q.device):  # the dtype is that of the cache
             return self._attend(q, k, v, lengths, scale, backend)
 
@@ -153,41 +161,43 @@ class DilatedKVCache:
         if lengths is not None:
             is_real = torch.arange(num_tokens, device=q.device) < lengths[:, None]  # (B, T)
             k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
+        new = _marked(k, v)
         if num_tokens == 1:
-            out = self._attend_one(q, k, v, added, scale)
+            out = self._attend_one(q, new, added, scale)
         elif self._is_empty:
-            out = dilated_attention(q, k, v, self.pattern, is_causal=True, scale=scale, backend=backend)
-            self._store(k, v, added)
+            out = dilated_attention(q, new.k, new.v, self.pattern, is_causal=True, scale=scale, backend=backend)
+            if not new.is_plain:
+                sees_mark = torch.cat([store.first_marks(new) for store in self._stores], dim=1)  # (B, Hkv, T)
+                out = out.masked_fill(sees_mark.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None], math.nan)
+            self._store(new, added)
         else:
-            out = self._attend_blocks(q, k, v, added, scale)
+            out = self._attend_blocks(q, new, added, scale)
         self._is_empty = False
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
 
-    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_one(self, q: Tensor, new: _Tokens, added: Tensor, scale: float | None) -> Tensor:
         """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
-        positions = self.new_positions(1)  # (B, 1), a copy: the lengths are about to change
+        positions = self.new_positions(1)  # (B, 1)
         for store in self._stores:
-            store.put(k, v, positions[:, 0], added > 0)
-        self._lengths += added
+            store.put(new, positions[:, 0], added > 0)
         # Where nothing was added the output is padding, whatever is seen.
-        parts = [store.attend(q, positions, self._lengths, scale) for store in self._stores]
+        parts = [store.attend(q, positions, self._lengths + added, scale) for store in self._stores]
+        self._lengths += added  # last: what a kernel refuses has not been seen
         return torch.cat(parts, dim=2)
 
-    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_blocks(self, q: Tensor, new: _Tokens, added: Tensor, scale: float | None) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
         outs = []
         for start in range(0, q.shape[1], BLOCK):
-            block = slice(start, start + BLOCK)
-            q_b, k_b, v_b = q[:, block], k[:, block], v[:, block]
+            q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
-            parts = [store.attend(q_b, positions, self._lengths, scale, k_b, v_b) for store in self._stores]
-            outs.append(torch.cat(parts, dim=2))
-            self._store(k_b, v_b, (added - start).clamp(0, q_b.shape[1]))
+            outs.append(torch.cat([store.attend(q_b, positions, self._lengths, scale, new_b) for store in self._stores], dim=2))
+            self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 
-    def _store(self, k: Tensor, v: Tensor, added: Tensor) -> None:
+    def _store(self, new: _Tokens, added: Tensor) -> None:
         for store in self._stores:
-            store.put_last(k, v, self._lengths, added)
+            store.put_last(new, self._lengths, added)
         self._lengths += added
 
     # -- beams --------------------------------------------------------------------------------------------------------------
@@ -209,7 +219,7 @@ class DilatedKVCache:
         if not torch.compiler.is_compiling() and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
             raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
         indices = indices.to(self.device)
-        tensors = [self._lengths, *(x for store in self._stores for x in (store.k, store.v, store.held))]
+        tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
         for x in tensors:
             x.copy_(x.index_select(0, indices))
 
@@ -256,8 +266,8 @@ class DilatedKVCache:
         """Forget everything; the memory stays allocated."""
         self._lengths.zero_()
         for store in self._stores:
-            store.k.zero_()
-            store.v.zero_()
+            for x in store.rows_held:
+                x.zero_()
             store.held.fill_(-1)
         self._is_empty = True
 
@@ -290,11 +300,11 @@ class DilatedKVCache:
             raise ValueError(f"lengths must have shape (B,)=({self.batch_size},), got {tuple(lengths.shape)}")
         if lengths.device != self.device:
             raise ValueError(f"lengths must be on the device of the cache={self.device}, got {lengths.device}")
-        # Elsewhere this would wait for the device at every step.
-        if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-            outside = (lengths < 0) | (lengths > q.shape[1])
-            if bool(outside.any()):
-                raise ValueError(f"lengths must be in [0, T={q.shape[1]}], got {lengths.tolist()}")
+        inside = (lengths >= 0) & (lengths <= q.shape[1])
+        if lengths.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
+            torch._assert_async(inside.all(), f"lengths must be in [0, T={q.shape[1]}]")
+        elif not bool(inside.all()):
+            raise ValueError(f"lengths must be in [0, T={q.shape[1]}], got {lengths.tolist()}")
 
 
 def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:
@@ -308,11 +318,37 @@ def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None
     return None
 
 
+class _Tokens(NamedTuple):
+    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`, known to be nowhere if `is_plain`."""
+
+    k: Tensor
+    v: Tensor
+    is_marked: Tensor
+    is_plain: bool
+
+    def block(self, start: int) -> _Tokens:
+        block = slice(start, start + BLOCK)
+        return _Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
+
+
+def _marked(k: Tensor, v: Tensor) -> _Tokens:
+    """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
+    # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
+    largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
+    is_marked = ~(largest < math.inf)  # NaN too
+    # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
+    looks = k.shape[1] > BLOCK and not k.is_meta and not torch.compiler.is_compiling()
+    if looks and not bool(is_marked.any()):
+        return _Tokens(k, v, is_marked, is_plain=True)
+    k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))
+    return _Tokens(k, v, is_marked, is_plain=False)
+
+
 class _Store:
     """The rows of the key/value heads that run the same branches.
 
-    `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another. `held` `(B, branches)`: the number of the segment that
-    each branch holds, -1 before the first token.
+    `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
+    were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
     """
 
     def __init__(self, pattern: DilatedPattern, branches: Sequence[int], cache: DilatedKVCache) -> None:
@@ -324,18 +360,29 @@ class _Store:
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
         shape = (cache.batch_size, len(self.heads), sum(self.rows), cache.head_dim)
         self.k, self.v = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
+        self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
         self.held = torch.full((cache.batch_size, len(branches)), -1, dtype=torch.int64, device=device)
         offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in self.heads]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
-        self.lengths_of_segments, self.rates, self.first_rows = (
+        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
             torch.tensor(values, device=device)
-            for values in ([w for w, _ in self.branches], [r for _, r in self.branches], self.starts)
+            for values in (
+                [w for w, _ in self.branches],
+                [r for _, r in self.branches],
+                self.starts,
+                [rows - 1 for rows in self.rows],
+            )
         )
         # Where each row lies in its segment, per head.
         self.places = [
             torch.arange(rows, device=device) * r + self.offsets[:, i, None]  # (heads, rows)
             for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
         ]
+
+    @property
+    def rows_held(self) -> tuple[Tensor, ...]:
+        """All that is stored of the rows."""
+        return self.k, self.v, self.is_marked
 
     def keeps(self, positions: Tensor) -> Tensor:
         """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
@@ -348,13 +395,12 @@ class _Store:
         positions: Tensor,
         lengths: Tensor,
         scale: float | None,
-        k_new: Tensor | None = None,
-        v_new: Tensor | None = None,
+        new: _Tokens | None = None,
     ) -> Tensor:
         """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
 
-        Stored rows below position `lengths` `(B,)`, and the keys `(B, T, Hkv, D)` of the queries' own tokens where they are not
-        stored yet. Those stand once per branch, so that each counts as often as branches join the pair.
+        Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
+        branch, so that each counts as often as branches join the pair.
         """
         batch, num_tokens = positions.shape
         keeps = self.keeps(positions)
@@ -364,16 +410,20 @@ class _Store:
         sees = keeps & (segments == self.held[:, None])[:, None]
         limits = torch.where(sees, ends[:, None, None], 0)  # (B, heads, T, branches)
         masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
-        k, v = self.k, self.v
-        if k_new is not None and v_new is not None:
+        k, v, is_marked = self.rows_held
+        if new is not None:
             at_or_before = positions[:, None, :] <= positions[:, :, None]  # (B, T, T)
             for i in range(len(self.branches)):
                 together = at_or_before & (segments[:, None, :, i] == segments[:, :, None, i])
                 masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, :, i])
-            k, v = (torch.cat([x, *[self._own(y)] * len(self.branches)], dim=2) for x, y in ((k, k_new), (v, v_new)))
+            k, v, is_marked = (
+                torch.cat([x, *[y] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
+            )
         reached = keeps.any(-1, keepdim=True)  # a kept token sees itself
+        mask = torch.cat(masks, dim=-1)
+        sees_mark = (mask & is_marked[..., 0][:, :, None]).any(-1)  # (B, heads, T)
         # Kernels disagree on a row without a key: let it see everything, and drop what it gives.
-        mask = torch.cat(masks, dim=-1) | ~reached
+        mask = mask | ~reached
         k_heads = k.shape[1]
         q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
         group, head_dim = q.shape[3:]
@@ -381,33 +431,49 @@ class _Store:
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out = out.unflatten(2, (group, num_tokens)).masked_fill(~reached[:, :, None], 0.0)  # (B, heads, group, T, D)
+        out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D)
+        out = out.masked_fill(~reached[:, :, None], 0.0).masked_fill(sees_mark[:, :, None, :, None], math.nan)
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def put(self, k: Tensor, v: Tensor, positions: Tensor, is_new: Tensor) -> None:
-        """Store one token `(B, 1, Hkv, D)` per sequence, at `positions` `(B,)`, where `is_new` `(B,)`."""
+    def first_marks(self, new: _Tokens) -> Tensor:
+        """`(B, heads, T)`: which of the first tokens of all sequences see a mark, their own or an earlier one's."""
+        positions = torch.arange(new.k.shape[1], device=self.held.device)
+        keeps = self.keeps(positions[None])  # (1, heads, T, branches)
+        is_marked = self._own_rows(new)[2][..., 0]
+        sees = torch.zeros_like(is_marked)
+        for i, (w, _) in enumerate(self.branches):
+            counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
+            in_segment = counts[..., 1:] - counts.index_select(-1, positions // w * w)
+            sees |= keeps[..., i] & (in_segment > 0)
+        return sees
+
+    def put(self, new: _Tokens, positions: Tensor, is_new: Tensor) -> None:
+        """Store one token per sequence, at `positions` `(B,)`, where `is_new` `(B,)`."""
         keeps = self.keeps(positions[:, None])[:, :, 0] & is_new[:, None, None]  # (B, heads, branches)
-        rows = positions[:, None] % self.lengths_of_segments // self.rates + self.first_rows  # (B, branches)
-        index = rows[:, None, :, None].expand(-1, len(self.heads), -1, self.k.shape[3])
-        for stored, x in ((self.k, k), (self.v, v)):
-            stored.scatter_(2, index, torch.where(keeps[..., None], self._own(x), stored.gather(2, index)))
+        # A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
+        rows = (positions[:, None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
+        index = rows[:, None, :, None].expand(-1, len(self.heads), -1, self.k.shape[3])  # (B, heads, branches, D)
+        for stored, x in zip(self.rows_held, self._own_rows(new)):
+            at = index[..., : x.shape[3]]
+            stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))
         self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
 
-    def put_last(self, k: Tensor, v: Tensor, lengths: Tensor, added: Tensor) -> None:
-        """Store of the first `added` `(B,)` of T tokens `(B, T, Hkv, D)`, which follow `lengths` `(B,)` others, what lies in the
-        segment of the last one."""
+    def put_last(self, new: _Tokens, lengths: Tensor, added: Tensor) -> None:
+        """Store of the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, what lies in the segment of the last
+        one."""
         end = lengths + added
         segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
-        k, v = self._own(k), self._own(v)  # (B, heads, T, D)
+        own = self._own_rows(new)
         for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
             positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
             is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
-            index = (positions - lengths[:, None, None]).clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])
-            for stored, x in ((self.k, k), (self.v, v)):
+            index = (positions - lengths[:, None, None]).clamp(0, new.k.shape[1] - 1)[..., None]
+            for stored, x in zip(self.rows_held, own):
                 part = stored[:, :, start : start + rows]
-                part.copy_(torch.where(is_new, x.gather(2, index), part))
+                part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
         self.held.copy_(segments)
 
-    def _own(self, x: Tensor) -> Tensor:
-        """`(B, heads, T, D)`: the heads of this store out of `(B, T, Hkv, D)`."""
-        return x[:, :, self.heads.start : self.heads.stop].transpose(1, 2)
+    def _own_rows(self, new: _Tokens) -> tuple[Tensor, ...]:
+        """What `rows_held` holds of new tokens, `(B, heads, T, D)` and `(B, heads, T, 1)`: the heads of this store."""
+        heads = slice(self.heads.start, self.heads.stop)
+        return tuple(x[:, :, heads].transpose(1, 2) for x in (new.k, new.v, new.is_marked[..., None]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import random
 import re
 from math import ceil
 
@@ -12,6 +15,7 @@ import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.decode import BLOCK, DilatedKVCache
@@ -253,6 +257,204 @@ def test_reset_starts_anew() -> None:
     assert cache.lengths.tolist() == [0] * BATCH
     out = torch.cat([feed(cache, inputs, 0, 5), feed(cache, inputs, 5, 25)], dim=1)
     torch.testing.assert_close(out, full(inputs, LONGNET)[:, :25], **EXACT)
+
+
+# -- what must not reach the output -------------------------------------------------------------------------------------------
+
+POISONS = (torch.nan, torch.inf, -torch.inf)
+
+
+def sees(inputs: tuple[Tensor, ...], pattern: DilatedPattern, poisoned: Tensor) -> Tensor:
+    """`(B, N, H)`: whether a token attends to a poisoned key, `(B, N, Hkv)`."""
+    q, k, _ = inputs
+    weight = reference.dilated_attention(q, k, poisoned[..., None].expand_as(k).double(), pattern, is_causal=True)[0]
+    return weight[..., 0] > 0
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rows_that_take_no_part_never_reach_the_output(data: st.DataObject) -> None:
+    pattern = dataclasses.replace(data.draw(patterns()), zero_padding=False)
+    tokens, heads = data.draw(st.integers(1, 31)), data.draw(st.sampled_from((1, 2, 5)))
+    seed = data.draw(st.integers(0, 999))
+    torch.manual_seed(seed)
+    chance = random.Random(seed)  # a drawn value for each of many steps is more than hypothesis shrinks
+    inputs = draw(tokens, heads, data.draw(st.sampled_from((1, 2))))
+    poisoned = torch.rand(BATCH, tokens, heads) < data.draw(st.sampled_from((0.0, 0.03, 0.2)))
+    scale = data.draw(st.sampled_from((None, 0.7, 0.0, -0.7)))
+    expected = reference.dilated_attention(*inputs, pattern, is_causal=True, scale=scale)[0]
+    expected = expected.masked_fill(sees(inputs, pattern, poisoned)[..., None], torch.nan)
+    which, value, element = (
+        data.draw(st.sampled_from((1, 2))),
+        data.draw(st.sampled_from(POISONS)),
+        data.draw(st.integers(0, DIM - 1)),
+    )
+    inputs[which][..., element].masked_fill_(poisoned, value)
+
+    cache = make(pattern, num_kv_heads=heads, max_length=data.draw(st.sampled_from((None, tokens, tokens + 7))))
+    if data.draw(st.booleans()):
+        cache.attend(*(torch.full_like(x[:, :1], value) for x in inputs))
+        cache.reset()
+    at, outs = [0] * BATCH, [[] for _ in range(BATCH)]
+    while min(at) < tokens:
+        size = chance.choice((1, 1, 2, 3, 13))
+        counts = [min(chance.randint(0, size), tokens - seen) for seen in at]
+        chunk = [torch.full((BATCH, size, *x.shape[2:]), value, dtype=x.dtype) for x in inputs]  # padding is poison, queries too
+        for b, count in enumerate(counts):
+            for part, x in zip(chunk, inputs):
+                part[b, :count] = x[b, at[b] : at[b] + count]
+        with torch.autocast("cpu", torch.bfloat16, enabled=chance.random() < 0.5):
+            out = cache.attend(*chunk, lengths=torch.tensor(counts), scale=scale)
+        for b, count in enumerate(counts):
+            outs[b].append(out[b, :count])
+            assert not out[b, count:].any()
+            at[b] += count
+        if chance.random() < 0.3:
+            order = chance.sample(range(BATCH), BATCH)
+            cache.reorder(torch.tensor(order))
+            at, outs, expected = [at[b] for b in order], [outs[b] for b in order], expected[order]
+            inputs = tuple(x[order] for x in inputs)
+        if chance.random() < 0.1:
+            cache = copy.deepcopy(cache)
+    torch.testing.assert_close(torch.stack([torch.cat(out) for out in outs]), expected, **EXACT, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("chunks", [(40,), (9, 31), (1,) * 40], ids=len)
+def test_poison_in_a_finished_segment_ends_with_it(dtype: torch.dtype, poison: float, chunks: tuple[int, ...]) -> None:
+    pattern = DilatedPattern((7,), (1,))
+    inputs, cache = draw(40, dtype=dtype), make(pattern, dtype=dtype)
+    clean = [x.clone() for x in inputs]
+    inputs[1][1, 10, 2, 0], inputs[2][1, 10, 2, 1] = poison, poison
+    outs, at = [], 0
+    for size in chunks:
+        outs.append(feed(cache, inputs, at, at + size))
+        at += size
+    is_nan = torch.zeros(BATCH, 40, HEADS * GROUP, 1, dtype=torch.bool)
+    is_nan[1, 10:14, 2 * GROUP : 3 * GROUP] = True
+    out = torch.cat(outs, dim=1)
+    assert torch.equal(out.isnan(), is_nan.expand_as(out))
+    naive = dilated_attention(*clean, pattern, is_causal=True)
+    assert_twice_naive(
+        out.masked_fill(is_nan, 0.0), naive.masked_fill(is_nan, 0.0), full(tuple(clean), pattern).masked_fill(is_nan, 0.0)
+    )
+
+
+def test_long_prompt_with_a_mark_hides_it_from_earlier_tokens() -> None:
+    tokens = BLOCK + 17
+    for marked in (False, True):
+        inputs, cache = draw(tokens), make(LONGNET)
+        expected = full(inputs, LONGNET)
+        poisoned = torch.zeros(BATCH, tokens, HEADS, dtype=torch.bool)
+        poisoned[2, 100, 3] = marked
+        expected = expected.masked_fill(sees(inputs, LONGNET, poisoned)[..., None], torch.nan)
+        assert expected.isnan().any() == marked
+        inputs[2].masked_fill_(poisoned[..., None], torch.nan)
+        torch.testing.assert_close(feed(cache, inputs, 0, tokens), expected, **EXACT, equal_nan=True)
+
+
+# -- state --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("max_length", [3, 9, 10])
+def test_full_sequence_takes_padding_while_the_others_go_on(pattern: DilatedPattern, max_length: int) -> None:
+    inputs, cache = draw(max_length), make(pattern, max_length=max_length)
+    expected = full(inputs, pattern)
+    held = [max_length, max_length - 2, 1]
+    cache.attend(*inputs, lengths=torch.tensor(held))
+    while min(held) < max_length:
+        size = 2 if held[2] == 4 else 1
+        counts = [min(size, max_length - n) for n in held]
+        chunk = [torch.zeros(BATCH, size, *x.shape[2:], dtype=x.dtype) for x in inputs]
+        for b, (n, count) in enumerate(zip(held, counts)):
+            for part, x in zip(chunk, inputs):
+                part[b, :count] = x[b, n : n + count]
+        out = cache.attend(*chunk, lengths=torch.tensor(counts))
+        for b, (n, count) in enumerate(zip(held, counts)):
+            torch.testing.assert_close(out[b, :count], expected[b, n : n + count], **EXACT)
+            assert not out[b, count:].any()
+        held = [n + count for n, count in zip(held, counts)]
+    assert cache.lengths.tolist() == held
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_cache_crosses_the_border_of_inference_mode(inside: bool) -> None:
+    inputs = draw()
+    with torch.inference_mode(inside):
+        cache = make(LONGNET)
+    outs = []
+    for i, (a, b) in enumerate(((0, 9), (9, 10), (10, 20), (20, 21))):
+        with torch.inference_mode((i % 2 == 0) == inside):
+            outs.append(feed(cache, inputs, a, b))
+            cache.reorder(torch.arange(BATCH))
+    with torch.inference_mode(not inside):
+        cache.crop(20)
+        outs[-1] = feed(cache, inputs, 20, 21)
+    torch.testing.assert_close(torch.cat([x.clone() for x in outs], dim=1), full(inputs, LONGNET)[:, :21], **EXACT)
+    cache.reset()
+
+
+def test_copies_of_a_cache_go_their_own_ways() -> None:
+    inputs, other, cache = draw(), draw(), make(GROUPED)
+    feed(cache, inputs, 0, 9)
+    copied, pickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    expected = full(inputs, GROUPED)[:, 9:12]
+    feed(cache, other, 9, 12)
+    torch.testing.assert_close(feed(copied, inputs, 9, 12), expected, **EXACT)
+    torch.testing.assert_close(torch.cat([feed(pickled, inputs, t, t + 1) for t in range(9, 12)], dim=1), expected, **EXACT)
+
+
+def test_compiled_step_takes_marks_and_full_sequences() -> None:
+    inputs, cache = draw(14), make(LONGNET, max_length=14)
+    poisoned = torch.zeros(BATCH, 14, HEADS, dtype=torch.bool)
+    poisoned[0, 11, 4] = True
+    expected = full(inputs, LONGNET).masked_fill(sees(inputs, LONGNET, poisoned)[..., None], torch.nan)
+    inputs[1].masked_fill_(poisoned[..., None], torch.inf)
+    compilations = torch._dynamo.testing.CompileCounter()
+    torch.compiler.reset()
+    step = torch.compile(cache.attend, fullgraph=True, backend=compilations, dynamic=False)
+    cache.attend(*(x[:, :9] for x in inputs), lengths=torch.tensor([9, 8, 3]))
+    held = [9, 8, 3]
+    while min(held) < 14:
+        tokens = [torch.stack([x[b, min(n, 13)] for b, n in enumerate(held)])[:, None] for x in inputs]
+        more = torch.tensor([int(n < 14) for n in held])
+        out = step(*tokens, lengths=more)
+        for b, n in enumerate(held):
+            torch.testing.assert_close(
+                out[b, 0], expected[b, n] if n < 14 else torch.zeros_like(out[b, 0]), **EXACT, equal_nan=True
+            )
+        held = [n + int(new) for n, new in zip(held, more)]
+    assert compilations.frame_count == 1
+
+
+def test_refused_call_leaves_the_cache_as_it_was() -> None:
+    inputs, cache = draw(), make(LONGNET, max_length=14)
+    cache.attend(*(x[:, :13] for x in inputs), lengths=torch.tensor([13, 7, 5]))
+    before = copy.deepcopy(cache)
+    for size in (1, 2):
+        chunk = [x[:, 13 : 13 + size] for x in inputs]
+        for options, error, message in (
+            ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
+            ({"scale": torch.nan}, ValueError, "scale must be finite, got nan"),
+            ({"backend": "nope"}, ValueError, "backend must be one of ('auto', 'sdpa', 'flash', 'flex', 'reference'), got 'nope'"),
+            ({"lengths": torch.tensor([0, 0, size + 1])}, ValueError, f"lengths must be in [0, T={size}], got [0, 0, {size + 1}]"),
+        ):
+            with pytest.raises(error, match=f"^{re.escape(message)}$"):
+                cache.attend(*chunk, **options)
+        if size == 2:
+            with pytest.raises(RuntimeError, match="lengths must stay within max_length=14"):
+                cache.attend(*chunk)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match="No viable backend"):
+            cache.attend(*chunk, lengths=torch.tensor([0, 1, 1]))
+        assert torch.equal(cache.lengths, before.lengths)
+    at = before.lengths.tolist()
+    for _ in range(2):
+        more = torch.tensor([int(n < 14) for n in at])
+        tokens = [torch.stack([x[b, n] for b, n in enumerate(at)])[:, None] for x in inputs]
+        assert torch.equal(cache.attend(*tokens, lengths=more), before.attend(*tokens, lengths=more))
+        at = cache.lengths.tolist()
 
 
 def test_lengths_cannot_be_changed_from_outside() -> None:
