@@ -69,10 +69,10 @@ def tests_ranks(session: nox.Session) -> None:
 
 @nox.session
 def tests_transformers(session: nox.Session) -> None:
-    """The models of the transformers library under dilated attention."""
+    """The models of the transformers library under dilated attention, and adapters of peft on this library's models."""
     _install(session)
-    session.install("-e", ".[test,transformers]", "accelerate", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/test_transformers.py", *session.posargs)
+    session.install("-e", ".[test,transformers]", "accelerate", "peft", f"torch=={TORCH}")
+    session.run("pytest", "tests/hub/test_transformers.py", "tests/nn/test_peft.py", *session.posargs)
 
 
 @nox.session

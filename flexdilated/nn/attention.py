@@ -117,6 +117,15 @@ class DilatedAttention(nn.Module):
         return f"{self.pattern}, is_causal={self.is_causal}, dropout_p={self.dropout_p}, backend={self.backend!r}"
 
 
+class _TokenNorm(nn.LayerNorm):
+    """A LayerNorm of whole tokens, also of those whose heads are sharded: every rank then normalises them itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., normalized_shape)` to the same; a DTensor comes back replicated."""
+        weight, bias = replicated_like(x, self.weight, self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention, a drop-in for `nn.MultiheadAttention(batch_first=True)`.
 
@@ -200,9 +209,7 @@ class MultiheadDilatedAttention(nn.Module):
             return nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
 
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = linear(embed_dim), linear(kv_dim), linear(kv_dim), linear(embed_dim)
-        self.inner_attn_ln = (
-            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
-        )
+        self.inner_attn_ln = _TokenNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else nn.Identity()
         self.attention = DilatedAttention(
             pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
@@ -347,10 +354,7 @@ class MultiheadDilatedAttention(nn.Module):
             key_padding_mask = _ignored(key_padding_mask)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
-            # One tensor stays one tensor, for the fused projection.
-            batched = {id(x): x[None] for x in (query, key, value)}
-            query, key, value = (batched[id(x)] for x in (query, key, value))
-            return self._attend(query, key, value, mask, is_causal, rotation, options)[0], None
+            return self._attend(query[None], key[None], value[None], mask, is_causal, rotation, options)[0], None
         return self._attend(query, key, value, key_padding_mask, is_causal, rotation, options), None
 
     def _attend(
@@ -363,14 +367,17 @@ class MultiheadDilatedAttention(nn.Module):
         rotation: Rotation | None,
         options: dict[str, Any],
     ) -> Tensor:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, H, D)
+        # Modules are called, never their weights read: hooks, adapters, parametrizations and quantization act in the call. One
+        # product for all three would save nothing: on a CPU it takes as long or longer, since the weights must be joined first.
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotation.apply(q, k)
         cache = options.get("cache")
         if cache is not None:
             attention = self.attention
             out = cache.attend(q, k, v, lengths=options["lengths"], scale=attention.scale, backend=attention.backend)
-            return self.out_proj(self._normalise(out.flatten(2)))
+            return self.out_proj(self.inner_attn_ln(out.flatten(2)))
         out = self.attention(
             q,
             k,
@@ -379,15 +386,7 @@ class MultiheadDilatedAttention(nn.Module):
             key_padding_mask=key_padding_mask,
             **options,
         )
-        return self.out_proj(self._normalise(out.flatten(2)))
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        norm = self.inner_attn_ln
-        if not isinstance(norm, nn.LayerNorm) or not _is_dtensor(x) or _is_dtensor(norm.weight):
-            return norm(x)
-        # Heads are sharded: every rank normalises whole tokens, and the output projection takes its part again.
-        weight, bias = replicated_like(x, norm.weight, norm.bias)
-        return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+        return self.out_proj(self.inner_attn_ln(out.flatten(2)))
 
     def _check_cache(self, cache: DilatedKVCache, is_causal: bool, excluded: dict[str, Any]) -> None:
         for name, value in excluded.items():
@@ -401,19 +400,6 @@ class MultiheadDilatedAttention(nn.Module):
             raise NotImplementedError(f"cache must come without dropout, got {self.attention.dropout_p}; call eval() first")
         if cache.pattern != self.attention.pattern:
             raise ValueError(f"cache must be for the layer's pattern={self.attention.pattern}, got {cache.pattern}")
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        # Weights that torch has sharded are for their own modules to use.
-        if query is not key or key is not value or any(_is_dtensor(p.weight) for p in projections):
-            return tuple(projection(x) for projection, x in zip(projections, (query, key, value)))
-        weight = torch.cat([projection.weight for projection in projections])
-        bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in projections])
-        return F.linear(query, weight, bias).split([projection.out_features for projection in projections], dim=-1)
-
-
-def _is_dtensor(x: Tensor) -> bool:
-    return hasattr(x, "device_mesh")  # torch.distributed.tensor is slow to import
 
 
 def _ignored(mask: Tensor) -> Tensor:

@@ -221,7 +221,12 @@ class LongNetLM(nn.Module):
         return self.position(positions)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if self.head is not None:
+            return self.head(x)
+        if isinstance(self.embedding, nn.Embedding):
+            return F.linear(x, self.embedding.weight)
+        # An adapter or a quantized table in its place: tied to what it gives for each token, which its weight may not be.
+        return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
     def make_caches(self, batch_size: int, *, max_length: int | None = None) -> tuple[DilatedKVCache, ...]:
         """An empty key/value cache for each layer, on the model's device and in the dtype of its keys, autocast included.
@@ -235,7 +240,7 @@ class LongNetLM(nn.Module):
             ValueError: If a number is out of range, or xPos cannot tell that many positions.
             NotImplementedError: If the pattern cannot be decoded.
         """
-        config, weight = self.config, self.embedding.weight
+        config, weight = self.config, next(self.parameters())
         device = weight.device.type
         autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
         if isinstance(self.position, XPos):

@@ -1,0 +1,414 @@
+"""Every module inside a model is called: hooks, parametrizations, pruning, adapters and quantization act, compiled or not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from flexdilated import DilatedPattern, LongNet, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert, reference
+from flexdilated.compat import RingMultiheadDilatedAttention
+from flexdilated.hub.encoder import LongNetEncoder
+from flexdilated.hub.gigapath import LongNetViT
+from tests.tolerances import EXACT, SINGLE
+
+BATCH, TOKENS, HEADS, EMBED = 2, 23, 6, 12
+PATTERN = DilatedPattern((7, 13), (1, 3))
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> None:
+    torch._dynamo.reset()  # every test compiles modules of the same classes
+
+
+def layer(kv_heads: int = 3, dtype: torch.dtype = torch.float64) -> MultiheadDilatedAttention:
+    module = MultiheadDilatedAttention(EMBED, HEADS, PATTERN, num_kv_heads=kv_heads, is_causal=True, dtype=dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+def called(module: MultiheadDilatedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The layer's formula, its modules called one by one around the reference."""
+    head_dim = EMBED // HEADS
+    q, k, v = (
+        p(x).unflatten(-1, (-1, head_dim)) for p, x in zip((module.q_proj, module.k_proj, module.v_proj), (query, key, value))
+    )
+    out, _ = reference.dilated_attention(q, k, v, PATTERN, is_causal=True)
+    return module.out_proj(module.inner_attn_ln(out.flatten(2).to(q.dtype)))
+
+
+def first(output: object) -> Tensor:
+    return first(output[0]) if isinstance(output, (tuple, list)) else output
+
+
+def uneven(output: object) -> object:
+    """Another number for each element, so that no LayerNorm takes the change away."""
+    if isinstance(output, tuple):
+        return (uneven(output[0]), *output[1:])
+    return output * torch.linspace(0.2, 2.0, output.shape[-1], dtype=output.dtype)
+
+
+# -- what a user may do to a projection ---------------------------------------------------------------------------------------
+
+Remove = Callable[[], object]
+
+
+class OwnForward(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return uneven(super().forward(x))
+
+
+class Adapter(nn.Module):
+    """A wrapper without a weight, as low-rank adapters are."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Uneven(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return uneven(weight)
+
+
+class Counted(nn.Parameter):
+    """A parameter that rewrites the product it takes part in, as quantized tensors do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **(kwargs or {}))
+        return uneven(out) if function is F.linear else out
+
+
+def hook(owner: nn.Module, name: str) -> None:
+    owner.get_submodule(name).register_forward_hook(lambda module, inputs, output: uneven(output))
+
+
+def pre_hook(owner: nn.Module, name: str) -> None:
+    owner.get_submodule(name).register_forward_pre_hook(lambda module, inputs: (uneven(inputs[0]),))
+
+
+def weight_norm(owner: nn.Module, name: str) -> None:
+    module = parametrizations.weight_norm(owner.get_submodule(name))
+    with torch.no_grad():
+        module.parametrizations.weight.original0.mul_(1.7)
+
+
+def uneven_weight(owner: nn.Module, name: str) -> None:
+    parametrize.register_parametrization(owner.get_submodule(name), "weight", Uneven())
+
+
+def spectral_norm(owner: nn.Module, name: str) -> None:
+    parametrizations.spectral_norm(owner.get_submodule(name)).eval()
+
+
+def hooked_weight_norm(owner: nn.Module, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = nn.utils.weight_norm(owner.get_submodule(name))
+    with torch.no_grad():
+        module.weight_g.mul_(0.6)
+
+
+def pruned(owner: nn.Module, name: str) -> None:
+    prune.l1_unstructured(owner.get_submodule(name), "weight", amount=0.5)
+
+
+def subclass(owner: nn.Module, name: str) -> None:
+    plain = owner.get_submodule(name)
+    other = OwnForward(plain.in_features, plain.out_features, dtype=plain.weight.dtype)
+    other.load_state_dict(plain.state_dict())
+    setattr(owner, name, other)
+
+
+def adapter(owner: nn.Module, name: str) -> None:
+    setattr(owner, name, Adapter(owner.get_submodule(name)))
+
+
+def tensor_subclass(owner: nn.Module, name: str) -> None:
+    module = owner.get_submodule(name)
+    module.weight = Counted(module.weight.detach().clone())
+
+
+CHANGES: dict[str, Callable[[nn.Module, str], None]] = {
+    change.__name__: change
+    for change in (
+        hook,
+        pre_hook,
+        weight_norm,
+        uneven_weight,
+        spectral_norm,
+        hooked_weight_norm,
+        pruned,
+        subclass,
+        adapter,
+        tensor_subclass,
+    )
+}
+
+
+@given(
+    changes=st.dictionaries(st.sampled_from(PROJECTIONS), st.sampled_from(sorted(CHANGES)), min_size=1),
+    kv_heads=st.sampled_from((1, 3, 6)),
+    self_attention=st.booleans(),
+)
+@settings(max_examples=40)
+def test_changes_of_projections_act_and_are_trained(changes: dict[str, str], kv_heads: int, self_attention: bool) -> None:
+    torch.manual_seed(2307)
+    plain = layer(kv_heads)
+    module = copy.deepcopy(plain)
+    for name, change in changes.items():
+        CHANGES[change](module, name)
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64, requires_grad=True)
+    inputs = (x, x, x) if self_attention else (x, x.flip(0), x.flip(1))
+    actual, expected = module(*inputs)[0], called(module, *inputs)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    assert (actual - plain(*inputs)[0]).abs().max() > 1e-4
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    dout = torch.randn_like(actual)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), torch.autograd.grad(expected, leaves, dout), **EXACT)
+
+
+@pytest.mark.parametrize("change", sorted(set(CHANGES) - {"spectral_norm", "tensor_subclass"}))
+def test_changes_of_projections_compile_to_the_same(change: str) -> None:
+    module = layer()
+    for name in PROJECTIONS:
+        CHANGES[change](module, name)
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, x, x)[0], called(module, x, x, x), **EXACT)
+
+
+@pytest.mark.parametrize("change", ["weight_norm", "subclass", "adapter"])
+def test_changes_after_compilation_compile_again(change: str) -> None:
+    module = layer()
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    before = compiled(x, x, x)[0]
+    CHANGES[change](module, "q_proj")
+    after = compiled(x, x, x)[0]
+    torch.testing.assert_close(after, called(module, x, x, x), **EXACT)
+    assert (after - before).abs().max() > 1e-4
+
+
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # else torch looks for hooks once, in any module
+def test_hooks_after_compilation_act_where_torch_looks_for_them() -> None:
+    module = layer()
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    before = compiled(x, x, x)[0]
+    handle = module.k_proj.register_forward_hook(lambda module, inputs, output: uneven(output))
+    torch.testing.assert_close(compiled(x, x, x)[0], called(module, x, x, x), **EXACT)
+    handle.remove()
+    torch.testing.assert_close(compiled(x, x, x)[0], before, **EXACT)
+
+
+def test_global_hooks_act_on_every_projection() -> None:
+    module, seen = layer(), []
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    before = register_module_forward_pre_hook(lambda m, inputs: uneven(inputs) if m is module.v_proj else None)
+    after = register_module_forward_hook(lambda m, inputs, output: seen.append(m))
+    try:
+        actual = module(x, x, x)[0]
+        expected = called(module, x, x, x)
+    finally:
+        before.remove()
+        after.remove()
+    torch.testing.assert_close(actual, expected, **EXACT)
+    assert {module.q_proj, module.k_proj, module.v_proj, module.inner_attn_ln, module.out_proj} <= set(seen)
+
+
+@pytest.mark.parametrize("name", [*PROJECTIONS, "inner_attn_ln"])
+def test_backward_hooks_change_gradients(name: str) -> None:
+    module = layer()
+    hooked = copy.deepcopy(module)
+    hooked.get_submodule(name).register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
+    hooked.get_submodule(name).register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 5,))
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for m in (module, hooked):
+        grads.append(torch.autograd.grad(m(x, x, x)[0].square().sum(), [x, *m.get_submodule(name).parameters()]))
+    torch.testing.assert_close(grads[1][1:], tuple(2 * g for g in grads[0][1:]), **EXACT)
+    assert (grads[1][0] - grads[0][0]).abs().max() > 1e-3
+
+
+# -- whole models ---------------------------------------------------------------------------------------------------------------
+
+
+def language_model(**options: object) -> LongNetLM:
+    sizes = {"vocab_size": 31, "embed_dim": EMBED, "num_layers": 2, "num_heads": 3, "pattern": PATTERN}
+    return LongNetLM(LongNetConfig(**{**sizes, **options}))
+
+
+def converted() -> nn.Module:
+    inner = nn.TransformerEncoderLayer(EMBED, 2, 17, dropout=0.0, batch_first=True)
+    return convert(nn.TransformerEncoder(inner, 2, enable_nested_tensor=False), PATTERN)
+
+
+def tokens() -> Tensor:
+    return torch.randint(31, (BATCH, TOKENS))
+
+
+def rows() -> Tensor:
+    return torch.randn(BATCH, TOKENS, EMBED)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "language model": (language_model, lambda: (tokens(),)),
+    "own head, rotary": (lambda: language_model(tie_embeddings=False, position="rotary"), lambda: (tokens(),)),
+    "encoder and decoder": (
+        lambda: LongNet(EMBED, 3, 1, 2, 17, PATTERN.segment_lengths, PATTERN.dilation_rates),
+        lambda: (rows(), rows()),
+    ),
+    "torchscale's encoder": (lambda: LongNetEncoder(EMBED, 2, 3, PATTERN), lambda: (rows(),)),
+    "slide encoder": (
+        lambda: LongNetViT(in_chans=5, embed_dim=EMBED, depth=2, num_heads=3, slide_ngrids=29, dropout=0.0, drop_path_rate=0.0),
+        lambda: (torch.randn(1, TOKENS, 5), torch.randint(29 * 256, (1, TOKENS, 2))),
+    ),
+    "converted": (converted, lambda: (rows(),)),
+    "ring layer": (
+        lambda: RingMultiheadDilatedAttention(EMBED, 3, PATTERN.segment_lengths, PATTERN.dilation_rates),
+        lambda: (rows(),),
+    ),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_module_of_a_model_is_called(name: str, grad: bool) -> None:
+    build, draw = MODELS[name]
+    model, seen = build().eval(), set()
+    if name == "slide encoder":
+        model.global_pool = False
+    for path, module in model.named_modules():
+        module.register_forward_hook(lambda m, inputs, output, path=path: seen.add(path))
+    with torch.set_grad_enabled(grad):
+        model(*draw())
+    lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # torch's layer evaluates its activation by a function.
+    assert {path for path, _ in model.named_modules()} - seen - lists == set()
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)))
+@settings(max_examples=25)
+def test_a_hook_on_any_module_changes_the_output(data: st.DataObject, name: str) -> None:
+    build, draw = MODELS[name]
+    torch.manual_seed(2307)
+    model, inputs = build().eval(), draw()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    before = first(model(*inputs))
+    places = [path for path, module in model.named_modules() if path and not isinstance(module, nn.ModuleList)]
+    places = [path for path in places if not path.endswith("position")]  # gives no tensor
+    place = data.draw(st.sampled_from(places))
+    model.get_submodule(place).register_forward_hook(lambda m, i, output: uneven(output))
+    hooked = first(model(*inputs))
+    assert (hooked - before).abs().max() > 1e-4
+
+
+# -- quantization ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quantization() -> Iterator[Callable[..., nn.Module]]:
+    """`torch.ao.quantization.quantize_dynamic`, which torch means to remove."""
+    quantized = pytest.importorskip("torch.ao.quantization", reason="torch has left quantization to torchao")
+    if "qnnpack" not in torch.backends.quantized.supported_engines and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("needs a quantized engine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield lambda module, kinds=(nn.Linear,): quantized.quantize_dynamic(
+            module, kinds if isinstance(kinds, dict) else set(kinds)
+        )
+
+
+def test_dynamic_quantization_acts_on_a_layer() -> None:
+    module = layer(dtype=torch.float32)
+    x = torch.randn(BATCH, TOKENS, EMBED)
+    with quantization() as quantize:
+        quantized = quantize(module)
+        assert not isinstance(quantized.q_proj, nn.Linear)
+        torch.testing.assert_close(quantized(x, x, x)[0], called(quantized, x, x, x), **SINGLE)
+        error = (quantized(x, x, x)[0] - module(x, x, x)[0]).abs().max()
+    assert 1e-4 < error < 0.5
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_dynamic_quantization_acts_on_a_language_model_and_its_generation(tie: bool) -> None:
+    model, x = language_model(tie_embeddings=tie).eval(), tokens()
+    with quantization() as quantize, torch.no_grad():
+        quantized = quantize(model)
+        logits = quantized(x)
+        error = (logits - model(x)).abs().max()
+        assert 1e-4 < error < 0.5
+        following = quantized.generate(x, max_new_tokens=1, temperature=0.0)
+        assert torch.equal(following[:, 0], logits[:, -1].argmax(-1))
+
+
+def test_a_quantized_embedding_stays_tied_to_the_head() -> None:
+    model, x = language_model().eval(), tokens()
+    with quantization() as quantize, torch.no_grad():
+        quantized = quantize(model, {nn.Embedding: torch.ao.quantization.float_qparams_weight_only_qconfig})
+        assert not isinstance(quantized.embedding, nn.Embedding)
+        logits = quantized(x)
+        model.embedding.weight.copy_(quantized.embedding(torch.arange(31)))
+        torch.testing.assert_close(logits, model(x), **SINGLE)
+        following = quantized.generate(x, max_new_tokens=1, temperature=0.0)
+        assert torch.equal(following[:, 0], logits[:, -1].argmax(-1))
+
+
+def test_dynamic_quantization_acts_on_a_converted_model() -> None:
+    model, x = converted().eval(), rows()
+    with quantization() as quantize:
+        quantized = quantize(model)
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with context:
+                error = (quantized(x) - model(x)).abs().max()
+                assert 1e-4 < error < 0.5
+
+
+# -- weights that their modules gather before each call ---------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # as every nn.Linear does
+def test_weights_that_are_sharded_by_projection_are_gathered() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = layer()
+        module = copy.deepcopy(plain)
+        for name in (*PROJECTIONS, "inner_attn_ln"):
+            fully_shard(module.get_submodule(name))
+        x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+        actual, expected = module(x, x, x)[0], plain(x, x, x)[0]
+        torch.testing.assert_close(actual, expected, **EXACT)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), parameter.grad, **EXACT)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Adapters of the peft library: they train, change the output, merge, and come back from a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, convert
+from tests.tolerances import EXACT
+
+peft = pytest.importorskip("peft", reason="needs peft: nox -s tests_transformers")
+
+BATCH, TOKENS, EMBED, VOCAB = 2, 23, 12, 31
+PATTERN = DilatedPattern((7, 13), (1, 3))
+ATTENTION = ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+def language_model(*, tie: bool) -> nn.Module:
+    config = LongNetConfig(
+        vocab_size=VOCAB, embed_dim=EMBED, num_layers=2, num_heads=6, num_kv_heads=3, pattern=PATTERN, tie_embeddings=tie
+    )
+    return LongNetLM(config).double()
+
+
+def converted() -> nn.Module:
+    inner = nn.TransformerEncoderLayer(EMBED, 2, 17, dropout=0.0, batch_first=True, dtype=torch.float64)
+    return convert(nn.TransformerEncoder(inner, 2, enable_nested_tensor=False), PATTERN)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (BATCH, TOKENS))
+
+
+def rows() -> Tensor:
+    return torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
+    "own head": (lambda: language_model(tie=False), tokens, [*ATTENTION, "fc1", "embedding", "head"]),
+    "tied head": (lambda: language_model(tie=True), tokens, [*ATTENTION, "fc2", "embedding"]),
+    "converted": (converted, rows, [*ATTENTION, "linear1"]),
+}
+
+
+def train(model: nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    target = torch.randint(VOCAB if x.dim() == 2 else EMBED, (BATCH * TOKENS,), generator=torch.Generator().manual_seed(3))
+    for _ in range(4):
+        F.cross_entropy(model(x).flatten(0, 1), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_low_rank_adapters_train_merge_and_load(name: str, use_dora: bool, tmp_path: Path) -> None:
+    build, draw, places = MODELS[name]
+    base, x = build(), draw()
+    config = peft.LoraConfig(r=2, target_modules=places, use_dora=use_dora)
+    model = peft.get_peft_model(copy.deepcopy(base), config).double()
+    torch.testing.assert_close(model(x), base(x), **EXACT)  # adapters begin as zero
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    before = {path: p.detach().clone() for path, p in model.named_parameters()}
+    train(model, x)
+    for path, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[path]) == (id(parameter) not in trained), path
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)
+        assert (expected - base.eval()(x)).abs().max() > 0.01
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).double().eval()
+        torch.testing.assert_close(loaded(x), expected, **EXACT)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(x), base(x), **EXACT)
+        merged = model.merge_and_unload()
+        assert type(merged) is type(base)
+        torch.testing.assert_close(merged(x), expected, **EXACT)
+        assert merged.state_dict().keys() == base.state_dict().keys()
+
+
+@pytest.mark.parametrize("place", ATTENTION)
+def test_an_adapter_on_one_projection_alone_acts(place: str) -> None:
+    base, x = language_model(tie=True).eval(), tokens()
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=[place], init_lora_weights=False))
+    assert (model.double()(x) - base(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_generation_draws_from_the_adapted_model(tie: bool) -> None:
+    x = tokens()
+    config = peft.LoraConfig(r=2, target_modules=[*ATTENTION, "embedding"], init_lora_weights=False)
+    model = peft.get_peft_model(language_model(tie=tie), config).double().eval()
+    drawn = model.generate(x, max_new_tokens=3, temperature=0.0)
+    for _ in range(3):
+        x = torch.cat([x, model(x)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(drawn, x[:, TOKENS:])
+
+
+def test_whole_modules_saved_beside_adapters_stay_tied() -> None:
+    base, x = language_model(tie=True), tokens()
+    config = peft.LoraConfig(r=2, target_modules=ATTENTION, modules_to_save=["embedding", "layer_norm"])
+    model = peft.get_peft_model(copy.deepcopy(base), config).double()
+    train(model, x)
+    model.eval()
+    expected = model(x)
+    torch.testing.assert_close(model.merge_and_unload()(x), expected, **EXACT)
+    assert (expected - base.eval()(x)).abs().max() > 0.01
+
+
+@pytest.mark.slow
+def test_compiled_model_follows_its_adapter() -> None:
+    model = peft.get_peft_model(language_model(tie=True), peft.LoraConfig(r=2, target_modules=ATTENTION, init_lora_weights=False))
+    model, x = model.double().eval(), tokens()
+    compiled = torch.compile(model.base_model.model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x), **EXACT)
+    before = compiled(x)
+    model.base_model.disable_adapter_layers()
+    torch.testing.assert_close(compiled(x), model(x), **EXACT)
+    assert (compiled(x) - before).abs().max() > 1e-3
