@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import nox
 
@@ -72,7 +73,8 @@ def tests_transformers(session: nox.Session) -> None:
     """The models of the transformers library under dilated attention, and adapters of peft on this library's models."""
     _install(session)
     session.install("-e", ".[test,transformers]", "accelerate", "peft", f"torch=={TORCH}")
-    session.run("pytest", "tests/hub/test_transformers.py", "tests/nn/test_peft.py", *session.posargs)
+    files = sorted(str(path) for path in Path("tests", "hub").glob("test_transformers*.py"))
+    session.run("pytest", *files, "tests/nn/test_peft.py", *session.posargs)
 
 
 @nox.session

@@ -3,8 +3,8 @@
 Importing this module registers `"flexdilated"` as an attention implementation, and `LongNetForCausalLM` with the auto classes:
 
     import flexdilated.hub.transformers
-    config = AutoConfig.from_pretrained(folder, attn_implementation="flexdilated")
-    config.dilated_pattern = DilatedPattern.longnet().to_dict()     # saved and loaded with the config
+    config = AutoConfig.from_pretrained(folder)
+    config.dilated_pattern = DilatedPattern.longnet()       # saved and loaded with the config, and chooses "flexdilated"
     model = AutoModelForCausalLM.from_pretrained(folder, config=config)
 
 Source: the library's documentation of `AttentionInterface` and `AttentionMaskInterface`.
@@ -31,25 +31,48 @@ from transformers import (
 )
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils.output_capturing import _active_collector
 
-from flexdilated.attention import dilated_attention
+from flexdilated.attention import attend_local, dilated_attention
+from flexdilated.hub.dilated_configs import NAME, extend_configs_and_models
+from flexdilated.hub.head_shards import HeadShard, find_head_shard
 from flexdilated.masks import dilated_score_mod
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["NAME", "LongNetForCausalLM", "LongNetHFConfig", "dilated_attention_forward", "dilated_attention_positions", "register"]
 
-NAME = "flexdilated"
-
-# Arguments of other attention functions that change what is computed, and what to say when one is set.
+# Options of a call that change what is computed, and what to say when one is set.
 REFUSED = {
     "softcap": "dilated attention does not cap its scores",
     "sliding_window": "the pattern says what is seen; set config.sliding_window=None",
     "s_aux": "dilated attention has no sinks",
+    "sinks": "dilated attention has no sinks",
     "position_bias": "dilated attention takes no bias of scores",
+    "indices": "the pattern says what is seen",
+    "block_indices": "the pattern says what is seen",
     "cache": "dilated attention has no paged cache; use a dynamic or static one",
     "block_table": "dilated attention has no paged cache; use a dynamic or static one",
-    "output_attentions": "dilated attention never forms its weights",
+    "output_attentions": "dilated attention never forms its weights; flexdilated.attention_map gives those of chosen queries",
+}
+
+# Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
+KNOWN = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "token_type_ids",
+    "use_cache",
 }
 
 
@@ -59,6 +82,7 @@ def register() -> None:
     Any model that takes its attention from the library's interface then runs with `attn_implementation="flexdilated"` and the
     pattern in `config.dilated_pattern`. Calling it again changes nothing.
     """
+    extend_configs_and_models()
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, dilated_attention_positions)
     AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)
@@ -94,7 +118,7 @@ def dilated_attention_positions(
         kv_offset: Tokens before the first key.
         mask_function: Causal or bidirectional, with or without packed documents.
         attention_mask: `(B, tokens)`, True or 1 at real tokens; what it does not reach is not real.
-        local_size: Must be None: sliding windows and chunks are refused.
+        local_size: Of a sliding window or chunks, which the layers that get such a mask refuse.
         use_vmap: Must be False: the library sets it for mask functions of a model's own.
         device: Where the answer lives.
         **options: For other mask functions.
@@ -102,16 +126,15 @@ def dilated_attention_positions(
     Returns:
         None where queries and keys are the same real tokens of one document. Otherwise `(B, 1, 1, keys + q_length)` int64: the
         position of every key, then of every query; -1 at keys to ignore. Keys after the last query are left out where none was
-        written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document.
+        written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document. `(B, 1, 0, local_size)`
+        where there is a window: models make such masks whether or not a layer reads them.
 
     Raises:
-        NotImplementedError: If the model asks for a window, chunks, or a mask function of its own.
+        NotImplementedError: If the model asks for a mask function of its own.
         RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
     """
     if local_size is not None:
-        raise NotImplementedError(
-            f"config must have no sliding window or attention chunks, got {local_size}: the pattern says what is seen"
-        )
+        return torch.empty(batch_size, 1, 0, local_size, dtype=torch.int64, device=device)
     if use_vmap:
         raise NotImplementedError(f"mask functions of a model's own must be absent with {NAME!r} attention, got one")
     if kv_offset:
@@ -186,13 +209,18 @@ def dilated_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    first_head: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function, under the pattern of `module.config.dilated_pattern`.
 
     Training, prefill and encoders run `dilated_attention`. Where a cache holds more keys than there are queries, the queries are
     scored against all its rows, O(queries * keys), with the pattern's rule as a mask; the result is that of the full forward.
-    The signature, and that options which change no attention are dropped, are the library's.
+    The signature, and that options which change no attention are dropped, are the library's; an option that is not known to be
+    such is refused.
+
+    Where a call holds a part of the model's heads, their offsets and branches are those of their place in the model: under the
+    library's tensor parallelism it is read from the parameters of `module`, and any other wrapper has to say `first_head`.
 
     Args:
         module: Whose `config` holds the pattern, and whose `is_causal` counts where the call says nothing.
@@ -203,6 +231,7 @@ def dilated_attention_forward(
         dropout: Probability of dropping an attention weight.
         scaling: Multiplies the scores. Default: `D ** -0.5`.
         is_causal: Whether a query sees only keys at its own position and before.
+        first_head: Index in the model of the first query head here. Default: as `module` and its config say.
         **options: `cu_seq_lens_q`, `cu_seq_lens_k`: borders of packed documents, for B = 1. Others of the library's options.
 
     Returns:
@@ -211,16 +240,13 @@ def dilated_attention_forward(
     Raises:
         ValueError: If the config has no pattern or a malformed one, or borders are given twice and differ.
         TypeError: If the pattern is not a mapping.
-        NotImplementedError: If the call asks for softcap, sinks, windows, biases, weights, a paged cache, cross-attention, or
-            a mask that is no padding mask.
+        NotImplementedError: If the call asks for softcap, sinks, windows, biases, weights, a paged cache, cross-attention, a mask
+            that is no padding mask, or an option that is not known; or if it holds some of the heads, and nothing says which.
     """
-    for name, reason in REFUSED.items():
-        given = options.get(name)
-        if given is not None and given is not False:
-            shown = "a tensor" if isinstance(given, Tensor) else repr(given)
-            raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
+    _refuse_options(options)
     config: Any = module.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    crosses = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if crosses or getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotImplementedError(
             f"config must have no cross-attention with {NAME!r} attention, got {type(config).__name__} with it"
         )
@@ -229,8 +255,15 @@ def dilated_attention_forward(
         is_causal = bool(getattr(module, "is_causal", True)) and getattr(config, "is_causal", None) is not False
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     num_keys = _num_keys(query, key, attention_mask)
+    shard = find_head_shard(module, query.shape[1], key.shape[1], first_head)
+    if shard is not None:
+        key, value = key[:, shard.held], value[:, shard.held]
     q, k, v = query.transpose(1, 2), key[:, :, :num_keys].transpose(1, 2), value[:, :, :num_keys].transpose(1, 2)
     borders = _borders(attention_mask, q, options)
+    if borders is None and options.get("seq_idx") is not None:
+        raise ValueError(
+            "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
+        )
     if num_keys != q.shape[1]:
         if borders is not None:
             raise NotImplementedError(
@@ -242,19 +275,87 @@ def dilated_attention_forward(
             )
         assert attention_mask is not None
         positions = attention_mask[:, 0, 0]
-        return _decode(q, k, v, pattern, positions[:, num_keys:], positions[:, :num_keys], scaling, dropout), None
+        return _decode(q, k, v, pattern, shard, positions[:, num_keys:], positions[:, :num_keys], scaling, dropout), None
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        return _attend(q, k, v, pattern, shard, is_causal, scaling, dropout, key_padding_mask, cu_seqlens)
+
     if borders is not None:
         batch, cu_seqlens = q.shape[0], borders
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        out = dilated_attention(q, k, v, pattern, is_causal=is_causal, scale=scaling, dropout_p=dropout, cu_seqlens=cu_seqlens)
+        out = attend(q, k, v, cu_seqlens=cu_seqlens)
         return out[0].unflatten(0, (batch, -1)).contiguous(), None
     if attention_mask is None:
-        return dilated_attention(q, k, v, pattern, is_causal=is_causal, scale=scaling, dropout_p=dropout).contiguous(), None
+        return attend(q, k, v).contiguous(), None
     real = attention_mask[:, 0, 0, :num_keys] >= 0
     shift = _first(real)
     q, k, v, padding = (_shifted(x, shift) for x in (q, k, v, ~real))
-    out = dilated_attention(q, k, v, pattern, is_causal=is_causal, scale=scaling, dropout_p=dropout, key_padding_mask=padding)
+    out = attend(q, k, v, key_padding_mask=padding)
     return _shifted(out, -shift).contiguous(), None
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    for name, given in options.items():
+        if given is None or given is False or name in KNOWN:
+            continue
+        shown = "a tensor" if isinstance(given, Tensor) else repr(given)
+        reason = REFUSED.get(name, "nothing is known of such an option")
+        raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
+    # Some models do not hand on output_attentions, and collect what their layers return.
+    collected = None if torch.compiler.is_compiling() else _active_collector.get()
+    if collected and any("attentions" in name for name in collected):
+        raise NotImplementedError(
+            f"output_attentions must be None with {NAME!r} attention, got True: {REFUSED['output_attentions']}"
+        )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    shard: HeadShard | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """`dilated_attention` of a model's heads, or of some of them."""
+    if shard is None:
+        return dilated_attention(
+            q,
+            k,
+            v,
+            pattern,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+    out, _ = attend_local(
+        q,
+        k,
+        v,
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        score_mod=None,
+        mask_mod=None,
+        backend="auto",
+        return_lse=False,
+        mesh=None,
+        exchange="auto",
+        shard_lengths=None,
+        within=(shard.first_key, shard.total_key),
+    )
+    return out
 
 
 def _pattern_of(config: Any) -> DilatedPattern:
@@ -262,10 +363,8 @@ def _pattern_of(config: Any) -> DilatedPattern:
     if values is None:
         raise ValueError(
             f"config.dilated_pattern must be set with {NAME!r} attention, got None in {type(config).__name__}; "
-            "use config.dilated_pattern = DilatedPattern(...).to_dict()"
+            "use config.dilated_pattern = DilatedPattern(...)"
         )
-    if not isinstance(values, Mapping):
-        raise TypeError(f"config.dilated_pattern must be what DilatedPattern.to_dict gives, got {type(values).__name__}")
     # The compiler cannot trace the checks of from_dict.
     return DilatedPattern(**values) if torch.compiler.is_compiling() else DilatedPattern.from_dict(values)
 
@@ -280,6 +379,11 @@ def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
                 "the model must make its masks with transformers.masking_utils"
             )
         return num_queries
+    if mask.dim() == 4 and mask.shape[2] == 0:
+        raise NotImplementedError(
+            f"config must have no sliding window or attention chunks, got {mask.shape[3]}: the pattern says what is seen; set "
+            'config.sliding_window = None, or "full_attention" for every layer in config.layer_types'
+        )
     if mask.dtype != torch.int64 or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] > 2 or mask.shape[3] <= num_queries:
         raise NotImplementedError(
             f"attention_mask must be a (B, N) padding mask with {NAME!r} attention, got {mask.dtype} of shape {tuple(mask.shape)}"
@@ -315,6 +419,7 @@ def _decode(
     k: Tensor,
     v: Tensor,
     pattern: DilatedPattern,
+    shard: HeadShard | None,
     query_positions: Tensor,
     key_positions: Tensor,
     scale: float,
@@ -327,7 +432,9 @@ def _decode(
     if pattern.detach_weights and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         pattern = dataclasses.replace(pattern, detach_weights=False)  # the outputs are the same
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
-    count = dilated_score_mod(pattern, num_heads, seq_len=k.shape[1], is_causal=True, num_kv_heads=num_kv_heads)
+    first_head, total_kv_heads = (0, num_kv_heads) if shard is None else (shard.first_query, shard.total_key)
+    group = num_heads // num_kv_heads if shard is None else shard.group
+    count = dilated_score_mod(pattern, group * total_kv_heads, seq_len=k.shape[1], is_causal=True, num_kv_heads=total_kv_heads)
     ignored = key_positions < 0
     out_dtype, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     # Rows that were never written, or are padding, may hold anything.
@@ -335,7 +442,7 @@ def _decode(
     grouped = q.unflatten(2, (num_kv_heads, -1))  # (B, queries, Hkv, H / Hkv, D)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k).flatten(1, 2) * scale
     batch = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1)
-    heads = torch.arange(num_heads, device=q.device).view(1, -1, 1, 1)
+    heads = torch.arange(first_head, first_head + num_heads, device=q.device).view(1, -1, 1, 1)
     # -1 lies in no segment of a real query, so ignored keys drop out here.
     scores = count(scores, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
     empty = (scores == -math.inf).all(-1, keepdim=True)
@@ -355,7 +462,7 @@ class LongNetHFConfig(PreTrainedConfig):
         embed_dim: As in `LongNetConfig`; `hidden_size` to the library.
         num_layers: As in `LongNetConfig`; `num_hidden_layers` to the library.
         num_heads: As in `LongNetConfig`; `num_attention_heads` to the library.
-        dilated_pattern: What `DilatedPattern.to_dict` gives. Default: that of `DilatedPattern.longnet()`.
+        dilated_pattern: A pattern, or what its `to_dict` gives. Default: `DilatedPattern.longnet()`.
         num_kv_heads: As in `LongNetConfig`.
         ffn_dim: As in `LongNetConfig`.
         position: As in `LongNetConfig`.
@@ -383,7 +490,7 @@ class LongNetHFConfig(PreTrainedConfig):
         embed_dim: int = 512,
         num_layers: int = 6,
         num_heads: int = 8,
-        dilated_pattern: Mapping[str, Any] | None = None,
+        dilated_pattern: DilatedPattern | Mapping[str, Any] | None = None,
         num_kv_heads: int | None = None,
         ffn_dim: int | None = None,
         position: str = "xpos",
@@ -396,7 +503,7 @@ class LongNetHFConfig(PreTrainedConfig):
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
         self.num_kv_heads, self.ffn_dim, self.position, self.tie_embeddings = num_kv_heads, ffn_dim, position, tie_embeddings
         self.dropout_p, self.attention_dropout_p, self.backend = dropout_p, attention_dropout_p, backend
-        self.dilated_pattern = DilatedPattern.longnet().to_dict() if dilated_pattern is None else dict(dilated_pattern)
+        self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         self.to_longnet()
         # LongNetLM ties by having no head at all: nothing is left for the library to tie. No cache is kept between tokens.
         super().__init__(**{**options, "tie_word_embeddings": False, "use_cache": False})
@@ -423,6 +530,19 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Dilated attention: there is no other.
+
+        Raises:
+            ValueError: If another is asked for.
+        """
+        if requested_attention not in (None, NAME):
+            raise ValueError(
+                f"attn_implementation must be None or {NAME!r} in LongNetForCausalLM, got {requested_attention!r}; "
+                "for attention weights see flexdilated.attention_map"
+            )
+        return NAME
 
     def __init__(self, config: LongNetHFConfig) -> None:
         super().__init__(config)
@@ -467,6 +587,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> CausalLMOutput | tuple[Tensor, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
 
@@ -482,14 +604,28 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             max_length_q: Follows from the borders, and is not needed.
             max_length_k: The same.
             num_items_in_batch: Divides the summed loss, where `Trainer` accumulates gradients.
+            output_attentions: Must not be True, here or in the config.
+            output_hidden_states: Must not be True, here or in the config.
 
         Raises:
-            NotImplementedError: If a cache is asked for.
-            ValueError: If a shape is wrong, or borders are given once, differ, or come with padding.
+            NotImplementedError: If a cache, weights or hidden states are asked for.
+            ValueError: If the pattern of the config is no longer that of the model, a shape is wrong, or borders are given once,
+                differ, or come with padding.
         """
         if past_key_values is not None or use_cache:
             raise NotImplementedError(
                 "use_cache must be False, got True: LongNetForCausalLM reads the prefix again for every token"
+            )
+        for name, given, reason in (
+            ("output_attentions", output_attentions, REFUSED["output_attentions"]),
+            ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),
+        ):
+            if getattr(self.config, name) if given is None else given:
+                raise NotImplementedError(f"{name} must not be True in LongNetForCausalLM, got True: {reason}")
+        if not torch.compiler.is_compiling() and self.config.dilated_pattern != self.model.config.pattern.to_dict():
+            raise ValueError(
+                f"config.dilated_pattern must stay {self.model.config.pattern} once the model is built, got "
+                f"{self.config.dilated_pattern}; build another model with it"
             )
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (B, N), got {tuple(input_ids.shape)}")

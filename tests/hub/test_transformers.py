@@ -56,6 +56,11 @@ def build(name: str, pattern: DilatedPattern | None = RAGGED, **options: Any) ->
     return getattr(transformers, name + kind)(config).eval()
 
 
+def make_dense(model: Any) -> None:
+    model.config.dilated_pattern = None
+    model.set_attn_implementation("sdpa")
+
+
 def draw_tokens(batch: int = BATCH, num_tokens: int = TOKENS) -> Tensor:
     return torch.randint(2, VOCAB, (batch, num_tokens))
 
@@ -86,14 +91,14 @@ def test_dense_pattern_equals_sdpa_with_its_gradients(name: str) -> None:
     model = build(name, DENSE).double()
     inputs = inputs_of(name, torch.float64)
     logits, gradients = run(model, **inputs)
-    model.set_attn_implementation("sdpa")
+    make_dense(model)
     expected, expected_gradients = run(model, **inputs)
     torch.testing.assert_close(logits, expected, **EXACT)
     assert set(gradients) == set(expected_gradients)
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected_gradients[parameter], **EXACT)
-    model.config.dilated_pattern = RAGGED.to_dict()
     model.set_attn_implementation("flexdilated")
+    model.config.dilated_pattern = RAGGED
     assert (model(**inputs).logits - expected).abs().max() > 1e-4  # it was our attention that ran
 
 
@@ -103,7 +108,7 @@ def test_dense_pattern_in_bfloat16_errs_at_most_twice_sdpa(name: str) -> None:
     inputs = inputs_of(name, torch.bfloat16)
     with torch.no_grad():
         logits = model(**inputs).logits
-        model.set_attn_implementation("sdpa")
+        make_dense(model)
         naive = model(**inputs).logits
         model = model.double()
         expected = model(**{key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}).logits
@@ -251,7 +256,7 @@ def test_compiled_model_refuses_positions_that_pack() -> None:
 def test_saving_and_loading_keep_the_pattern(tmp_path: Path) -> None:
     model, tokens = build("Llama", INTERLEAVED), draw_tokens()
     model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flexdilated")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert DilatedPattern.from_dict(loaded.config.dilated_pattern) == INTERLEAVED
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
@@ -350,13 +355,12 @@ def test_decoding_with_detached_weights_has_no_gradient_but_an_output() -> None:
 def test_missing_and_malformed_patterns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"config.dilated_pattern must be set .*got None in LlamaConfig"):
         build("Llama", None)(draw_tokens())
-    model = build("Llama")
-    model.config.dilated_pattern = [1, 2]
-    with pytest.raises(TypeError, match=r"config.dilated_pattern must be what DilatedPattern.to_dict gives, got list"):
-        model(draw_tokens())
-    model.config.dilated_pattern = {"segment_lengths": [4]}
+    config = build("Llama").config
+    with pytest.raises(TypeError, match=r"config.dilated_pattern must be a DilatedPattern, or what its to_dict gives, got list"):
+        config.dilated_pattern = [1, 2]
     with pytest.raises(ValueError, match="pattern keys must include"):
-        model(draw_tokens())
+        config.dilated_pattern = {"segment_lengths": [4]}
+    assert config.dilated_pattern == RAGGED.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -365,6 +369,9 @@ def test_missing_and_malformed_patterns_are_refused() -> None:
         ("softcap", 30.0),
         ("sliding_window", 4),
         ("s_aux", torch.zeros(6)),
+        ("sinks", torch.zeros(6)),
+        ("indices", torch.zeros(1, dtype=torch.int64)),
+        ("anything_new", 3),
         ("position_bias", torch.zeros(1, 6, TOKENS, TOKENS)),
         ("cache", object()),
         ("block_table", torch.zeros(1)),
@@ -381,8 +388,13 @@ def test_options_that_change_the_attention_are_refused(name: str, value: Any) ->
 
 
 def test_sliding_windows_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="config must have no sliding window or attention chunks, got 7"):
+    with pytest.raises(NotImplementedError, match=r"sliding_window must be None .*got 7.*set config.sliding_window=None"):
         build("Mistral", sliding_window=7)(draw_tokens())
+    mask = hub.dilated_attention_positions(BATCH, TOKENS, TOKENS, local_size=7)
+    module = build("Llama").model.layers[0].self_attn
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match="config must have no sliding window or attention chunks, got 7"):
+        hub.dilated_attention_forward(module, q, k, v, mask)
 
 
 def test_mask_functions_of_other_kinds_are_refused() -> None:
@@ -574,12 +586,8 @@ def test_trainer_lowers_the_loss_of_both_kinds_of_model(tmp_path: Path) -> None:
         assert trainer.state.global_step == 2
         assert model.eval()(**batch).loss.item() < before
         trainer.save_model()
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation=_attention(name))
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
-
-
-def _attention(name: str) -> str:
-    return "eager" if name == "longnet" else "flexdilated"
 
 
 def test_accelerate_prepares_and_trains() -> None:

@@ -1,0 +1,137 @@
+"""What `config.dilated_pattern` does in the transformers library: it is checked, saved with the config, and chooses the attention.
+
+The library has a registry of attention functions, but no place where a config may choose one of them for good: what a user asked
+for is not saved. So this file extends two of its classes: configs check and save a pattern, and models look for one when they
+choose their attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["NAME", "extend_configs_and_models", "pattern_values"]
+
+NAME = "flexdilated"
+
+TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention
+
+
+def extend_configs_and_models() -> None:
+    """Let configs check `dilated_pattern`, and models choose their attention by it. Calling it again changes nothing."""
+    if isinstance(vars(PreTrainedConfig).get("dilated_pattern"), _PatternOfConfig):
+        return
+    PreTrainedConfig.dilated_pattern = _PatternOfConfig()
+    PreTrainedModel.get_correct_attn_implementation = _choosing(PreTrainedModel.get_correct_attn_implementation)
+
+
+def pattern_values(pattern: object) -> dict[str, Any] | None:
+    """A pattern as a config holds it, in JSON types.
+
+    Raises:
+        TypeError: If it is no pattern and no mapping.
+        ValueError: As `DilatedPattern.from_dict`.
+    """
+    if pattern is None:
+        return None
+    if isinstance(pattern, DilatedPattern):
+        return pattern.to_dict()
+    if not isinstance(pattern, Mapping):
+        raise TypeError(f"config.dilated_pattern must be a DilatedPattern, or what its to_dict gives, got {type(pattern).__name__}")
+    return DilatedPattern.from_dict(pattern).to_dict()
+
+
+class _PatternOfConfig:
+    """`config.dilated_pattern`, kept where all of a config's fields are."""
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        if config is None:
+            return self
+        if "dilated_pattern" not in config.__dict__:
+            raise AttributeError(f"{type(config).__name__} has no dilated_pattern")
+        return config.__dict__["dilated_pattern"]
+
+    def __set__(self, config: Any, pattern: object) -> None:
+        values, fields = pattern_values(pattern), config.__dict__
+        if values is not None:
+            _refuse_parts(config)
+        fields["dilated_pattern"] = values
+        if values is None:
+            fields.pop("attn_implementation", None)
+            return
+        # The library reads this name from a saved config, and refuses to build the model where nothing has registered it.
+        fields["attn_implementation"] = NAME
+        _warn_if_dense(config, fields.get("_attn_implementation_internal"))
+
+
+def _choosing(choose: Any) -> Any:
+    """The library's method that settles a model's attention, with an eye on the pattern of its config."""
+
+    @functools.wraps(choose)
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, is_init_check: bool = False, **options: Any
+    ) -> str:
+        pattern = getattr(self.config, "dilated_pattern", None)
+        if pattern is not None:
+            _refuse_parts(self.config)
+            requested_attention = NAME if requested_attention is None else requested_attention
+        chosen: str = choose(self, requested_attention, is_init_check, **options)
+        if chosen == NAME and not _takes_attention_from_the_interface(self.__class__):
+            raise NotImplementedError(
+                f"attn_implementation must not be {NAME!r} in {type(self).__name__}, whose attention, if it has any, does not come "
+                "from the library's AttentionInterface: a pattern would change nothing"
+            )
+        if pattern is not None:
+            _warn_if_dense(self.config, chosen)
+        return chosen
+
+    return get_correct_attn_implementation
+
+
+def _warn_if_dense(config: Any, attention: str | None) -> None:
+    if attention not in (None, NAME):
+        warnings.warn(
+            f"{type(config).__name__} has a dilated_pattern, but attn_implementation={attention!r}, which is dense attention; "
+            f"use model.set_attn_implementation({NAME!r}), or config.dilated_pattern = None. "
+            "For attention weights see flexdilated.attention_map",
+            stacklevel=4,
+        )
+
+
+def _refuse_parts(config: Any) -> None:
+    """A composite model reads only the patterns of its parts."""
+    if not any(isinstance(getattr(config, name, None), PreTrainedConfig) for name in TEXT_PARTS):
+        return
+    parts = [name for name in sorted(config.sub_configs) if isinstance(getattr(config, name, None), PreTrainedConfig)]
+    raise ValueError(
+        f"config.dilated_pattern must be set on the parts of {type(config).__name__} that are to be dilated, of {parts}, "
+        "got it on the whole"
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _takes_attention_from_the_interface(model_class: type) -> bool:
+    """Whether an attention implementation can reach the model's attention; the library's own test, which it makes too late."""
+    code = ""
+    for base in model_class.__mro__:
+        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
+            try:
+                code += inspect.getsource(sys.modules[base.__module__])
+            except (OSError, TypeError, KeyError):
+                return True  # typed into a notebook: nobody can tell
+    if "ALL_ATTENTION_FUNCTIONS" in code:
+        return True
+    if re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE):
+        return False
+    # Without attention of its own it may be made of other models; in the library it then names them.
+    made_of_others = re.search(r"Auto(Model|Backbone)|load_backbone|from \.\.\w+(\.modeling_\w+)? import", code)
+    return made_of_others is not None or not model_class.__module__.startswith("transformers.models.")

@@ -1,0 +1,188 @@
+"""Heads that are a part of a model's: tensor parallelism, and wrappers that share heads out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern
+from tests.distributed.processes import run_ranks
+from tests.tolerances import EXACT, SINGLE
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.head_shards import find_head_shard  # noqa: E402
+
+HEADS, TOKENS = 12, 23
+RATES = DilatedPattern((5, 13), (1, 3))
+INTERLEAVED = DilatedPattern((4, 11), (1, 2), offsets="interleaved")
+GROUPED = DilatedPattern.grouped((5, 11), (1, 2))
+
+
+def layer(num_heads: int | None = HEADS, kv_heads: int | None = None, pattern: DilatedPattern = RATES, **attributes: Any) -> Any:
+    """What the attention function reads of a layer of the library."""
+    config = SimpleNamespace(dilated_pattern=pattern.to_dict())
+    if num_heads is not None:
+        config.num_attention_heads = num_heads
+    if kv_heads is not None:
+        config.num_key_value_heads = kv_heads
+    module = nn.Module()
+    module.config = config
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    return hub.dilated_attention_forward(module, q, k, v, mask, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kv_heads", "held", "replicated"),
+    [
+        (RATES, 12, 4, False),
+        (INTERLEAVED, 6, 4, False),
+        (GROUPED, 3, 4, False),
+        (RATES, 1, 4, True),
+        (INTERLEAVED, 3, 8, True),
+        (GROUPED, 3, 2, True),
+    ],
+)
+def test_a_part_of_the_heads_gives_that_part_of_the_outputs(
+    pattern: DilatedPattern, kv_heads: int, held: int, replicated: bool
+) -> None:
+    module = layer(HEADS, kv_heads, pattern)
+    q = torch.randn(2, HEADS, TOKENS, 5, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, kv_heads, TOKENS, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask[1, :6] = False
+    padding = hub.dilated_attention_positions(2, TOKENS, TOKENS, attention_mask=mask)
+    last = 3
+    cached = hub.dilated_attention_positions(2, last, TOKENS, q_offset=TOKENS - last, attention_mask=mask)
+    packed = {name: torch.tensor([0, 7, TOKENS]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    for rows, queries, positions, options in (
+        (slice(None), slice(None), None, {}),
+        (slice(None), slice(None), padding, {}),
+        (slice(None), slice(TOKENS - last, None), cached, {}),
+        (slice(0, 1), slice(None), None, packed),
+    ):
+        whole = attend(module, q[rows, :, queries], k[rows], v[rows], positions, **options)
+        weights = torch.randn_like(whole)
+        expected = torch.autograd.grad((whole * weights).sum(), (q, k, v))
+        parts, found = [], [torch.zeros_like(x) for x in (q, k, v)]
+        for first in range(0, HEADS, held):
+            here = slice(first, min(first + held, HEADS))
+            size = here.stop - first
+            group = HEADS // kv_heads
+            kv = slice(None) if replicated else slice(first // group, first // group + size // group)
+            part = attend(module, q[rows, here, queries], k[rows, kv], v[rows, kv], positions, first_head=first, **options)
+            parts.append(part)
+            gradients = torch.autograd.grad((part * weights[:, :, here]).sum(), (q, k, v))
+            found = [x + y for x, y in zip(found, gradients)]
+        torch.testing.assert_close(torch.cat(parts, dim=2), whole, **EXACT)
+        for gradient, right in zip(found, expected):
+            torch.testing.assert_close(gradient, right, **EXACT)
+
+
+def test_a_part_of_the_heads_without_its_place_is_refused() -> None:
+    q, k, v = (torch.randn(1, heads, TOKENS, 5) for heads in (6, 3, 3))
+    with pytest.raises(NotImplementedError, match=r"query must hold all 12 heads of the model, got 6, .* pass first_head"):
+        attend(layer(HEADS, 6), q, k, v)
+    for first in (-1, 7):
+        with pytest.raises(ValueError, match=f"first_head must leave room for 6 of the model's 12 query heads, got {first}"):
+            attend(layer(HEADS, 6), q, k, v, first_head=first)
+    with pytest.raises(
+        NotImplementedError, match=r"key must hold 4 or all of the model's 8 key/value heads .*6 of 12 heads, got 3"
+    ):
+        find_head_shard(layer(HEADS, 8), 6, 3, 0)
+    # As many keys as queries: repeated for them, or those of all ranks.
+    with pytest.raises(NotImplementedError, match="k_proj"):
+        find_head_shard(layer(HEADS, 6), 6, 6, 0)
+
+
+def test_all_heads_and_modules_that_differ_from_their_config_need_no_place() -> None:
+    assert find_head_shard(layer(HEADS, 6), HEADS, 6) is None
+    assert find_head_shard(layer(HEADS, 6), HEADS, 6, 0) is None
+    assert find_head_shard(layer(HEADS, n_heads=6), 6, 6) is None  # a stage of its own
+    assert find_head_shard(layer(None), 6, 6) is None  # one process, and nothing says otherwise
+    assert find_head_shard(layer(None, n_head=6), 6, 6) is None
+
+
+# -- the library's tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_models_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(compare_with_one_process, 2, tmp_path, str(tmp_path))
+
+
+def compare_with_one_process(rank: int, folder: str) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    # Keys and values that every rank holds, for parts of the queries: the library leaves their inputs' gradients in parts.
+    attention = {"q_proj": "colwise", "o_proj": "rowwise"}
+    replicated = {f"model.layers.*.self_attn.{name}": style for name, style in attention.items()}
+    replicated |= {f"model.layers.*.self_attn.{name}": "replicate" for name in ("k_proj", "v_proj")}
+    for name, pattern, kv_heads, plan in (
+        ("Llama", RATES, 4, "auto"),
+        ("Qwen3", GROUPED, 2, "auto"),
+        ("Llama", INTERLEAVED, 2, replicated),
+        ("Llama", RATES, 1, replicated),
+    ):
+        torch.manual_seed(7)
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=31,
+            hidden_size=32,
+            intermediate_size=36,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            head_dim=8,
+            dilated_pattern=pattern.to_dict(),
+        )
+        one = transformers.AutoModelForCausalLM.from_config(config).eval()
+        path = f"{folder}/{name}_{kv_heads}_{len(plan)}"
+        one.save_pretrained(path)  # the first rank writes
+        torch.distributed.barrier()
+        options = DistributedConfig(tp_plan=plan, tp_size=2)
+        shared = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=options)
+        tokens = torch.randint(31, (2, 17))
+        mask = torch.ones_like(tokens)
+        mask[1, :4] = 0
+        compare(one, shared, {"input_ids": tokens, "labels": tokens, "attention_mask": mask}, of_gradients=plan == "auto")
+        generated = [model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in (one, shared)]
+        torch.testing.assert_close(*generated, rtol=0, atol=0)
+    refuses_what_has_no_place(one)
+
+
+def compare(one: Any, shared: Any, inputs: dict[str, Tensor], *, of_gradients: bool) -> None:
+    """Logits, and the gradients of the loss."""
+    real = inputs["attention_mask"].bool()
+    outputs = [model(**inputs) for model in (one, shared)]
+    torch.testing.assert_close(outputs[1].logits[real], outputs[0].logits[real], **SINGLE)
+    if not of_gradients:
+        return
+    for output in outputs:
+        output.loss.backward()
+    expected = {name: parameter.grad for name, parameter in one.named_parameters()}
+    for name, parameter in shared.named_parameters():
+        gradient = parameter.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(gradient, expected[name], **SINGLE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def refuses_what_has_no_place(model: Any) -> None:
+    """Ulysses hands over a part of the heads of a layer whose parameters are whole."""
+    module = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, TOKENS, 8) for heads in (2, 1, 1))
+    with pytest.raises(NotImplementedError, match="query must hold all 4 heads of the model, got 2"):
+        attend(module, q, k, v)
+    with pytest.raises(NotImplementedError, match="config must say num_attention_heads over several processes, got Module without"):
+        attend(layer(None), q, k, v)
