@@ -78,6 +78,14 @@ def tests_transformers(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_port(session: nox.Session) -> None:
+    """The names of `flexdilated.compat` beside the popular port itself, without the old torch and xformers that it asks for."""
+    _install(session)
+    session.install("--no-deps", "dilated-attention-pytorch==0.2.0", "einops")
+    session.run("pytest", "tests/test_compat_port.py", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("capability", CAPABILITIES)
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import re
 import subprocess
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flexdilated
 from flexdilated import DilatedPattern, compat, dilated_attention, reference
-from flexdilated.compat import ARGUMENTS
+from flexdilated.compat import ABSENT, ARGUMENTS
 from flexdilated.ordering import grid_order, reorder, restore
 from tests.tolerances import EXACT
 
@@ -43,6 +45,8 @@ LAYERS = (
     "RingAdvancedDistributedDilatedAttention",
 )
 HILBERT = "RingDilatedAttentionHybridHilbert"
+TRANSFORMERS = ("DilatedTransformerEncoderLayer", "DilatedTransformerDecoderLayer", "LongNet")
+FACTORIES = ("create_dilated_attention", "create_multihead_dilated_attention")
 
 
 def draw(num_tokens: int = TOKENS) -> tuple[Tensor, ...]:
@@ -185,6 +189,171 @@ def test_hilbert_rejects_text_causality_and_another_number_of_tokens() -> None:
         build(HILBERT)(*draw())
 
 
+# -- transformer layers ----------------------------------------------------------------------------------------------------------
+
+
+def attend(layer: nn.Module, query: Tensor, memory: Tensor, is_causal: bool) -> Tensor:
+    """The layer of the port over the definition, with or without its LayerNorm."""
+    q, k, v = (
+        F.linear(x, p.weight, p.bias).unflatten(-1, (HEADS, HEAD_DIM))
+        for x, p in ((query, layer.q_proj), (memory, layer.k_proj), (memory, layer.v_proj))
+    )
+    out = reference.dilated_attention(q, k, v, GROUPED, is_causal=is_causal)[0].flatten(2)
+    norm = layer.inner_attn_ln
+    if isinstance(norm, nn.LayerNorm):
+        out = F.layer_norm(out, (EMBED,), norm.weight, norm.bias, norm.eps)
+    return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+@pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("gelu", F.gelu), (torch.tanh, torch.tanh)])
+def test_transformer_layers_equal_their_formula(activation: object, function: object) -> None:
+    options = {"dim_feedforward": 11, "activation": activation, "layer_norm_eps": 0.1, "dtype": torch.float64}
+    encoder = randomised(compat.DilatedTransformerEncoderLayer(EMBED, HEADS, LENGTHS, RATES, **options)).eval()
+    decoder = randomised(compat.DilatedTransformerDecoderLayer(EMBED, HEADS, LENGTHS, RATES, **options)).eval()
+    src, tgt = (torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64) for _ in range(2))
+    for is_causal in (False, True):
+        h = encoder.norm1(src)
+        x = src + attend(encoder.self_attn, h, h, is_causal)
+        expected = x + encoder.linear2(encoder.norm3(function(encoder.linear1(encoder.norm2(x)))))
+        torch.testing.assert_close(encoder(src, is_causal), expected, **EXACT)
+
+        h = decoder.norm1(tgt)
+        x = tgt + attend(decoder.self_attn, h, h, is_causal)
+        x = x + attend(decoder.multihead_attn, decoder.norm2(x), src, not is_causal)
+        expected = x + decoder.linear2(decoder.norm4(function(decoder.linear1(decoder.norm3(x)))))
+        torch.testing.assert_close(decoder(tgt, src, is_causal, not is_causal), expected, **EXACT)
+    assert not isinstance(decoder.self_attn.inner_attn_ln, nn.LayerNorm)
+    assert [m.eps for m in (*encoder.modules(), *decoder.modules()) if isinstance(m, nn.LayerNorm)] == [0.1] * 9
+
+
+def test_longnet_reads_one_sequence_in_both_stacks() -> None:
+    model = randomised(compat.LongNet(EMBED, HEADS, 3, 2, 11, LENGTHS, RATES, dtype=torch.float64))
+    x = torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    for is_causal in (False, True):
+        memory = tgt = x
+        for layer in model.encoder.layers:
+            memory = layer(memory, is_causal)
+        for layer in model.decoder.layers:
+            tgt = layer(tgt, memory, is_causal, is_causal)
+        assert torch.equal(model(x, is_causal), tgt)
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (3, 2)
+    assert torch.equal(model(x), model(x, True))
+    torch.testing.assert_close(model(torch.cat([x[:, :17], x[:, 17:] + 1], dim=1))[:, :17], model(x)[:, :17], **EXACT)
+    (out,) = torch.autograd.grad(model(x).sum(), [model.encoder.layers[0].linear1.weight])
+    assert out.abs().max() > 0
+
+
+def test_transformer_options_reach_the_layers() -> None:
+    for name in TRANSFORMERS[:2]:
+        layer = getattr(compat, name)(EMBED, HEADS, LENGTHS, RATES, 11, 0.25, gamma_init=3.0, device="meta", dtype=torch.float64)
+        assert {p.dtype for p in layer.parameters()} == {torch.float64}
+        assert all(p.is_meta for p in layer.parameters())
+        assert layer.dropout.p == layer.self_attn.attention.dropout_p == 0.25
+        gains = []
+        for gamma in (1.0, 3.0):
+            torch.manual_seed(7)
+            gains.append(getattr(compat, name)(EMBED, HEADS, LENGTHS, RATES, 11, gamma_init=gamma))
+        for part in ("self_attn.v_proj", "self_attn.out_proj", "linear1", "linear2"):
+            one, three = (layer.get_submodule(part).weight for layer in gains)
+            torch.testing.assert_close(three, 3.0 * one)
+    torch.manual_seed(7)
+    model = compat.LongNet(EMBED, HEADS, 3, 2, 11, LENGTHS, RATES, 0.25, "gelu", 0.1, dtype=torch.float64)
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.25}
+    assert {layer.activation for stack in (model.encoder, model.decoder) for layer in stack.layers} == {F.gelu}
+    for stack, gain in ((model.encoder, math.log(6) / math.sqrt(3)), (model.decoder, math.sqrt(math.log(6)))):
+        xavier = math.sqrt(2 / (EMBED + 11))
+        assert abs(stack.layers[0].linear1.weight.std().item() / (gain * xavier) - 1) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("LongNet", {"activation": "tanh"}, ValueError, "activation must be one of ('relu', 'gelu') or a function, got 'tanh'"),
+        ("LongNet", {"activation": 3}, TypeError, "activation must be one of ('relu', 'gelu') or a function, got 3"),
+        ("LongNet", {"num_encoder_layers": 0}, ValueError, "num_encoder_layers must be at least 1, got 0"),
+        ("LongNet", {"num_decoder_layers": 0}, ValueError, "num_decoder_layers must be at least 1, got 0"),
+        ("LongNet", {"dim_feedforward": 0}, ValueError, "dim_feedforward must be at least 1, got 0"),
+        (
+            "create_dilated_attention",
+            {"attention_type": "fast"},
+            ValueError,
+            "attention_type must be one of ('auto', 'standard', 'improved', 'ring'), got 'fast'",
+        ),
+        ("create_dilated_attention", {"ring_size": 1}, ValueError, "ring_size must be None unless attention_type='ring', got 1"),
+        (
+            "create_multihead_dilated_attention",
+            {"use_checkpointing": True},
+            ValueError,
+            "use_checkpointing must be False unless attention_type='ring', got True",
+        ),
+    ],
+)
+def test_new_names_reject_wrong_arguments(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
+    sizes = {"d_model": EMBED, "nhead": HEADS} if name == "LongNet" else {}
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **sizes, **options})
+
+
+# -- factories and absent names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring"])
+def test_factories_build_the_classes_with_all_their_arguments(kind: str) -> None:
+    ring = {"ring_size": 1, "use_checkpointing": True} if kind == "ring" else {}
+    attention = compat.create_dilated_attention(kind, LENGTHS, RATES, dropout=0.25, **ring)
+    assert type(attention) is (compat.RingDilatedAttention if kind == "ring" else compat.ImprovedDilatedAttention)
+    assert (attention.attention.pattern, attention.attention.dropout_p) == (GROUPED, 0.25)
+    options = {"bias": False, "layer_norm_eps": 0.1, "dtype": torch.float64, "device": "meta", "dropout": 0.25}
+    layer = compat.create_multihead_dilated_attention(kind, EMBED, HEADS, LENGTHS, RATES, **options, **ring)
+    assert type(layer) is (compat.RingMultiheadDilatedAttention if kind == "ring" else compat.ImprovedMultiheadDilatedAttention)
+    assert (layer.attention.pattern, layer.attention.dropout_p) == (GROUPED, 0.25)
+    assert (layer.q_proj.bias, layer.q_proj.weight.dtype, layer.inner_attn_ln.eps) == (None, torch.float64, 0.1)
+    assert layer.q_proj.weight.is_meta
+    assert attention.use_checkpointing == layer.use_checkpointing == (kind == "ring")
+    assert compat.create_dilated_attention(kind).attention.pattern == DilatedPattern.grouped((2048, 4096, 8192), (1, 2, 4))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_warn_of_what_has_no_effect_and_refuse_what_they_do_not_know(name: str) -> None:
+    factory = getattr(compat, name)
+    for kind in ("auto", "ring"):
+        for argument in sorted(arguments(name) & set(GIVEN)):
+            silent = ARGUMENTS[argument].warns == "without parameters" and "multihead" in name
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                factory(kind, segment_lengths=LENGTHS, dilation_rates=RATES, **{argument: GIVEN[argument]})
+            assert [str(warning.message) for warning in caught] == (
+                [] if silent else [f"{argument} has no effect: {ARGUMENTS[argument].meaning}"]
+            )
+            assert all(warning.filename == __file__ for warning in caught)
+    for kind, use in (("distributed", r"DilatedAttention\(mesh="), ("block_sparse_ring", r"dilated_attention\(mask_mod=")):
+        with pytest.raises(NotImplementedError, match=rf"^attention_type must be one of .*, got '{kind}'; .*{use}"):
+            factory(kind)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparsity_ratio'"):
+        factory(sparsity_ratio=0.9)
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_absent_name_says_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name} is not in flexdilated.compat; use {re.escape(ABSENT[name])}$"):
+        exec(f"from flexdilated.compat import {name}")
+
+
+def test_what_absent_names_point_at_exists() -> None:
+    for path in set(re.findall(r"flexdilated\.(\w+)", " ".join(ABSENT.values()))):
+        assert hasattr(flexdilated, path)
+    assert not set(ABSENT) & set(compat.__all__)
+    with pytest.raises(AttributeError, match=r"^module 'flexdilated.compat' has no attribute 'nothing'$"):
+        compat.nothing  # noqa: B018
+
+
 # -- every argument -------------------------------------------------------------------------------------------------------------
 
 GIVEN = {
@@ -203,7 +372,7 @@ GIVEN = {
 
 
 def test_every_argument_of_every_name_is_in_the_table_and_the_other_way_round() -> None:
-    names = (*BARE, *LAYERS, HILBERT)
+    names = (*BARE, *LAYERS, HILBERT, *TRANSFORMERS, *FACTORIES)
     assert sorted(names) == sorted(set(compat.__all__) - {"ARGUMENTS", "Argument"})
     taken = set().union(*(arguments(name) for name in names)) - {"embed_dim", "num_heads"}
     assert taken == set(ARGUMENTS)
@@ -391,8 +560,13 @@ def test_table_in_the_docs_is_the_table_in_the_module() -> None:
 
 
 def test_docs_name_every_class() -> None:
-    text = MIGRATION.read_text()
-    assert set(re.findall(r"`(\w*DilatedAttention\w*)`", text)) >= set(compat.__all__) - {"ARGUMENTS", "Argument"}
+    assert set(re.findall(r"`(\w+)`", MIGRATION.read_text())) >= set(compat.__all__) - {"ARGUMENTS", "Argument"}
+
+
+def test_absent_names_in_the_docs_are_those_of_the_module() -> None:
+    section = MIGRATION.read_text().split("| use instead |")[1].split("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in section.splitlines()[2:]]
+    assert rows == [(f"`{name}`", use) for name, use in ABSENT.items()]
 
 
 def test_examples_in_the_docs_run() -> None:

@@ -1,11 +1,9 @@
-"""Names and arguments of earlier dilated-attention packages, mapped onto the one implementation (docs/migration.md)."""
+"""Attention and its layers under the names and arguments of earlier packages, mapped onto the one implementation."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from flexdilated.compat.arguments import warn_of
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
 from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn import attention
@@ -22,8 +21,6 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.sharded import withdraw_from
 
 __all__ = [
-    "ARGUMENTS",
-    "Argument",
     "DilatedAttention",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
@@ -38,58 +35,6 @@ __all__ = [
     "RingMultiheadDilatedAttention",
     "RingMultiheadDilatedAttentionHybrid",
 ]
-
-
-class Argument(NamedTuple):
-    """What an argument of the earlier packages means here, or why it is no longer needed; and which classes warn of it."""
-
-    meaning: str
-    warns: Literal["never", "always", "without parameters"] = "never"
-
-
-# The text of the warnings and of the table in docs/migration.md.
-ARGUMENTS: dict[str, Argument] = {
-    "segment_lengths": Argument("tokens per segment, one per branch; the sequence need not be a multiple of them"),
-    "dilation_rates": Argument("every r-th token of a segment is kept, one rate per branch"),
-    "softmax_scale": Argument("multiplies the scores; None: head_dim ** -0.5"),
-    "attention_dropout": Argument("probability of dropping an attention weight in training"),
-    "dropout": Argument("probability of dropping an attention weight in training"),
-    "bias": Argument("whether the four projections have a bias"),
-    "layer_norm": Argument(
-        "whether a LayerNorm stands before the output projection; its weights load under their earlier name `norm` too"
-    ),
-    "layer_norm_eps": Argument("epsilon of that LayerNorm"),
-    "gamma_init": Argument("gain of the initial value and output projections"),
-    "ring_size": Argument(
-        "ranks that share the work on a whole sequence, which all of them hold: 1, or all ranks of `group`, as by default"
-    ),
-    "group": Argument(
-        "process group whose ranks are the ring; None: the default group, where there is one; "
-        "the earlier packages had no such argument"
-    ),
-    "use_checkpointing": Argument("computes the layer again in the backward pass instead of keeping it; off unless given"),
-    "use_hilbert": Argument("whether queries, keys and values are reordered along a Hilbert curve, and outputs put back"),
-    "grid": Argument("(height, width) of the 2-D tokens that a Hilbert curve orders; the earlier packages had no such argument"),
-    "device": Argument(
-        "where the parameters live; attention without parameters computes where its inputs are", "without parameters"
-    ),
-    "dtype": Argument("of the parameters; attention without parameters computes in the dtype of its inputs", "without parameters"),
-    "op": Argument(
-        "the kernel is chosen by device, dtype and mask; to name one, use flexdilated.dilated_attention(backend=...)", "always"
-    ),
-    "use_flash_attention": Argument(
-        "the kernel is chosen by device, dtype and mask; to name one, use flexdilated.dilated_attention(backend=...)", "always"
-    ),
-    "use_tf32": Argument("a layer changes no global setting; call torch.set_float32_matmul_precision", "always"),
-    "enable_memory_pool": Argument(
-        "there is nothing to pool: branches are views, and only q, k, v, out and lse are kept", "always"
-    ),
-    "lightweight_pool": Argument("there is no memory pool", "always"),
-    "enable_profiling": Argument("a layer does not profile itself; use torch.profiler", "always"),
-    "use_pattern_cache": Argument("the plan of a pattern is plain integers and always cached", "always"),
-    "block_size": Argument("the kernel chooses its own blocks", "always"),
-    "hilbert_chunk_size": Argument("one curve covers the whole grid", "always"),
-}
 
 
 # -- attention without parameters ---------------------------------------------------------------------------------------------
@@ -110,7 +55,7 @@ class _Attention(nn.Module):
         ring: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        _warn_of(ignored)
+        warn_of(ignored)
         self.use_checkpointing = use_checkpointing
         pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
         self.attention = _attention_over(ring, pattern, softmax_scale, dropout)
@@ -296,7 +241,7 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
             device=device,
             dtype=dtype,
         )
-        _warn_of({"hilbert_chunk_size": hilbert_chunk_size})
+        warn_of({"hilbert_chunk_size": hilbert_chunk_size})
         self.grid: tuple[int, int] | None = None
         if not use_hilbert:
             if grid is not None:
@@ -353,7 +298,7 @@ class _Multihead(attention.MultiheadDilatedAttention):
         use_checkpointing: bool = False,
         ring: dist.ProcessGroup | None = None,
     ) -> None:
-        _warn_of(ignored)
+        warn_of(ignored)
         pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
         super().__init__(
             embed_dim,
@@ -747,21 +692,7 @@ def _samples(x: Tensor) -> Tensor:
     return x.detach()[torch.unravel_index(places, x.shape)].float()
 
 
-# -- what they share ---------------------------------------------------------------------------------------------------------------
-
-
-def _warn_of(given: Mapping[str, object]) -> None:
-    """One warning for each argument that was given though it has no effect, at the line that gave it.
-
-    Python shows a warning once per such line, so a loop that builds layers warns once.
-    """
-    for name, value in given.items():
-        if value is None:
-            continue
-        frame, level = sys._getframe(1), 2
-        while frame.f_back is not None and frame.f_code.co_filename == __file__:
-            frame, level = frame.f_back, level + 1
-        warnings.warn(f"{name} has no effect: {ARGUMENTS[name].meaning}", stacklevel=level)
+# -- weights under earlier names --------------------------------------------------------------------------------------------------
 
 
 def _rename_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -1,0 +1,56 @@
+"""Names and arguments of earlier dilated-attention packages, mapped onto the one implementation (docs/migration.md)."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from flexdilated.compat.absent import ABSENT as ABSENT
+from flexdilated.compat.arguments import ARGUMENTS as ARGUMENTS
+from flexdilated.compat.arguments import Argument as Argument
+from flexdilated.compat.attention import DilatedAttention as DilatedAttention
+from flexdilated.compat.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
+from flexdilated.compat.attention import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
+from flexdilated.compat.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
+from flexdilated.compat.attention import RingAdvancedDistributedDilatedAttention as RingAdvancedDistributedDilatedAttention
+from flexdilated.compat.attention import RingDilatedAttention as RingDilatedAttention
+from flexdilated.compat.attention import RingDilatedAttentionHybrid as RingDilatedAttentionHybrid
+from flexdilated.compat.attention import RingDilatedAttentionHybridFixed as RingDilatedAttentionHybridFixed
+from flexdilated.compat.attention import RingDilatedAttentionHybridHilbert as RingDilatedAttentionHybridHilbert
+from flexdilated.compat.attention import RingDilatedAttentionV2Collective as RingDilatedAttentionV2Collective
+from flexdilated.compat.attention import RingDilatedAttentionV3 as RingDilatedAttentionV3
+from flexdilated.compat.attention import RingMultiheadDilatedAttention as RingMultiheadDilatedAttention
+from flexdilated.compat.attention import RingMultiheadDilatedAttentionHybrid as RingMultiheadDilatedAttentionHybrid
+from flexdilated.compat.factory import create_dilated_attention as create_dilated_attention
+from flexdilated.compat.factory import create_multihead_dilated_attention as create_multihead_dilated_attention
+from flexdilated.compat.transformer import DilatedTransformerDecoderLayer as DilatedTransformerDecoderLayer
+from flexdilated.compat.transformer import DilatedTransformerEncoderLayer as DilatedTransformerEncoderLayer
+from flexdilated.compat.transformer import LongNet as LongNet
+
+__all__ = [
+    "ARGUMENTS",
+    "Argument",
+    "DilatedAttention",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "LongNet",
+    "MultiheadDilatedAttention",
+    "RingAdvancedDistributedDilatedAttention",
+    "RingDilatedAttention",
+    "RingDilatedAttentionHybrid",
+    "RingDilatedAttentionHybridFixed",
+    "RingDilatedAttentionHybridHilbert",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
+    "RingMultiheadDilatedAttentionHybrid",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ABSENT:  # an AttributeError would lose its text on the way through "from ... import"
+        raise ImportError(f"{name} is not in flexdilated.compat; use {ABSENT[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
