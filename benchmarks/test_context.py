@@ -205,6 +205,27 @@ def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, n
     record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
 
 
+# Rates that do not divide their segments, of which torchscale's rules move the outputs; and many branches of coprime rates.
+COPRIME = (3, 5, 7, 9, 11, 13, 17, 19, 23, 29, 31, 37)
+HARD = {
+    "256/3": DilatedPattern((256,), (3,), zero_padding=True),
+    "tiny": DilatedPattern(COPRIME, tuple(w - 1 for w in COPRIME), offsets="interleaved", zero_padding=True),
+    "wide": DilatedPattern(tuple(MILLION - 1001 * i for i in range(12)), COPRIME, offsets="interleaved"),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_planning_takes_seconds_for_any_pattern(benchmark: Any, name: str) -> None:
+    """All counts and the choice among exchanges, 64 ranks and 64 heads: less than 5 s on an idle core."""
+
+    def choose() -> str:
+        context_plan.cache_clear()
+        plan = plan_of(HARD[name], (MILLION // 64,) * 64, 64)
+        return plan.choose(budget=plan.default_budget(head_dim=HEAD_DIM, itemsize=2), head_dim=HEAD_DIM, itemsize=2)
+
+    assert benchmark.pedantic(choose, rounds=1) in EXCHANGES
+
+
 # -- bytes --------------------------------------------------------------------------------------------------------------------
 
 

@@ -167,19 +167,16 @@ def _segment_rows(
         zero_row = shifted and size == length and padded > real
         zero_keys = padded - real - zero_row if pattern.zero_padding and not is_causal else 0
         rows = real + zero_row
-        last = _last(first, count, num_tokens // out_stride, shifted)
-        inside = [min(rows, num_kept(num_tokens - s * out_stride, rate, offset)) for s in last]
-        full = count - len(inside) + sum(n == rows for n in inside)
+        # Only where positions shift may outputs fall behind the end: some of segment `edge`, all of those after it.
+        edge = num_tokens // out_stride if shifted else first + count
+        full, inside = min(count, max(0, edge - first)), 0
+        if first <= edge < first + count:
+            inside = min(rows, num_kept(num_tokens - edge * out_stride, rate, offset))
+            full += inside == rows
         if full and rows:
             yield _Rows(first, full, rows, rows, zero_row, zero_keys)
-        for s, n in zip(last, inside):
-            if 0 < n < rows:
-                yield _Rows(s, 1, rows, n, zero_row, zero_keys)
-
-
-def _last(first: int, count: int, whole: int, shifted: bool) -> range:
-    """The segments whose outputs may fall behind the end of the sequence: none, unless positions shift; else from `whole` on."""
-    return range(max(first, whole), first + count) if shifted else range(0)
+        if 0 < inside < rows:
+            yield _Rows(edge, 1, rows, inside, zero_row, zero_keys)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:

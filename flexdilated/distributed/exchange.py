@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.plan import ContextPlan, Integers
+from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.spans import Integers
 
 __all__ = ["GroupTransport", "Index", "Links", "Pending", "Transport", "link"]
 

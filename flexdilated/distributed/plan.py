@@ -1,34 +1,31 @@
 """Which rows each rank needs of which other, in integers: intervals and strides, never lists, until a rank asks for its own.
 
-The sequence is cut in contiguous shards. A segment that lies inside one shard is computed there. What follows speaks of the *cut*
-segments alone: of a branch at most one at each border between shards. Their kept rows, at one offset, are numbered `0, 1, ...`;
-each rank holds an interval of these numbers, so every question about two ranks is about two intervals and a stride.
+The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. What follows
+speaks of the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots; each rank holds an
+interval of these numbers, and a head keeps the slots of its offset modulo the rate.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from itertools import accumulate, combinations
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.distributed.spans import Integers, Kept, Spans, Traffic, count_rows, expanded, has_rows, rows_of
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, branch_order, everything_kept, segment_pieces
 
-__all__ = ["EXCHANGES", "IDLE_LIMIT", "KINDS", "ContextPlan", "Needs", "Strips", "Task", "Traffic", "context_plan"]
-
-Integers = NDArray[np.int64]
+__all__ = ["EXCHANGES", "IDLE_LIMIT", "KINDS", "ContextPlan", "Needs", "Segments", "Task", "context_plan"]
 
 EXCHANGES = ("gather", "ring", "heads")  # in the order of preference where bytes are equal
 IDLE_LIMIT = 4  # moving rows takes longer than computing them: some imbalance is worth it
-LARGEST_STEP = 1 << 62  # no two tokens are that far apart
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
 
 
@@ -45,46 +42,29 @@ class Needs(NamedTuple):
         return Needs(*(x[chosen] for x in self))
 
 
-class Traffic(NamedTuple):
-    """Rows that travel, per pair of ranks that exchange any: arrays of equal length, in ascending order of the pair."""
+class Segments(NamedTuple):
+    """The cut segments of one branch: arrays over segments, each document's ascending.
 
-    receiver: Integers
-    sender: Integers
-    rows: Integers
-
-    def received(self, num_ranks: int) -> Integers:
-        """`(num_ranks,)` rows that each rank gets."""
-        return np.bincount(self.receiver, self.rows, num_ranks).astype(np.int64)
-
-    def largest(self, num_ranks: int) -> Integers:
-        """`(num_ranks,)` rows of the largest message that each rank gets."""
-        most = np.zeros(num_ranks, np.int64)
-        np.maximum.at(most, self.receiver, self.rows)
-        return most
-
-
-class Strips(NamedTuple):
-    """The cut segments of one branch at one offset: arrays over segments.
-
-    Row `l` is token `token + l * stride`, for `l < rows`; its output belongs to token `out_token + l * stride`, for `l < outputs`.
-    With `zero_row`, output row `rows` is that of a query of zeros.
+    Slot `j < size` is token `token + j`, and its output that of token `out_token + j`, for `j < outputs`. Slots from `size` on are
+    queries of zeros, where `outputs` reaches beyond it. With `padded` slots of keys, those from `slots` on hold zeros.
     """
 
     token: Integers
     out_token: Integers
-    stride: int
-    rows: Integers
+    size: Integers
+    slots: Integers
     outputs: Integers
-    zero_row: NDArray[np.bool_]
-    zero_keys: Integers
-    first_rank: Integers
-    last_rank: Integers
+    padded: Integers
+    first_source: Integers  # ranks that hold tokens
+    last_source: Integers
+    first_owner: Integers  # ranks that hold outputs; where there are none, the last comes before the first
+    last_owner: Integers
 
 
 class Task(NamedTuple):
     """Attention of some rows of one cut segment, on one rank: lanes of equal shape, one for each key/value head.
 
-    Rows are numbered as in `Strips`; the number `rows` is the query of zeros, where there is one.
+    Rows are the kept slots of `Segments`, numbered from 0; the number `rows` is the query of zeros, where there is one.
     """
 
     branch: int
@@ -186,9 +166,10 @@ class ContextPlan:
             w = min(length, num_tokens)
             out = self._stride_of_outputs(w, rate)
             at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
-            # Border by border, the segments that begin before it and end, or write, behind it.
-            first, count = at // out, np.maximum((at - 1) // w - at // out + 1, 0)
-            index = np.unique(np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum()))
+            # Border by border, the segments that begin before it and end, or write, behind it, but for those of earlier borders.
+            end = (at - 1) // w + 1
+            first = np.maximum(at // out, np.concatenate([[0], end[:-1]]))
+            _, index = expanded(first, np.maximum(end - first, 0))
             whole = ((index + 1) * w <= num_tokens).astype(np.int64)
             tables.append(np.stack([np.full_like(index, start), np.full_like(index, num_tokens), index, whole], axis=1))
         return np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
@@ -196,39 +177,49 @@ class ContextPlan:
     def _rank_of(self, tokens: Integers) -> Integers:
         return np.searchsorted(self._borders, tokens, side="right") - 1
 
-    @lru_cache(maxsize=128)  # noqa: B019  (plans are few and kept anyway)
-    def strips(self, branch: int, offset: int) -> Strips:
-        """The cut segments of a branch at one offset."""
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """Per branch, its cut segments."""
+        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.branches)))
+
+    def _segments_of(self, branch: int) -> Segments:
         length, rate = self.pattern.branches[branch]
         start, num_tokens, index, whole = self._cut[branch].T
         w = np.minimum(length, num_tokens)
         out = w + -w % rate if self.pattern.zero_padding else w
-        token, out_token = start + index * w + offset, start + index * out + offset
+        token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
-        rows, padded = _kept(size, rate, offset), _kept(out, rate, offset)
-        shifted = (out != w) & (num_tokens > w)
         # As in pieces.py: only a shifted output can show the padding row of a whole segment.
-        zero_row = shifted & (whole == 1) & (padded > rows)
-        visible = np.where(shifted, _kept(start + num_tokens - (out_token - offset), rate, offset), rows + zero_row)
-        outputs = np.minimum(rows + zero_row, visible)
-        zero_keys = padded - rows - zero_row if self.pattern.zero_padding and not self.is_causal else np.zeros_like(rows)
-        low, high = _reach(index, start, num_tokens, w, out)
-        return Strips(token, out_token, rate, rows, outputs, zero_row, zero_keys, self._rank_of(low), self._rank_of(high - 1))
+        slots = np.where((out != w) & (num_tokens > w) & (whole == 1), out, size)
+        outputs = np.clip(start + num_tokens - out_token, 0, slots)
+        sources = self._rank_of(token), self._rank_of(token + size - 1)
+        first_owner = self._rank_of(out_token)
+        last_owner = np.where(outputs > 0, self._rank_of(out_token + outputs - 1), first_owner - 1)
+        padded = out if self.pattern.zero_padding and not self.is_causal else slots
+        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner)
 
-    def _interval(self, token: Integers, stride: int, rows: Integers, rank: Integers) -> tuple[Integers, Integers]:
-        """The row numbers whose tokens a rank holds."""
-        low, high = (np.clip(-((token - self._borders[rank + i]) // stride), 0, rows) for i in (0, 1))
-        return low, high
+    def _held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
+        """The slots that a rank holds of those that begin at a token."""
+        return np.clip(self._borders[rank] - token, 0, size), np.clip(self._borders[np.add(rank, 1)] - token, 0, size)
 
     # -- who needs what -----------------------------------------------------------------------------------------------------
 
-    def heads_of(self, branch: int) -> list[tuple[int, int]]:
+    def heads_of(self, branch: int) -> tuple[tuple[int, int], ...]:
         """`(head, offset)` of the heads held here that run a branch."""
-        runs = self.pattern.head_runs(branch, self.num_heads, self.within)
-        return sorted((run.start + j * run.step, run.offset) for run in runs for j in range(run.heads))
+        return self._kept[branch].heads
 
-    def _offset(self, branch: int, head: int) -> int | None:
-        return dict(self.heads_of(branch)).get(head)
+    @cached_property
+    def _kept(self) -> tuple[Kept, ...]:
+        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.branches))]
+        heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
+        return tuple(Kept(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
+
+    def _offsets(self, branch: int) -> dict[int, list[int]]:
+        """The heads of each offset."""
+        found: dict[int, list[int]] = {}
+        for head, offset in self.heads_of(branch):
+            found.setdefault(offset, []).append(head)
+        return found
 
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
@@ -239,46 +230,72 @@ class ContextPlan:
             found.setdefault(tuple(each.get(head) for each in offsets), []).append(head)
         return {offsets: tuple(heads) for offsets, heads in found.items()}
 
-    def needs(self, exchange: str, kind: str, head: int) -> Needs:
-        """What travels for one head: the progressions of all branches, which may overlap."""
+    def needs(self, exchange: str, kind: str, head: int, spans: Spans | None = None) -> Needs:
+        """What travels for one head: the progressions of all branches, which may overlap; of all spans, or of these alone."""
+        spans = self.spans(exchange, kind) if spans is None else spans
         found = []
-        for branch in range(len(self.pattern.branches)):
-            offset = self._offset(branch, head)
-            if offset is None or not len(self._cut[branch]):
+        for branch, (rate, heads) in enumerate(self._kept):
+            place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
+            if place is None:
                 continue
-            whole = self._by_heads[branch] if exchange == "heads" else np.zeros(len(self._cut[branch]), bool)
-            if kind != "out" and not whole.all():
-                found.append(self._row_needs(branch, offset, kind, ~whole))
-            if whole.any():
-                found.append(self._head_needs(branch, offset, head, kind, whole))
+            here = spans.where(spans.branch == branch)
+            chosen, first, rows = rows_of(here, rate, heads[place][1], place)
+            found.append(Needs(here.receiver[chosen], here.sender[chosen], first, np.full_like(first, rate), rows))
         if not found:
             return Needs(*(np.empty(0, np.int64) for _ in Needs._fields))
         return Needs(*(np.concatenate(parts) for parts in zip(*found)))
 
-    def _row_needs(self, branch: int, offset: int, kind: str, chosen: NDArray[np.bool_]) -> Needs:
+    def spans(self, exchange: str, kind: str, rank: int | None = None, *, sent: bool = False) -> Spans:
+        """What travels, as spans of tokens: all of it, or what one rank receives or sends."""
+        spans = Spans.joined(list(self._spans(exchange, kind, rank, sent)))
+        if rank is not None:
+            spans = spans.where((spans.sender if sent else spans.receiver) == rank)
+        return spans
+
+    def _spans(self, exchange: str, kind: str, rank: int | None = None, sent: bool = False) -> Iterator[Spans]:
+        for branch in range(len(self.pattern.branches)):
+            if not self.heads_of(branch) or not len(self._cut[branch]):
+                continue
+            whole = self._by_heads[branch] if exchange == "heads" else np.zeros(len(self._cut[branch]), bool)
+            if kind != "out":
+                near = self._near(branch, rank, sources=sent)
+                yield self._row_spans(branch, kind, np.flatnonzero(near & ~whole))
+            if whole.any():
+                yield self._head_spans(branch, kind, np.flatnonzero(whole))
+
+    def _near(self, branch: int, rank: int | None, *, sources: bool) -> NDArray[np.bool_]:
+        """The segments of which a rank may hold tokens, or outputs."""
+        at = self.segments[branch]
+        if rank is None:
+            return np.ones(len(at.token), bool)
+        first, last = (at.first_source, at.last_source) if sources else (at.first_owner, at.last_owner)
+        return (first <= rank) & (rank <= last)
+
+    def _row_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
         """Rows that the ranks of a segment need for their own outputs."""
-        strips = self.strips(branch, offset)
-        segment, rank = _incidence(strips, chosen)
-        token, rows = strips.token[segment], strips.rows[segment]
-        low, high = self._interval(token, strips.stride, rows, rank)
-        out_low, out_high = self._interval(strips.out_token[segment], strips.stride, strips.outputs[segment], rank)
-        receiver, sender = _pairs(segment)
-        asks = (receiver != sender) & (out_low < out_high)[receiver] & (low < high)[sender]
-        receiver, sender = receiver[asks], sender[asks]
-        asked = out_high[receiver]  # may count a query of zeros, which comes after all rows
-        first, end = low[sender], high[sender]
+        rate, heads = self._kept[branch]
+        at = self.segments[branch]
+        sources, owners = at.last_source - at.first_source + 1, at.last_owner - at.first_owner + 1
+        away = (sources > 1) | (owners > 1) | (at.first_source != at.first_owner)
+        chosen = chosen[away[chosen]]
+        which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
+        at = Segments(*(x[chosen[which]] for x in at))
+        steps = sources[chosen[which]]
+        receiver, sender = at.first_owner + number // steps, at.first_source + number % steps
+        low, high = self._held(at.out_token, at.outputs, receiver)  # the slots of the outputs there
+        first, end = self._held(at.token, at.size, sender)
         if kind == "q":
-            first, end = np.maximum(first, out_low[receiver]), np.minimum(end, asked)
+            first, end = np.maximum(first, low), np.minimum(end, high)
         elif self.is_causal:
-            end = np.minimum(end, asked)
-        needs = Needs(
-            rank[receiver],
-            rank[sender],
-            token[sender] + first * strips.stride,
-            np.full_like(first, strips.stride),
-            end - first,
+            end = np.minimum(end, high)
+        # Few outputs are those of some offsets alone; and each slot of queries has but one.
+        few = (high - low < rate) & (kind != "q")
+        residue, residues = np.where(few, low % rate, 0), np.where(few, high - low, rate)
+        everyone = np.zeros_like(low), np.full_like(low, len(heads))
+        spans = Spans(
+            np.full_like(low, branch), receiver, sender, at.token + first, at.token + end, at.token, residue, residues, *everyone
         )
-        return needs.where(needs.rows > 0)
+        return spans.where((receiver != sender) & (low < high) & (first < end))
 
     @cached_property
     def _by_heads(self) -> tuple[NDArray[np.bool_], ...]:
@@ -286,67 +303,73 @@ class ContextPlan:
         return tuple(self._heads_pay(branch) for branch in range(len(self.pattern.branches)))
 
     def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
-        if self.is_local:  # a cut segment may keep no rows on one side of the border
-            return np.zeros(len(self._cut[branch]), bool)
-        first, size = self._span(branch)
-        strips = self.strips(branch, 0)
-        segment, rank = _incidence(strips, np.ones(len(first), bool))
-        low = np.clip(self._borders[rank] - first[segment], 0, size[segment])
-        high = np.clip(self._borders[rank + 1] - first[segment], 0, size[segment])
+        at, num_heads = self.segments[branch], len(self.heads_of(branch))
+        pay = np.zeros(len(at.token), bool)
+        chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
+        if self.is_local or not len(chosen):  # a cut segment may keep no rows on one side of the border
+            return pay
+        first, size = at.token[chosen], at.size[chosen]
+        which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
+        low, high = self._held(first[which], size[which], rank)
         # What the ranks with queries need: the tokens of others, or of those before.
-        missing = np.where(low < high, low if self.is_causal else size[segment] - (high - low), 0)
-        by_rows = 2 * np.bincount(segment, missing, len(first)) * len(self.heads_of(branch))
-        by_heads = np.zeros(len(first))
-        for head, _ in self.heads_of(branch):
-            executor = self._executor(branch, head)
-            held = np.minimum(self._borders[executor + 1], first + size) - np.maximum(self._borders[executor], first)
-            by_heads += (2 + 2 * self.group) * (size - held)
-        return by_heads < by_rows
+        missing = np.where(low < high, low if self.is_causal else size[which] - (high - low), 0)
+        by_rows = np.zeros(len(chosen), np.int64)
+        np.add.at(by_rows, which, 2 * missing * num_heads)
+        executor = self._executors(branch, chosen)
+        low, high = self._held(first[:, None], size[:, None], executor)
+        by_heads = ((2 + 2 * self.group) * (size[:, None] - (high - low))).sum(axis=1)
+        pay[chosen] = by_heads < by_rows
+        return pay
 
-    def _span(self, branch: int) -> tuple[Integers, Integers]:
-        """First token and length of the cut segments."""
-        start, num_tokens, index, _ = self._cut[branch].T
-        w = np.minimum(self.pattern.segment_lengths[branch], num_tokens)
-        return start + index * w, np.minimum(w, num_tokens - index * w)
-
-    def _executor(self, branch: int, head: int) -> Integers:
-        """The rank that would compute a head of each cut segment: heads are dealt in proportion to the tokens that ranks hold."""
-        first, size = self._span(branch)
-        heads = [h for h, _ in self.heads_of(branch)]
-        return self._rank_of(first + (2 * heads.index(head) + 1) * size // (2 * len(heads)))
+    def _executors(self, branch: int, chosen: Integers) -> Integers:
+        """`(segments, heads of the branch)` ranks that would compute whole heads: dealt in proportion to the tokens they hold."""
+        at, num_heads = self.segments[branch], len(self.heads_of(branch))
+        middle = (2 * np.arange(num_heads) + 1) * at.size[chosen, None] // max(1, 2 * num_heads)
+        return self._rank_of(at.token[chosen, None] + middle)
 
     def executors(self, branch: int, head: int) -> Integers:
         """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
-        return np.where(self._by_heads[branch], self._executor(branch, head), -1)
+        place = [each for each, _ in self.heads_of(branch)].index(head)
+        takers, chosen = np.full(len(self._cut[branch]), -1), np.flatnonzero(self._by_heads[branch])
+        takers[chosen] = self._executors(branch, chosen)[:, place]
+        return takers
 
-    def _head_needs(self, branch: int, offset: int, head: int, kind: str, chosen: NDArray[np.bool_]) -> Needs:
-        """Rows of a head to the rank that computes it, or its outputs back."""
-        strips = self.strips(branch, offset)
-        segment, rank = _incidence(strips, chosen & (strips.outputs > 0))
-        executor = self.executors(branch, head)[segment]
-        asked = np.minimum(strips.outputs, strips.rows)[segment]
+    def _head_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
+        """Rows of heads to the rank that computes them, or their outputs back."""
+        rate = self._kept[branch].rate
+        executors = self._executors(branch, chosen)
+        # Neighbouring heads have one executor.
+        begins = np.diff(executors, axis=1, prepend=-1) != 0
+        segment, place = np.nonzero(begins)
+        executor = executors[segment, place]
+        places = np.diff(np.append(np.flatnonzero(begins), begins.size))
+        at = Segments(*(x[chosen][segment] for x in self.segments[branch]))
+        first_rank, last_rank = (at.first_owner, at.last_owner) if kind == "out" else (at.first_source, at.last_source)
+        which, rank = expanded(first_rank, np.where(at.outputs > 0, last_rank - first_rank + 1, 0))
+        at, executor, place, places = Segments(*(x[which] for x in at)), executor[which], place[which], places[which]
+        asked = np.minimum(at.outputs, at.size)
         if kind == "out":
-            token = strips.out_token[segment]
-            low, high = self._interval(token, strips.stride, strips.outputs[segment], rank)
+            token, (low, high) = at.out_token, self._held(at.out_token, at.outputs, rank)
             receiver, sender = rank, executor
         else:
-            token = strips.token[segment]
-            rows = strips.rows[segment] if kind == "kv" and not self.is_causal else asked
-            low, high = self._interval(token, strips.stride, rows, rank)
+            token, (low, high) = at.token, self._held(at.token, at.size if kind == "kv" and not self.is_causal else asked, rank)
             receiver, sender = executor, rank
-        needs = Needs(receiver, sender, token + low * strips.stride, np.full_like(low, strips.stride), high - low)
-        return needs.where((needs.rows > 0) & (receiver != sender))
+        residue, residues = np.zeros_like(low), np.minimum(at.outputs, rate)  # an offset without outputs asks for nothing
+        spans = Spans(
+            np.full_like(low, branch), receiver, sender, token + low, token + high, token, residue, residues, place, places
+        )
+        return spans.where((low < high) & (receiver != sender))
 
     # -- counts -------------------------------------------------------------------------------------------------------------
 
     def traffic(self, exchange: str, kind: str) -> Traffic:
         """Exact (row, key/value head) counts per pair of ranks, the union over branches."""
-        return _traffic(self, "gather" if exchange == "ring" else exchange, kind)  # the same rows, in another order
+        return _traffic(self, _rows_of(self, exchange), kind)
 
     @cached_property
     def is_local(self) -> bool:
         """Whether no rank needs anything of another."""
-        return not any(len(self.traffic("gather", kind).rows) for kind in ("kv", "q"))
+        return not any(has_rows(spans, self._kept) for kind in ("kv", "q") for spans in self._spans("gather", kind))
 
     def bytes_received(
         self, exchange: str, *, head_dim: int, itemsize: int, batch: int = 1, masked: bool = False, lse_size: int = 4
@@ -408,30 +431,52 @@ class ContextPlan:
 
     def pairs(self, exchange: str) -> Integers:
         """`(num_ranks,)` (query, key) pairs that each rank scores, over the key/value heads held."""
-        return _pairs_scored(self, exchange)
+        return _pairs_scored(self, _rows_of(self, exchange))
 
     def _count_pairs(self, exchange: str) -> Integers:
         work = np.zeros(self.num_ranks, np.int64)
-        for rank in range(self.num_ranks):
-            for piece in self.local_pieces(rank):
-                size = piece.rows - piece.zero_row
-                queries = min(size, piece.out_rows)  # outputs behind the end are nobody's
-                scored = queries * (queries + 1) // 2 if self.is_causal else queries * size
-                work[rank] += piece.segments * piece.offsets * piece.heads * scored
-        for branch in range(len(self.pattern.branches)):
-            if not len(self._cut[branch]):
-                continue
-            whole = self._by_heads[branch] if exchange == "heads" else np.zeros(len(self._cut[branch]), bool)
-            there = np.flatnonzero(whole)
-            for head, offset in self.heads_of(branch):
-                strips = self.strips(branch, offset)
-                segment, ranks = _incidence(strips, ~whole)
-                rows = strips.rows[segment]
-                low, high = self._interval(strips.out_token[segment], strips.stride, strips.outputs[segment], ranks)
-                np.add.at(work, ranks, self._scored(rows, np.minimum(low, rows), np.minimum(high, rows)))
-                rows, asked = strips.rows[there], np.minimum(strips.outputs, strips.rows)[there]
-                np.add.at(work, self.executors(branch, head)[there], self._scored(rows, np.zeros_like(rows), asked))
+        for branch, (rate, heads) in enumerate(self._kept):
+            ranks, sizes = self._local_sizes(branch)
+            at = self.segments[branch]
+            whole = self._by_heads[branch] if exchange == "heads" else np.zeros(len(at.token), bool)
+            chosen, there = np.flatnonzero(~whole), np.flatnonzero(whole)
+            which, rank = expanded(at.first_owner[chosen], (at.last_owner - at.first_owner + 1)[chosen])
+            which = chosen[which]
+            held = self._held(at.out_token[which], at.outputs[which], rank)
+            for offset, members in self._offsets(branch).items():
+                for repeats, size, outputs in sizes:
+                    rows, asked = _kept_below(size, rate, offset), _kept_below(np.minimum(size, outputs), rate, offset)
+                    np.add.at(work, ranks, len(members) * repeats * self._scored(rows, np.zeros_like(rows), asked))
+                rows = _kept_below(at.size[which], rate, offset)
+                low, high = (np.minimum(_kept_below(slot, rate, offset), rows) for slot in held)
+                np.add.at(work, rank, len(members) * self._scored(rows, low, high))
+            executors = self._executors(branch, there)
+            for place, (_, offset) in enumerate(heads):
+                rows, asked = (_kept_below(x[there], rate, offset) for x in (at.size, np.minimum(at.outputs, at.size)))
+                np.add.at(work, executors[:, place], self._scored(rows, np.zeros_like(rows), asked))
         return work
+
+    def _local_sizes(self, branch: int) -> tuple[Integers, tuple[tuple[Integers, Integers, Integers], ...]]:
+        """Ranks with documents of which they hold segments, and of those `(how many, tokens, outputs)`: whole ones with all their
+        outputs, the one whose outputs the end of the document cuts, and the last."""
+        length, rate = self.pattern.branches[branch]
+        start, num_tokens = np.array([document for document in self.documents if document[1]], np.int64).reshape(-1, 2).T
+        first, count = self._rank_of(start), self._rank_of(start + num_tokens - 1) - self._rank_of(start) + 1
+        which, rank = expanded(first, count)
+        start, num_tokens = start[which], num_tokens[which]
+        w = np.minimum(length, num_tokens)
+        out = w + -w % rate if self.pattern.zero_padding else w
+        a, b = _inside(self._borders[rank] - start, self._borders[rank + 1] - start, num_tokens, w, out)
+        whole, shown = num_tokens // w, np.where(num_tokens > w, num_tokens // out, 1)
+        full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
+        edge = ((a <= shown) & (shown < np.minimum(b, whole))).astype(np.int64)
+        last = ((a <= whole) & (whole < b)).astype(np.int64)
+        rest = num_tokens - whole * w
+        return rank, (
+            (full, w, w),
+            (edge, w, np.clip(num_tokens - shown * out, 0, None)),
+            (last, rest, np.clip(num_tokens - whole * np.where(num_tokens > w, out, w), 0, None)),
+        )
 
     def _scored(self, rows: Integers, low: Integers, high: Integers) -> Integers:
         if self.is_causal:
@@ -451,37 +496,64 @@ class ContextPlan:
         )
 
     def _tasks(self, exchange: str, rank: int, branch: int) -> Iterator[Task]:
-        held = self.heads_of(branch)
-        executors = {head: self.executors(branch, head) for head, _ in held} if exchange == "heads" else {}
-        strips = {offset: self.strips(branch, offset) for _, offset in held}
-        alike: dict[Task, list[tuple[int, int, int]]] = {}
-        for segment in range(len(self._cut[branch])):
-            for head, offset in held:
-                strip = strips[offset]
-                executor = int(executors[head][segment]) if executors else -1
-                near = strip.first_rank[segment] <= rank <= strip.last_rank[segment]
-                if executor != rank and (executor >= 0 or not near):
-                    continue
-                task = self._task(branch, strip, segment, rank, executor)
+        whole = self._by_heads[branch] if exchange == "heads" else np.zeros(len(self._cut[branch]), bool)
+        found: dict[Task, list[Integers]] = {}
+        near = np.flatnonzero(self._near(branch, rank, sources=False) & ~whole)
+        for offset, heads in self._offsets(branch).items():
+            for task, chosen in self._alike(branch, offset, near, rank):
+                found.setdefault(task, []).append(self._lanes(branch, offset, heads, chosen))
+        there = np.flatnonzero(whole)
+        executors = self._executors(branch, there)
+        for place, (head, offset) in enumerate(self.heads_of(branch)):
+            for task, chosen in self._alike(branch, offset, there[executors[:, place] == rank], None):
+                found.setdefault(task, []).append(self._lanes(branch, offset, [head], chosen))
+        for task, lanes in found.items():
+            numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
+            yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
+
+    def _lanes(self, branch: int, offset: int, heads: list[int], chosen: Integers) -> Integers:
+        """`(3, lanes)`: head, token and output token of row 0, for some heads of some segments."""
+        at = self.segments[branch]
+        first = np.stack([np.zeros_like(chosen), at.token[chosen] + offset, at.out_token[chosen] + offset])
+        lanes = np.repeat(first, len(heads), axis=1)
+        lanes[0] = np.tile(np.array(heads, np.int64), len(chosen))
+        return lanes
+
+    def _alike(self, branch: int, offset: int, chosen: Integers, rank: int | None) -> Iterator[tuple[Task, Integers]]:
+        """Segments whose tasks at one offset are equal but for the lane, which the task lacks; a rank's own outputs, or all."""
+        rate = self._kept[branch].rate
+        at = Segments(*(x[chosen] for x in self.segments[branch]))
+        rows, kept = _kept_below(at.size, rate, offset), _kept_below(at.slots, rate, offset)
+        columns = [rows, kept - rows, _kept_below(at.padded, rate, offset) - kept]
+        owners = (at.first_owner, at.last_owner) if rank is None else (np.full_like(chosen, rank),) * 2
+        for begin, end in ((at.first_source, at.last_source), owners):
+            columns += [begin, end]
+        spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1
+        for ranks in np.unique(spread):  # how many columns it takes
+            few = np.flatnonzero(spread == ranks)
+            table = [x[few] for x in columns]
+            for token, size, begin in ((at.token, at.size, at.first_source), (at.out_token, at.outputs, owners[0])):
+                for i in range(ranks):
+                    who = np.minimum(begin[few] + i, self.num_ranks - 1)
+                    table += [_kept_below(slot, rate, offset) for slot in self._held(token[few], size[few], who)]
+            kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
+            order = np.argsort(which.reshape(-1), kind="stable")
+            borders = np.searchsorted(which.reshape(-1)[order], np.arange(len(kinds) + 1)).tolist()
+            for kind, low, high in zip(kinds.tolist(), borders, borders[1:]):
+                task = self._task(branch, kind, ranks)
                 if task is not None:
-                    lane = (head, int(strip.token[segment]), int(strip.out_token[segment]))
-                    alike.setdefault(task, []).append(lane)
-        for task, lanes in alike.items():
-            heads, tokens, out_tokens = zip(*lanes)
-            yield task._replace(heads=heads, tokens=tokens, out_tokens=out_tokens)
+                    yield task, chosen[few[order[low:high]]]
 
-    def _task(self, branch: int, strips: Strips, segment: int, rank: int, executor: int) -> Task | None:
-        """The task of one lane, without the lane: equal ones are computed together."""
-        rows, outputs = int(strips.rows[segment]), int(strips.outputs[segment])
-        ranks = np.arange(strips.first_rank[segment], strips.last_rank[segment] + 1)
+    def _task(self, branch: int, kind: list[int], ranks: int) -> Task | None:
+        """The task without lanes, of a row of the table of `_alike`."""
+        rows, zero_row, zero_keys, first_source, last_source, first_owner, last_owner, *bounds = kind
 
-        def intervals(token: Integers, size: int) -> tuple[tuple[int, int, int], ...]:
-            low, high = self._interval(np.full_like(ranks, token[segment]), strips.stride, np.full_like(ranks, size), ranks)
-            return tuple((int(r), int(a), int(b)) for r, a, b in zip(ranks, low, high) if a < b)
+        def parts(first: int, last: int, bounds: list[int]) -> tuple[tuple[int, int, int], ...]:
+            found = zip(range(first, last + 1), bounds[::2], bounds[1::2])
+            return tuple((rank, low, high) for rank, low, high in found if low < high)
 
-        owners = intervals(strips.out_token, outputs)
-        if executor < 0:
-            owners = tuple(owner for owner in owners if owner[0] == rank)
+        sources = parts(first_source, last_source, bounds[: 2 * ranks])
+        owners = parts(first_owner, last_owner, bounds[2 * ranks :])
         if not owners:
             return None
         queries = (owners[0][1], owners[-1][2])
@@ -490,13 +562,13 @@ class ContextPlan:
             heads=(),
             tokens=(),
             out_tokens=(),
-            stride=strips.stride,
+            stride=self._kept[branch].rate,
             rows=rows,
-            zero_row=bool(strips.zero_row[segment]),
-            zero_keys=int(strips.zero_keys[segment]),
+            zero_row=bool(zero_row),
+            zero_keys=zero_keys,
             queries=queries,
             keys=(0, min(queries[1], rows) if self.is_causal else rows),
-            sources=intervals(strips.token, rows),
+            sources=sources,
             owners=owners,
         )
 
@@ -513,21 +585,23 @@ class ContextPlan:
 
     def messages(self, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
         """Peer by peer, `(peer, head, token)` of the rows in its message: the same rows, a message at a time."""
+        spans = self.spans(exchange, kind, rank, sent=sent)
         needed: dict[Any, Needs] = {}
         for offsets, members in self.classes.items():
             for head in members:
                 # Under whole heads the receiver depends on the head, else heads of a class need the same rows.
                 key = (offsets, head) if exchange == "heads" else offsets
                 if key not in needed:
-                    needs = self.needs(exchange, kind, head)
-                    needed[key] = needs.where((needs.sender if sent else needs.receiver) == rank)
-        peers = {int(peer) for needs in needed.values() for peer in (needs.receiver if sent else needs.sender)}
+                    needed[key] = self.needs(exchange, kind, head, spans)
+        peers = np.unique(spans.receiver if sent else spans.sender).tolist()
         heads = sorted((head, offsets) for offsets, members in self.classes.items() for head in members)
-        for peer in sorted(peers):
+        for peer in peers:
             lists: dict[Any, Integers] = {}
             for key, needs in needed.items():
                 lists[key] = _tokens(needs.where((needs.receiver if sent else needs.sender) == peer))
             rows = [(head, lists[(offsets, head) if exchange == "heads" else offsets]) for head, offsets in heads]
+            if not any(len(tokens) for _, tokens in rows):
+                continue
             yield peer, np.repeat([head for head, _ in rows], [len(x) for _, x in rows]), np.concatenate([x for _, x in rows])
 
 
@@ -561,21 +635,14 @@ def _pairs_scored(plan: ContextPlan, exchange: str) -> Integers:
     return plan._count_pairs(exchange)
 
 
+def _rows_of(plan: ContextPlan, exchange: str) -> str:
+    """An exchange that moves the same rows to the same ranks, for what is counted once."""
+    return "heads" if exchange == "heads" and any(whole.any() for whole in plan._by_heads) else "gather"
+
+
 @lru_cache(maxsize=256)
 def _traffic(plan: ContextPlan, exchange: str, kind: str) -> Traffic:
-    counted: dict[Any, Traffic] = {}
-    parts = []
-    for offsets, heads in plan.classes.items():
-        for head in heads:
-            key = (offsets, head) if exchange == "heads" else offsets
-            if key not in counted:
-                counted[key] = _union(plan.needs(exchange, kind, head), plan.num_ranks)
-            parts.append(counted[key])
-    if not parts:
-        return Traffic(*(np.empty(0, np.int64) for _ in Traffic._fields))
-    receiver, sender, rows = (np.concatenate(x) for x in zip(*parts))
-    pair, place = np.unique(receiver * plan.num_ranks + sender, return_inverse=True)
-    return Traffic(pair // plan.num_ranks, pair % plan.num_ranks, np.bincount(place, rows, len(pair)).astype(np.int64))
+    return count_rows(plan.spans(exchange, kind), plan._kept, plan.num_ranks)
 
 
 @lru_cache(maxsize=64)
@@ -592,11 +659,7 @@ def _local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
             if not num_tokens or start + num_tokens <= begin:
                 continue
             w = min(length, num_tokens)
-            out, last = plan._stride_of_outputs(w, rate), -(-num_tokens // w)
-            # Sources begin no later than outputs, and outputs end no earlier, but for the end of the document.
-            first = max(0, -(-(begin - start) // w))
-            stop = last if start + num_tokens <= end else max(0, (end - start) // out)
-            stop = min(stop, last)
+            first, stop = _inside(begin - start, end - start, num_tokens, w, plan._stride_of_outputs(w, rate))
             found += segment_pieces(
                 plan.pattern,
                 branch,
@@ -605,7 +668,7 @@ def _local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
                 plan.num_heads,
                 plan.is_causal,
                 within=plan.within,
-                segments=range(first, max(first, stop)),
+                segments=range(int(first), int(stop)),
             )
         # The whole segments of the branch that keeps everything tile the shard where it cuts none.
         tiles = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
@@ -615,16 +678,17 @@ def _local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
 
 def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
     """Whether a rank holds a part of a cut segment."""
-    if not len(plan._cut[branch]):
-        return False
-    strips = plan.strips(branch, 0)
-    return bool(((strips.first_rank <= rank) & (rank <= strips.last_rank)).any())
+    at = plan.segments[branch]
+    first, last = np.minimum(at.first_source, at.first_owner), np.maximum(at.last_source, at.last_owner)
+    return bool(((first <= rank) & (rank <= last)).any())
 
 
-def _reach(index: Integers, start: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Integers, Integers]:
-    """First token and end of segments with their outputs."""
-    low = start + index * w
-    return low, np.minimum(np.maximum(low + w, start + index * out + out), start + num_tokens)
+def _inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
+    """The segments of a document that lie between two places in it, with their outputs: the first, and the one behind the last."""
+    # Sources begin no later than outputs, and outputs end no earlier, but for the end of the document.
+    first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
+    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
+    return first, np.maximum(first, stop)
 
 
 def _shown(values: tuple[Any, ...]) -> Any:
@@ -633,76 +697,17 @@ def _shown(values: tuple[Any, ...]) -> Any:
     return f"{len(values)} values of sha256 {sha256(repr(values).encode()).hexdigest()}"
 
 
-def _kept(length: Integers, rate: int, offset: int) -> Integers:
+def _kept_below(length: Integers, rate: int, offset: int) -> Integers:
     """How many positions `offset, offset + rate, ...` lie below `length`."""
     return np.maximum(0, -((offset - length) // rate))
-
-
-def _incidence(strips: Strips, chosen: NDArray[np.bool_]) -> tuple[Integers, Integers]:
-    """Every (segment, rank that may hold a part of it) of the chosen segments, segment by segment."""
-    segments = np.flatnonzero(chosen)
-    first, count = strips.first_rank[segments], (strips.last_rank - strips.first_rank + 1)[segments]
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(segments, count), np.repeat(first, count) + within
-
-
-def _pairs(segment: Integers) -> tuple[Integers, Integers]:
-    """All ordered pairs of places of an incidence that belong to one segment."""
-    _, first, place, count = np.unique(segment, return_index=True, return_inverse=True, return_counts=True)
-    partners = count[place]
-    within = np.arange(partners.sum()) - np.repeat(np.cumsum(partners) - partners, partners)
-    return np.repeat(np.arange(len(segment)), partners), np.repeat(first[place], partners) + within
 
 
 def _reversed(traffic: Traffic) -> Traffic:
     return Traffic(traffic.sender, traffic.receiver, traffic.rows)
 
 
-def _union(needs: Needs, num_ranks: int) -> Traffic:
-    """The number of different tokens per pair of ranks, by inclusion and exclusion over its progressions."""
-    pair = needs.receiver * num_ranks + needs.sender
-    order = np.argsort(pair, kind="stable")
-    keys, start, size = np.unique(pair[order], return_index=True, return_counts=True)
-    rows, rates = np.zeros(len(keys), np.int64), np.unique(needs.stride)
-    for many in np.unique(size):
-        chosen = np.flatnonzero(size == many)
-        index = order[start[chosen][:, None] + np.arange(many)]
-        # Pairs whose progressions have the same strides are counted together.
-        kind = np.searchsorted(rates, needs.stride[index]) @ (len(rates) ** np.arange(many))
-        for each in np.unique(kind):
-            among = np.flatnonzero(kind == each)
-            steps = needs.stride[index[among[0]]].tolist()
-            first = needs.first[index[among]]
-            end = first + (needs.rows[index[among]] - 1) * steps
-            for terms in range(1, many + 1):
-                for subset in combinations(range(many), terms):
-                    rows[chosen[among]] += (-1) ** (terms + 1) * _common(first, end, steps, subset)
-    return Traffic(keys // num_ranks, keys % num_ranks, rows)
-
-
-def _common(first: Integers, end: Integers, strides: list[int], subset: tuple[int, ...]) -> Integers:
-    """How many tokens the progressions of a subset of columns share, row by row."""
-    columns = list(subset)
-    low, high = first[:, columns].max(axis=1), end[:, columns].min(axis=1)
-    alive = low <= high
-    a, step = first[:, columns[0]], strides[columns[0]]
-    for column in columns[1:]:
-        # The Chinese remainder: the least a + t * step that is b modulo the other stride.
-        b, other = first[:, column], strides[column]
-        gcd = math.gcd(step, other)
-        modulus = other // gcd
-        alive &= (b - a) % gcd == 0
-        t = ((b - a) // gcd % modulus) * pow(step // gcd, -1, modulus) % modulus
-        alive &= t <= (high - a) // step
-        a = np.where(alive, a + t * step, a)
-        step = min(step * modulus, LARGEST_STEP)
-    begin = a + np.maximum(0, -((a - low) // step)) * step
-    return np.where(alive, np.maximum(0, (high - begin) // step + 1), 0)
-
-
 def _tokens(needs: Needs) -> Integers:
     """The tokens of some progressions: ascending, each once."""
-    if not len(needs.rows):
-        return np.empty(0, np.int64)
-    parts = [first + stride * np.arange(rows) for first, stride, rows in zip(needs.first, needs.stride, needs.rows)]
-    return np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
+    run, number = expanded(np.zeros_like(needs.rows), needs.rows)
+    tokens = needs.first[run] + number * needs.stride[run]
+    return tokens if len(needs.rows) == 1 else np.unique(tokens)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.distributed.exchange import Index, Links, link
-from flexdilated.distributed.plan import KINDS, ContextPlan, Integers, Task
+from flexdilated.distributed.plan import KINDS, ContextPlan, Task
+from flexdilated.distributed.spans import Integers
 
 __all__ = ["Job", "Part", "Program", "program"]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import flexdilated.parallel
 from flexdilated import DilatedPattern
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan, Needs
+from flexdilated.distributed.spans import Spans
 from flexdilated.parallel import Call, context_backward, context_forward
 from tests.distributed.cases import ShardedCase, random_case
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
@@ -229,8 +230,8 @@ def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch)
     """It changes no value: only the bytes tell."""
     original = ContextPlan.needs
 
-    def generous(self: ContextPlan, exchange: str, kind: str, head: int) -> Needs:
-        needs = original(self, exchange, kind, head)
+    def generous(self: ContextPlan, exchange: str, kind: str, head: int, spans: Spans | None = None) -> Needs:
+        needs = original(self, exchange, kind, head, spans)
         if kind != "kv" or head != 0:
             return needs
         ends = needs.first + needs.rows * needs.stride

@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
+from flexdilated.distributed import spans
 from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, KINDS, ContextPlan, Task, context_plan
+from flexdilated.distributed.spans import Kept, Spans, count_rows
 from flexdilated.pieces import Piece
 from flexdilated.reference import _rows
 
@@ -380,6 +383,123 @@ def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: s
     for rank, softmax in placed(plan, exchange):
         scored[rank] += 0 if softmax.query is None else len(softmax.keys)
     assert plan.pairs(exchange).tolist() == scored
+
+
+@st.composite
+def wild_plans(draw: st.DrawFn) -> ContextPlan:
+    """Many branches of rates that do not divide their segments, and tiny segments that drift over several ranks."""
+    branches = draw(st.integers(4, 8))
+    lengths = [draw(st.sampled_from((2, 3, 5, 7, 11, 13, 29, 41, 67, 97))) for _ in range(branches)]
+    pattern = DilatedPattern(
+        tuple(lengths),
+        tuple(draw(st.integers(1, length)) for length in lengths),
+        heads=draw(st.sampled_from(("all", "all", "grouped"))),
+        offsets=draw(st.sampled_from(("blocked", "interleaved"))),
+        zero_padding=draw(st.sampled_from((True, True, False))),
+    )
+    shards = tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 13, 19, 23)), min_size=2, max_size=7)))
+    num_tokens = sum(shards)
+    borders = (0, *sorted(draw(st.lists(st.integers(0, num_tokens), max_size=3))), num_tokens)
+    documents = tuple((a, b - a) for a, b in pairwise(borders))
+    num_heads = draw(st.sampled_from((1, 3, 7, 67)))  # more than a word of bits
+    first = draw(st.integers(0, min(2, num_heads - 1)))
+    return context_plan(
+        pattern, shards, num_heads, range(first, num_heads), draw(st.integers(1, 2)), documents, draw(st.booleans())
+    )
+
+
+@settings(max_examples=25)
+@pytest.mark.parametrize("exchange", ["gather", "heads"])
+@pytest.mark.parametrize("few", [0, 4], ids=["blocks", "cells"])
+@given(plan=wild_plans())
+def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: int, exchange: str) -> None:
+    """Both ways to count, against the definition, and the work that ranks do against it."""
+    takers = expected_rows(plan, exchange)
+    with mock.patch.object(spans, "FEW", few), mock.patch.object(spans, "BLOCK", 11):
+        for kind, expected in takers.items():
+            traffic = count_rows(plan.spans(exchange, kind), plan._kept, plan.num_ranks)
+            assert {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)} == {pair: len(rows) for pair, rows in expected.items()}
+    for rank in range(plan.num_ranks):
+        for kind, expected in takers.items():
+            received = sorted((b, *row) for (a, b), rows in expected.items() if a == rank for row in rows)
+            assert listed(plan, exchange, kind, rank, sent=False) == received
+    scored = [0] * plan.num_ranks
+    found: Counter[tuple[Any, ...]] = Counter()
+    for rank, softmax in placed(plan, exchange):
+        scored[rank] += 0 if softmax.query is None else len(softmax.keys)
+        found[(rank, *softmax[1:])] += 1
+    assert plan.pairs(exchange).tolist() == scored
+    for rank in range(plan.num_ranks):
+        for piece in plan.local_pieces(rank):
+            found.subtract((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
+        for task in plan.tasks(exchange, rank):
+            found.subtract((rank, *softmax[1:]) for _, softmax in task_softmaxes(task, is_causal=plan.is_causal))
+    assert not any(found.values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 50), st.integers(1, 3000))
+def test_long_spans_are_counted_by_their_period(branches: list[tuple[int, int]], first: int, tokens: int) -> None:
+    kept = [Kept(rate, ((0, offset % rate), (65, (offset + 1) % rate))) for rate, offset in branches]
+    numbers = np.arange(len(kept), dtype=np.int64)
+    same = np.zeros_like(numbers)
+    rates = np.array([k.rate for k in kept], np.int64)
+    begins, origins = first + numbers * 7, numbers * 3
+    found = count_rows(
+        Spans(numbers, same, same + 1, begins, begins + tokens, origins, same, rates, same, same + 2), kept, num_ranks=2
+    )
+    expected = {
+        (head, t)
+        for i, k in enumerate(kept)
+        for head, offset in k.heads
+        for t in range(begins[i], begins[i] + tokens)
+        if (t - origins[i]) % k.rate == offset
+    }
+    assert found.rows.sum() == len(expected)
+
+
+MANY = (3, 5, 7, 9, 11, 13, 17, 19, 23, 29, 31, 37)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rates", "zero_padding"),
+    [
+        ((5,), (3,), True),
+        ((256,), (3,), True),
+        (MANY, tuple(w - 1 for w in MANY), True),
+        (tuple(65536 - 101 * i for i in range(12)), MANY, False),
+        (tuple(65536 - 101 * i for i in range(12)), MANY, True),
+        (tuple(4096 * (5 * i + 1) + 37 * i for i in range(12)), MANY, True),
+    ],
+    ids=["5_3", "256_3", "tiny", "wide", "wide_shifted", "spread"],
+)
+def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], rates: tuple[int, ...], zero_padding: bool) -> None:
+    """Tokens looked at, at most every token of a sender for each receiver and branch; spans, as many as cut segments and ranks."""
+    pattern = DilatedPattern(lengths, rates, offsets="interleaved", zero_padding=zero_padding)
+    num_tokens, num_ranks, num_heads = 1 << 16, 16, 17
+    plan = plan_of(pattern, num_tokens, num_ranks, num_heads)
+    looked = [0, 0]
+
+    def block(line: Any, spans: Spans, begin: int, tokens: int) -> int:
+        looked[0] += tokens + int((spans.end - spans.first).sum())
+        looked[1] += 1
+        return original_block(line, spans, begin, tokens)
+
+    def add(line: Any, seen: np.ndarray, span: Any, first: int) -> None:
+        looked[0] += len(seen)
+        looked[1] += 1
+        original_add(line, seen, span, first)
+
+    original_block, original_add = spans._Line._block, spans._Line._add
+    with mock.patch.object(spans._Line, "_block", block), mock.patch.object(spans._Line, "_add", add):
+        assert not plan.is_local
+        assert looked == [0, 0]  # no unions
+        for exchange, kind in (("gather", "kv"), ("gather", "q"), ("heads", "kv"), ("heads", "q"), ("heads", "out")):
+            looked[:] = [0, 0]
+            plan.traffic(exchange, kind)
+            assert looked[0] <= 2 * num_tokens * num_ranks * len(lengths)
+            assert looked[1] <= 2 * num_ranks**2 * len(lengths)
+            made = len(plan.spans(exchange, kind).first)
+            assert made <= sum(3 * len(plan.executors(b, 0)) for b in range(len(lengths))) + num_ranks**2 * len(lengths) * 2
 
 
 # -- bytes and the choice -----------------------------------------------------------------------------------------------------
