@@ -339,6 +339,15 @@ def test_generate_equals_generate_without_a_cache(name: str, options: dict[str, 
     torch.testing.assert_close(generated, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 4}])
+def test_drafted_and_chunked_generation_equals_generation_without_a_cache(options: dict[str, Any]) -> None:
+    model, tokens = build("Llama", INTERLEAVED), draw_tokens(1)
+    options = {**options, "assistant_model": build("Llama", RAGGED)} if "assistant_model" in options else options
+    length = {"max_new_tokens": 19, "do_sample": False}
+    generated = model.generate(tokens, **length, **options)
+    torch.testing.assert_close(generated, model.generate(tokens, **length, use_cache=False), rtol=0, atol=0)
+
+
 def test_decoding_with_detached_weights_has_no_gradient_but_an_output() -> None:
     detached = dataclasses.replace(RAGGED, detach_weights=True)
     model, tokens = build("Llama", detached).double(), draw_tokens()
@@ -588,6 +597,29 @@ def test_trainer_lowers_the_loss_of_both_kinds_of_model(tmp_path: Path) -> None:
         trainer.save_model()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, under this library's new name
+def test_adapters_change_the_outputs_and_train() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model, tokens = build("Llama"), draw_tokens()
+    before, frozen = model(tokens).logits.detach(), model.model.layers[0].self_attn.q_proj.weight.clone()
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, adapters)
+    torch.testing.assert_close(adapted(input_ids=tokens).logits, before, **SINGLE)  # they begin as nothing
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = adapted(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = adapted(input_ids=tokens).logits
+    assert (trained - before).abs().max() > 1e-3
+    torch.testing.assert_close(adapted.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, frozen)
+    torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, trained, **SINGLE)
 
 
 def test_accelerate_prepares_and_trains() -> None:
