@@ -206,6 +206,10 @@ def attend_local(
         if modified:
             check_mods(score_mod, mask_mod, q)
         request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, wants_lse=return_lse)
+        if divides and request.transformed:
+            raise NotImplementedError(
+                "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
+            )
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         engine = backends.choose(backend, request, divided=divides or within is not None)
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -14,6 +14,7 @@ from flexdilated.attention import check_scale, dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.transforms import is_transformed
 
 __all__ = ["DilatedKVCache"]
 
@@ -285,6 +286,11 @@ class DilatedKVCache:
                 raise ValueError(f"{name} must be on the device of the cache={self.device}, got {x.device}")
             if x.requires_grad and torch.is_grad_enabled():
                 raise NotImplementedError(f"{name} must not require a gradient: the cache is for inference; use torch.no_grad()")
+        if is_transformed(q, k, v):
+            raise NotImplementedError(
+                "q, k and v must come without torch.func and forward-mode differentiation, got a call under one: the cache is for "
+                "inference; use dilated_attention"
+            )
         if q.shape[1] < 1:
             raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
         if q.shape[2] < 1 or q.shape[2] % self.num_kv_heads:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexdilated.attention import _check, _check_dtypes
 from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.transforms import is_transformed
 
 __all__ = ["attention_map", "draw_attention_map"]
 
@@ -57,7 +58,13 @@ def attention_map(
     Raises:
         ValueError: If a shape is wrong or a position is outside the sequence.
         TypeError: If an argument has the wrong type or dtype.
+        NotImplementedError: If it is called under torch.func or forward-mode differentiation.
     """
+    if is_transformed(q, k):
+        raise NotImplementedError(
+            "attention_map must be called outside torch.func and forward-mode differentiation, got a call under one: its weights "
+            "have no derivative"
+        )
     _check(q, k, k, pattern, is_causal, scale, 0.0, key_padding_mask, None)
     _check_dtypes(q, k, k)
     num_tokens, kv_heads = q.shape[1], k.shape[2]

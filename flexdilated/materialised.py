@@ -1,7 +1,8 @@
 """The mixture under users' score and mask functions: scores held a bounded number at a time, differentiated by autograd.
 
 Scores are computed for some segments and some of their queries at a time, and again in the backward (activation checkpointing), so
-that never more than `SCORES` of them exist: autograd finds whatever tensors the functions hold, learnable tables included.
+that never more than `SCORES` of them exist: autograd finds whatever tensors the functions hold, learnable tables included. Under
+torch.func, which checkpoints nothing, the backward finds them all kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flexdilated.mixture import documents
 from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
+from flexdilated.transforms import is_transformed
 
 __all__ = ["materialised"]
 
@@ -108,7 +110,7 @@ def _piece(
                 kv_idx[None, :, :, None, None, None, :],
                 options,
             )
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not is_transformed(q, k, v):
                 chunks.append(checkpoint(_attend, *arguments, use_reentrant=False))
             else:
                 chunks.append(_attend(*arguments))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.pieces import Piece, box
+from flexdilated.transforms import is_transformed
 
 __all__ = ["heads_of", "mix", "read", "tokens_of"]
 
@@ -30,9 +31,10 @@ def heads_of(piece: Piece, group: int, device: torch.device) -> Tensor:
 def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     """The rows of a piece in `x` `(B, N, H, D)` as `(B, S, C, G, group, R, D)`: a view, but a copy in traced code.
 
-    The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view.
+    The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view, and torch.func maps
+    neither strides nor writing through views.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed(x):
         tokens, heads = _index(piece, group, x.device)
         return x[:, tokens, heads]
     return box(x, piece, group=group)
@@ -67,7 +69,7 @@ def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *,
 
 def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
     """`x` `(B, N, H, D)` with the values added, or put, at the rows of a piece; x itself may be written."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed(x, values):
         index = _index(piece, group, x.device)
         batch = torch.arange(x.shape[0], device=x.device)[:, None, None, None, None, None]
         return x.index_put((batch, *index), values, accumulate=not replace)

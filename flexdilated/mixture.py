@@ -19,11 +19,12 @@ from torch import Tensor
 from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.flex import GRID_LIMIT
 from flexdilated.backends.request import request_of
-from flexdilated.backends.sdpa import Dropout, Kernel, Options
+from flexdilated.backends.sdpa import Dropout, Kernel, Options, differential
 from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
+from flexdilated.transforms import is_transformed
 
 __all__ = ["Run", "as_pattern", "backward", "documents", "draw_seed", "forward", "mixture", "rows_contiguous", "spread"]
 
@@ -33,7 +34,7 @@ __all__ = ["Run", "as_pattern", "backward", "documents", "draw_seed", "forward",
 CPU_SLAB_BYTES = 4 << 20
 
 GRADIENT_MESSAGE = (
-    "dilated_attention must not be differentiated twice, got a backward through its own backward: the fused attention kernels have "
+    "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "
     "no second derivative; use backend='reference' where one is needed"
 )
 
@@ -58,7 +59,8 @@ def mixture(
     """
     seed = draw_seed(dropout_p)
     first_head, num_heads = within or (0, k.shape[2])
-    out, lse = _forward_op(
+    attend: Any = _Mixture.apply if is_transformed(q, k, v) else _forward_op
+    out, lse = attend(
         q,
         k,
         v,
@@ -155,6 +157,10 @@ class Run:
             add_zero_keys_(out, lse, piece.zero_keys)
         return out, lse
 
+    def outputs(self, x: Tensor, piece: Piece, part: tuple[slice, slice], fill: float = 0.0) -> Tensor:
+        """A slab's rows of `x` `(B, N, H, ...)`, which belongs to outputs, as a kernel takes them."""
+        return fold(box(x, piece, group=self.group, output=True)[part], piece.rows, fill)
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     out = run.accumulator(q.shape, q.dtype, 0.0)
@@ -191,14 +197,10 @@ def backward(
     lse_rows = lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
     for piece, part, options in run.slabs():
-
-        def gather(x: Tensor, fill: float = 0.0, piece: Piece = piece, part: tuple[slice, slice] = part) -> Tensor:
-            return fold(box(x, piece, group=run.group, output=True)[part], piece.rows, fill)
-
         q_i, k_i, v_i = run.inputs(q, k, v, piece, part, options)
         # Rows without an output have no gradient either: -inf takes them out of the backward.
-        dout_i, lse_i = gather(dout), gather(lse_rows, -torch.inf)[..., 0]
-        dlse_i = None if dlse_rows is None else gather(dlse_rows)[..., 0]
+        dout_i, lse_i = run.outputs(dout, piece, part), run.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
+        dlse_i = None if dlse_rows is None else run.outputs(dlse_rows, piece, part)[..., 0]
         if run.pattern.detach_weights:
             total = lse_i
             out_i, lse_i = run.attend(q, k, v, piece, part, options)
@@ -206,13 +208,35 @@ def backward(
             dout_i = dout_i * weight[..., None].to(dout_i.dtype)
             dlse_i = None if dlse_i is None else dlse_i * weight
         else:
-            out_i = gather(out)
+            out_i = run.outputs(out, piece, part)
         grads = run.kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options)
         for total_grad, grad, group in zip((dq, dk, dv), grads, (run.group, 1, 1)):
             rows = box(total_grad, piece, group=group)[part]
             write = rows.copy_ if piece.tiles else rows.add_
             write(unfold(grad, rows))
     return dq, dk, dv
+
+
+def tangent(
+    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, run: Run
+) -> tuple[Tensor, Tensor]:
+    """`dout, dlse` for the tangents `dq, dk, dv`.
+
+    With `p = exp(score - lse)` of the mixture, `dlse = sum p dscore` and `dout = sum p (dscore v + dv) - dlse out`, where the sums
+    run over the pieces too. Zero keys move nothing. Under `detach_weights` a piece's share of dlse meets its own output instead.
+    """
+    dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
+    lse_rows, dlse_rows = (x.transpose(1, 2)[..., None] for x in (lse, dlse))
+    for piece, part, options in run.slabs():
+        q_i, k_i, v_i = run.inputs(q, k, v, piece, part, options)
+        lse_i = run.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
+        moved, dlse_i = differential(run.inputs(*tangents, piece, part, options), q_i, k_i, v_i, lse_i, options)
+        out_i = run.attend(q, k, v, piece, part, options)[0] if run.pattern.detach_weights else run.outputs(out, piece, part)
+        dlse_i = dlse_i[..., None]
+        for total, term in ((dout, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
+            rows = box(total, piece, group=run.group, output=True)[part]
+            rows.add_(unfold(term, rows))
+    return dout.to(out.dtype), dlse
 
 
 def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -337,6 +361,47 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
     return dq, dk, dv
 
 
+@torch.library.custom_op("flexdilated::mixture_tangent", mutates_args=())
+def _tangent_op(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: str,
+    offsets: str,
+    zero_padding: bool,
+    detach_weights: bool,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    engine: str,
+    first_head: int,
+    num_heads: int,
+) -> tuple[Tensor, Tensor]:
+    pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
+    run = _whole(q, k, key_padding_mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, engine, first_head, num_heads)
+    dq, dk, dv, q, k, v, out = (rows_contiguous(x) for x in (dq, dk, dv, q, k, v, out))
+    with without_autocast(q.device):
+        return tangent((dq, dk, dv), q, k, v, out, lse, run)
+
+
+@_tangent_op.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (out, lse))
+
+
+NUM_OPTIONS = 12  # of the operators, behind the tensors
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, key_padding_mask, cu_seqlens, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, key_padding_mask, cu_seqlens, seed)
@@ -344,11 +409,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
+    q, k, v, out, lse, *rest = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv = _backward_op(dout, dlse, q, k, v, out, lse, key_padding_mask, cu_seqlens, seed, *ctx.options)
-    return dq, dk, dv, *(None for _ in range(15))
+    differentiate: Any = _Backward.apply if is_transformed(dout, dlse, q, k, v, out, lse) else _backward_op
+    dq, dk, dv = differentiate(dout, dlse, q, k, v, out, lse, *rest, *ctx.options)
+    return dq, dk, dv, *(None for _ in range(3 + NUM_OPTIONS))
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -357,6 +423,96 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 _backward_op.register_autograd(_refuse)
+_tangent_op.register_autograd(_refuse)
+
+
+# -- the operators under torch.func and forward-mode differentiation, which do not reach into operators. The compiler, on the other
+# -- hand, takes no Function that has a `jvp`.
+
+
+class _Mixture(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _forward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _save(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], *output, *inputs[3:6])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        saved = ctx.saved_tensors
+        given = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(saved, tangents[:3])]
+        differentiate: Any = _Tangent.apply if is_transformed(*given, *saved) else _tangent_op
+        return differentiate(*given, *saved, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Mixture, info.batch_size, in_dims, inputs)
+
+
+class _Once(torch.autograd.Function):
+    """What has no derivative of its own."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """There is nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _refuse(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _refuse(ctx, *tangents)
+
+
+class _Backward(_Once):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _backward_op(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Backward, info.batch_size, in_dims, inputs)
+
+
+class _Tangent(_Once):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _tangent_op(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Tangent, info.batch_size, in_dims, inputs)
+
+
+def _map(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A function of tensors whose first dim is the batch, and of options, over a mapped dim: that dim joins the batch.
+
+    Packed documents and dropout, whose batch is one call, are computed one after another.
+    """
+    tensors, options = inputs[:-NUM_OPTIONS], inputs[-NUM_OPTIONS:]
+    if tensors[-2] is None and tensors[-1] is None:  # cu_seqlens and seed
+        joined = []
+        for x, dim in zip(tensors, in_dims):
+            if x is not None:
+                x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+                x = x.flatten(0, 1)
+            joined.append(x)
+        results = tuple(x.unflatten(0, (size, -1)) for x in function.apply(*joined, *options))
+    else:
+        each = []
+        for i in range(size):
+            chosen = (x if x is None or dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims))
+            each.append(function.apply(*chosen, *options))
+        results = tuple(torch.stack(xs) for xs in zip(*each))
+    return results, (0,) * len(results)
 
 
 def as_pattern(

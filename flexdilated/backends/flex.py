@@ -61,6 +61,8 @@ def why_not(request: Request) -> str | None:
         return "flex_attention has no dropout; use backend='sdpa'"
     if request.dtype not in DTYPES:
         return f"flex_attention has no {str(request.dtype).removeprefix('torch.')} kernel; use backend='sdpa'"
+    if request.transformed:
+        return "flex_attention is compiled here, and no transform of torch.func or forward mode reaches it; use backend='sdpa'"
     if hardware.device_type == "cpu":
         if request.differentiable:
             return "flex_attention has no backward on CPU; use backend='sdpa', or torch.no_grad() for inference"

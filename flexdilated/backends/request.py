@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.hardware import Hardware, detect
+from flexdilated.transforms import is_transformed
 
 __all__ = ["Request", "request_of"]
 
@@ -25,6 +26,7 @@ class Request:
         dropout: Whether attention dropout is active.
         modified: Whether a score or mask function is given.
         differentiable: Whether a gradient may be asked for.
+        transformed: Whether torch.func or forward-mode differentiation is at work.
         wants_lse: Whether lse is returned.
         num_tokens: Tokens per sequence, or of all packed documents.
     """
@@ -37,6 +39,7 @@ class Request:
     dropout: bool = False
     modified: bool = False
     differentiable: bool = False
+    transformed: bool = False
     wants_lse: bool = False
     num_tokens: int = 0
 
@@ -61,6 +64,7 @@ def request_of(
         dropout=dropout_p > 0.0,
         modified=modified,
         differentiable=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        transformed=is_transformed(q, k, v),
         wants_lse=wants_lse,
         num_tokens=q.shape[1],
     )

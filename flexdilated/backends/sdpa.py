@@ -15,7 +15,7 @@ from torch import Tensor
 from flexdilated.backends.request import Request
 from flexdilated.merge import safe_lse
 
-__all__ = ["KERNELS", "Dropout", "Kernel", "Options", "choose_kernel", "why_not"]
+__all__ = ["KERNELS", "Dropout", "Kernel", "Options", "choose_kernel", "differential", "why_not"]
 
 aten = torch.ops.aten
 
@@ -407,6 +407,36 @@ def _math_backward(
         dq[:, :, rows] = dscores @ k
         dk += dscores.transpose(-1, -2) @ q_i
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def differential(
+    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`sum p (dscore v + dv)` and `sum p dscore` over the keys, by plain tensor operations whatever kernel computed lse.
+
+    `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's.
+
+    Args:
+        tangents: `dq, dk, dv`, of the shapes of q, k and v.
+        q: `(batch, heads, rows, D)`.
+        k: `(batch, kv_heads, rows, D)`.
+        v: The shape of k.
+        lse: `(batch, heads, rows)`.
+        options: Those of the forward.
+    """
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv, q, k, v = (_accumulated(x) for x in (*tangents, q, k, v))
+    dk, dv, k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (dk, dv, k, v))
+    outs, sums = [], []
+    starts, lse = _math_rows(q, k), safe_lse(lse)
+    for start, drop in zip(starts, _math_masks(q, k, starts, options.dropout)):
+        rows = slice(start, start + starts.step)
+        weights = torch.exp(_math_scores(q[:, :, rows], k, start, options) - lse[:, :, rows, None])
+        dscores = (dq[:, :, rows] @ k.transpose(-1, -2) + q[:, :, rows] @ dk.transpose(-1, -2)) * options.scale
+        moved = weights * dscores
+        outs.append(drop(moved) @ v + drop(weights) @ dv)
+        sums.append(moved.sum(dim=-1))
+    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
 def _accumulated(x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flexdilated.transforms import is_transformed
+
 __all__ = [
     "even_shard_lengths",
     "group_of",
@@ -187,6 +189,10 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
     if num_ranks == 1:
         return batch_local
+    if is_transformed(*(x for x in tree_flatten(batch_local)[0] if isinstance(x, Tensor))):
+        raise NotImplementedError(
+            "batch_local must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
+        )
     return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim()), batch_local)
 
 

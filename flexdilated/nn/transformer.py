@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
@@ -90,7 +91,8 @@ class Block(nn.Module):
 
 def _activation(x: Tensor) -> Tensor:
     """GELU. On a CPU inductor would fuse it into the LayerNorm that follows, and evaluate it once per pass over the row."""
-    return _gelu(x) if x.device.type == "cpu" and torch.compiler.is_compiling() else F.gelu(x)
+    opaque = x.device.type == "cpu" and torch.compiler.is_compiling() and forward_ad._current_level < 0  # it has no tangent
+    return _gelu(x) if opaque else F.gelu(x)
 
 
 @torch.library.custom_op("flexdilated::gelu", mutates_args=())

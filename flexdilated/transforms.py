@@ -1,0 +1,37 @@
+"""torch.func and forward-mode differentiation: whether one of them is at work on a call's tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
+
+__all__ = ["is_transformed"]
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch.func (`grad`, `vjp`, `jvp`, `vmap`) or forward-mode differentiation wants more than autograd of a call.
+
+    Raises:
+        NotImplementedError: If traced code is under forward-mode differentiation: compiled operators would drop tangents. Where the
+            compiler may, it then leaves that code uncompiled.
+    """
+    level = forward_ad._current_level
+    if torch.compiler.is_compiling():
+        if level >= 0:
+            raise NotImplementedError(
+                "dilated_attention must not be compiled under forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad): "
+                "call it without torch.compile, or use reverse mode"
+            )
+        return False
+    if torch._C._are_functorch_transforms_active():
+        top = peek_interpreter_stack()
+        return top is not None and top.key() != TransformType.Functionalize
+    # An operation's own formulas are computed with forward mode switched off.
+    if level < 0 or not torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    for x in tensors:  # noqa: SIM110 - a function of its own would be compiled, and see no tangents
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            return True
+    return False

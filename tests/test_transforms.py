@@ -1,0 +1,266 @@
+"""torch.func and forward-mode differentiation: exact, or refused by name; never silently 0."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
+from tests.cases import Case, calls
+from tests.tolerances import EXACT, SINGLE
+
+PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
+DETACHED = DilatedPattern.torchscale((11, 23), (3, 5))
+SHORT = DilatedPattern((5, 7), (1, 3))
+TWICE = r"must not be differentiated twice, .* use backend='reference'"
+
+Attend = Callable[..., Any]
+
+
+def attend(case: Case, **options: Any) -> Attend:
+    given = {**case.options(), "return_lse": True, **options}
+    return lambda q, k, v: dilated_attention(q, k, v, case.pattern, **given)
+
+
+def definition(case: Case, **options: Any) -> Attend:
+    return lambda q, k, v: reference.dilated_attention(q, k, v, case.pattern, **case.options(), **options)
+
+
+def tensors_and_tangents(case: Case, dtype: torch.dtype = torch.float64) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    q, k, v, _, _ = case.tensors(dtype)
+    return (q, k, v), tuple(torch.randn_like(x) for x in (q, k, v))
+
+
+def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
+    """lse of a row without a key is -inf, whose tangent is 0."""
+    torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
+
+
+# -- forward mode -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(calls(), st.sampled_from((SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)))
+@example(Case(PATTERN, group=2, is_causal=True, ignored=0.4), SDPBackend.FLASH_ATTENTION)
+@example(Case(DETACHED, num_tokens=61, batch=2), SDPBackend.FLASH_ATTENTION)
+@example(Case(DETACHED, num_tokens=61, is_causal=True, borders=(0, 0, 29, 61), scale=-0.4), SDPBackend.MATH)
+def test_tangents_equal_those_of_the_definition(case: Case, kernel: SDPBackend) -> None:
+    given, tangents = tensors_and_tangents(case)
+    expected = jvp(definition(case), given, tangents)
+    with sdpa_kernel(kernel):
+        assert_close(jvp(attend(case), given, tangents), expected)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_duals_carry_tangents_of_any_one_input(moved: int) -> None:
+    case = Case(PATTERN, group=2)
+    given, tangents = tensors_and_tangents(case)
+    expected = jvp(lambda x: definition(case)(*given[:moved], x, *given[moved + 1 :]), (given[moved],), (tangents[moved],))
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, dx) if i == moved else x for i, (x, dx) in enumerate(zip(given, tangents))]
+        results = [forward_ad.unpack_dual(x) for x in attend(case)(*duals)]
+        assert_close(tuple(x.primal for x in results), expected[0])
+        assert_close(tuple(x.tangent for x in results), expected[1])
+        assert all(forward_ad.unpack_dual(x).tangent is None for x in attend(case)(*given))
+
+
+@pytest.mark.parametrize("pattern", [SHORT, DilatedPattern((5, 7), (1, 3), detach_weights=True)], ids=["exact", "detached"])
+def test_tangents_under_dropout_drop_the_same_weights(pattern: DilatedPattern, seed: int) -> None:
+    case = Case(pattern, num_tokens=17, kv_heads=2, group=2)
+    given, tangents = tensors_and_tangents(case)
+    tangents = (torch.zeros_like(given[0]), torch.zeros_like(given[1]), tangents[2]) if pattern.detach_weights else tangents
+
+    def dropped(step: float) -> Tensor:
+        torch.manual_seed(seed)
+        return attend(case, dropout_p=0.4)(*(x + step * dx for x, dx in zip(given, tangents)))[0]
+
+    torch.manual_seed(seed)
+    (out, _), (dout, _) = jvp(attend(case, dropout_p=0.4), given, tangents)
+    assert torch.equal(out, dropped(0.0))
+    torch.testing.assert_close(dout, (dropped(1e-5) - dropped(-1e-5)) / 2e-5, atol=1e-7, rtol=1e-7)
+
+
+def test_tangents_in_chunks_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(PATTERN, batch=2, group=2, ignored=0.3)
+    given, tangents = tensors_and_tangents(case)
+    expected = jvp(definition(case), given, tangents)
+    monkeypatch.setattr("flexdilated.backends.sdpa.MATH_SCORES", 500)
+    with torch.autocast("cpu", torch.bfloat16):  # float64 is left alone
+        assert_close(jvp(attend(case), given, tangents), expected)
+    single = jvp(attend(case), tuple(x.float() for x in given), tuple(x.float() for x in tangents))
+    assert all(x.dtype == torch.float32 for part in single for x in part)
+    torch.testing.assert_close(tuple(x.double() for x in single[1]), expected[1], **SINGLE)
+
+
+def test_what_ignored_keys_and_their_tangents_hold_has_no_effect() -> None:
+    case = Case(PATTERN, batch=2, ignored=0.4)
+    given, tangents = tensors_and_tangents(case)
+    expected = jvp(attend(case), given, tangents)
+    ignored = case.options()["key_padding_mask"]
+    for x in (*given[1:], *tangents[1:]):
+        x[ignored] = torch.nan
+    assert_close(jvp(attend(case), given, tangents), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "reference"}, {"score_mod": lambda s, b, h, i, j: s * 0.7 + 0.01 * (i - j)}],
+    ids=["reference", "materialised"],
+)
+def test_other_engines_have_tangents_and_are_mapped(options: dict[str, Any]) -> None:
+    case = Case(PATTERN, batch=2, group=2, ignored=0.3)
+    given, tangents = tensors_and_tangents(case)
+    expected_options = {name: value for name, value in options.items() if name != "backend"}
+    expected = jvp(definition(case, **expected_options), given, tangents)
+    assert_close(jvp(attend(case, **options), given, tangents), expected)
+    batched = tuple(torch.stack([x, 2 * x, -x]) for x in given)
+    each = [attend(case, **options)(*(x[i] for x in batched)) for i in range(3)]
+    assert_close(vmap(attend(case, **options))(*batched), tuple(torch.stack(xs) for xs in zip(*each)))
+    total = lambda q: attend(case, **options)(q, *given[1:])[0].square().sum()  # noqa: E731
+    q = given[0].clone().requires_grad_()
+    assert_close(grad(total)(given[0]), torch.autograd.grad(total(q), q)[0])
+
+
+# -- torch.func ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [SHORT, DilatedPattern((5, 7), (2, 3), heads="grouped")], ids=["all", "grouped"])
+def test_jacobians_of_both_modes_equal_those_of_the_definition(pattern: DilatedPattern) -> None:
+    case = Case(pattern, num_tokens=7, kv_heads=2, head_dim=2)
+    given, _ = tensors_and_tangents(case)
+    expected = jacrev(definition(case), argnums=(0, 1, 2))(*given)
+    for jacobian in (jacrev, jacfwd):
+        actual = jacobian(attend(case), argnums=(0, 1, 2))(*given)
+        # A row that no key reaches has lse = -inf: both say 0.
+        assert_close(actual, expected)
+
+
+def test_grad_and_vjp_equal_autograd() -> None:
+    case = Case(PATTERN, group=2, ignored=0.2)
+    q, k, v, dout, dlse = case.tensors()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(attend(case)(*leaves), leaves, (dout, dlse))
+    assert_close(vjp(attend(case), q, k, v)[1]((dout, dlse)), expected)
+    loss = lambda q, k, v: (attend(case)(q, k, v)[0] * dout).sum()  # noqa: E731
+    assert_close(grad(loss, argnums=(0, 1, 2))(q, k, v), torch.autograd.grad(loss(*leaves), leaves))
+
+
+@pytest.mark.parametrize("case", [Case(SHORT, batch=2, group=2), Case(SHORT, borders=(0, 13, 43)), Case(DETACHED)], ids=str)
+@pytest.mark.parametrize("in_dims", [(0, None, None), (1, 0, 3), (None, 2, 0)], ids=str)
+def test_vmap_equals_a_loop_with_gradients(case: Case, in_dims: tuple[int | None, ...]) -> None:
+    given, _ = tensors_and_tangents(case)
+    each = [tuple(x * (i + 1) if dim is not None else x for x, dim in zip(given, in_dims)) for i in range(3)]
+    mapped = tuple(x if dim is None else torch.stack(xs, dim) for x, dim, xs in zip(given, in_dims, zip(*each)))
+    assert_close(vmap(attend(case), in_dims)(*mapped), tuple(torch.stack(xs) for xs in zip(*(attend(case)(*x) for x in each))))
+    loss = lambda q, k, v: sum((x * x).sum() for x in attend(case)(q, k, v))  # noqa: E731
+    differentiate = grad(loss, argnums=(0, 1, 2))
+    expected = tuple(torch.stack(xs) for xs in zip(*(differentiate(*x) for x in each)))
+    assert_close(vmap(differentiate, in_dims)(*mapped), expected)
+
+
+def test_vmap_maps_masks_and_borders() -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
+    masks = torch.rand(3, 1, 13) < 0.4
+    borders = torch.tensor([[0, 5, 13], [0, 0, 13], [0, 12, 13]])
+    for name, values in (("key_padding_mask", masks), ("cu_seqlens", borders)):
+        call = lambda x, name=name: dilated_attention(q, k, v, SHORT, **{name: x})  # noqa: E731
+        assert_close(vmap(call)(values), torch.stack([call(x) for x in values]))
+    with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to the number of tokens=13, got \[0, 14\]$"):
+        vmap(lambda x: dilated_attention(q, k, v, SHORT, cu_seqlens=x))(torch.tensor([[0, 13], [0, 14]]))
+
+
+def test_vmap_within_vmap() -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
+    qs, ks = torch.stack([q, -q]), torch.stack([k, 2 * k, 3 * k])
+    call = lambda q, k: dilated_attention(q, k, v, SHORT)  # noqa: E731
+    actual = vmap(lambda q: vmap(lambda k: call(q, k))(ks))(qs)
+    assert_close(actual, torch.stack([torch.stack([call(q, k) for k in ks]) for q in qs]))
+
+
+def test_vmap_draws_dropout_as_torch_defines() -> None:
+    q = torch.randn(1, 29, 2, 3)
+    qs = q.expand(3, -1, -1, -1, -1)
+    call = lambda q: dilated_attention(q, q, q, SHORT, dropout_p=0.4)  # noqa: E731
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(call)(qs)
+    same, different = (vmap(call, randomness=randomness)(qs) for randomness in ("same", "different"))
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+    loss = lambda q: call(q).square().sum()  # noqa: E731
+    torch.manual_seed(5)
+    grads = vmap(grad(loss), randomness="same")(qs)
+    torch.manual_seed(5)
+    torch.testing.assert_close(grads[1], grad(loss)(q), **SINGLE)
+
+
+def test_gradients_per_sample_of_a_whole_layer() -> None:
+    layer = MultiheadDilatedAttention(12, 3, SHORT, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    x = torch.randn(3, 29, 12, dtype=torch.float64)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, parameters, (x[None], x[None], x[None]))[0].square().sum()
+
+    mapped = vmap(grad(loss), (None, 0))(parameters, x)
+    for i in range(3):
+        expected = torch.autograd.grad(loss(dict(layer.named_parameters()), x[i]), list(layer.parameters()))
+        assert_close([mapped[name][i] for name, _ in layer.named_parameters()], list(expected))
+
+
+@pytest.mark.parametrize("outer", [jacfwd, jacrev])
+@pytest.mark.parametrize("inner", [jacfwd, jacrev])
+def test_second_derivatives_are_refused(outer: Any, inner: Any) -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=5, kv_heads=1, head_dim=1).tensors()
+    with pytest.raises(NotImplementedError, match=TWICE):
+        outer(inner(lambda q: dilated_attention(q, k, v, SHORT)))(q)
+
+
+def test_a_tangent_of_a_gradient_is_refused() -> None:
+    q, k, v, dout, _ = Case(SHORT).tensors()
+    q.requires_grad_()
+    out = dilated_attention(q, k, v, SHORT)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=TWICE):
+        out.backward(forward_ad.make_dual(dout, dout))
+
+
+# -- compiled code, and what is refused ---------------------------------------------------------------------------------------
+
+
+def test_compiled_code_never_drops_a_tangent() -> None:
+    torch._dynamo.reset()
+    q, k, v, _, _ = Case(SHORT).tensors()
+    call = lambda q: dilated_attention(q, k, v, SHORT)  # noqa: E731
+    expected = jvp(call, (q,), (q,))
+    compiled = torch.compile(call, backend="aot_eager")
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(compiled(forward_ad.make_dual(q, q)))
+        assert_close(tuple(result), expected)
+    assert_close(compiled(q), expected[0])
+    with pytest.raises(Exception, match=r"NotImplementedError|Observed exception"):
+        torch.compile(lambda q: jvp(call, (q,), (q,)), fullgraph=True, backend="aot_eager")(q)
+
+
+def test_flex_refuses_transforms() -> None:
+    q, k, v, _, _ = Case(SHORT).tensors(torch.float32)
+    call = lambda q: dilated_attention(q, k, v, SHORT, backend="flex")  # noqa: E731
+    message = "backend 'flex' cannot run this on cpu: .* no transform of torch.func or forward mode reaches it; use backend='sdpa'"
+    for transformed in (lambda: jvp(call, (q,), (q,)), lambda: vmap(call)(q[None])):
+        with pytest.raises(NotImplementedError, match=message):
+            transformed()
+
+
+def test_maps_and_caches_refuse_transforms() -> None:
+    q = torch.randn(1, 7, 2, 3)
+    with pytest.raises(NotImplementedError, match=r"^attention_map must be called outside torch.func and forward-mode"):
+        jvp(lambda q: attention_map(q, q, SHORT, queries=0), (q,), (q,))
+    cache = DilatedKVCache(SHORT, batch_size=1, num_kv_heads=2, head_dim=3)
+    with pytest.raises(NotImplementedError, match=r"^q, k and v must come without torch.func and forward-mode"):
+        jvp(lambda q: cache.attend(q, q, q), (q,), (q,))
