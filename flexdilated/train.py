@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.nn.modes import evaluating
 from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
@@ -276,10 +277,8 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
-        self.model.eval()
-        with torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
             losses = [float(self._loss(self._shard(tokens))) for tokens in self.corpus.held_out_batches(self.options)]
-        self.model.train()
         return self._mean(sum(losses) / len(losses)) / math.log(2)
 
     # -- the whole run

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
@@ -256,6 +257,38 @@ def test_generate_has_no_dropout_and_leaves_the_mode(training: bool) -> None:
     assert torch.equal(drawn, expected)
     assert lm.training is training
     assert not drawn.requires_grad
+
+
+class AlwaysTraining(nn.Module):
+    """A part that a user keeps in one mode by a `train` of its own."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return super().train(True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_generate_leaves_the_mode_of_every_module(seed: int, fails: bool) -> None:
+    lm = model(dropout_p=0.5)
+    lm.probe = AlwaysTraining()
+    modules = [module for module in lm.modules() if not isinstance(module, AlwaysTraining)]
+    modes = (torch.rand(len(modules), generator=torch.Generator().manual_seed(seed)) < 0.5).tolist()
+    modes[:2] = [True, False]
+    for module, mode in zip(modules, modes):
+        module.training = mode
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append([module.training for module in modules])
+        if fails and len(seen) == 3:
+            raise KeyboardInterrupt
+
+    lm.layers[1].ffn.fc2.register_forward_hook(look)
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        lm.generate(draw_tokens(), max_new_tokens=5)
+    assert not any(any(row) for row in seen)
+    assert [module.training for module in modules] == modes
+    assert lm.probe.training
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.generate import Sampler
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
@@ -184,10 +185,15 @@ class LongNetLM(nn.Module):
         if caches is None:
             if lengths is not None:
                 raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
-            rotation = self._rotation_of_shard(tokens, cu_seqlens, shard_lengths)
-        else:
-            rotation = self._rotation_of_decoding(tokens, caches)
+        elif len(caches) != len(self.layers):
+            raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
+        elif tokens.shape[0] != caches[0].batch_size:
+            raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
         x = self.embedding(tokens)
+        if caches is None:
+            rotation = self._rotation_of_shard(tokens, x.dtype, cu_seqlens, shard_lengths)
+        else:
+            rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0])
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
             x = layer(
@@ -200,25 +206,23 @@ class LongNetLM(nn.Module):
             )
         return self.layer_norm(x)
 
-    def _rotation_of_shard(self, tokens: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None) -> Rotation:
+    def _rotation_of_shard(
+        self, tokens: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None
+    ) -> Rotation:
         """Of the whole sequence at the positions of this rank's tokens."""
         if self.mesh is None:  # a shard length is refused by the attention
-            return self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device))
+            return self.position(token_positions(tokens.shape[1], cu_seqlens, tokens.device), dtype=dtype)
         rank, shards = local_shard_lengths(self.mesh, tokens.shape[1], shard_lengths)
         positions = token_positions(tokens.shape[1], cu_seqlens, tokens.device, sum(shards[:rank]))
         if isinstance(self.position, XPos):
-            return self.position(positions, length=sum(shards), cu_seqlens=cu_seqlens)
-        return self.position(positions)
+            return self.position(positions, length=sum(shards), cu_seqlens=cu_seqlens, dtype=dtype)
+        return self.position(positions, dtype=dtype)
 
-    def _rotation_of_decoding(self, tokens: Tensor, caches: Sequence[DilatedKVCache]) -> Rotation:
-        if len(caches) != len(self.layers):
-            raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
-        if tokens.shape[0] != caches[0].batch_size:
-            raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
-        positions = caches[0].new_positions(tokens.shape[1])
+    def _rotation_of_decoding(self, tokens: Tensor, dtype: torch.dtype, cache: DilatedKVCache) -> Rotation:
+        positions = cache.new_positions(tokens.shape[1])
         if isinstance(self.position, XPos):
-            return self.position.decode(positions, max_length=caches[0].max_length)
-        return self.position(positions)
+            return self.position.decode(positions, max_length=cache.max_length, dtype=dtype)
+        return self.position(positions, dtype=dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.head is not None:
@@ -275,7 +279,7 @@ class LongNetLM(nn.Module):
         """Tokens that continue each prompt, drawn one after another from the model, without dropout.
 
         The prompt is read once; then a token costs the same time and memory wherever it stands. Ends early when every sequence has
-        drawn a stop token.
+        drawn a stop token. Every module is in its own mode afterwards, training or evaluation, also after an error.
 
         Args:
             tokens: Prompts, `(B, N)`, N at least 1.
@@ -298,9 +302,7 @@ class LongNetLM(nn.Module):
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
         lengths = self._check_generate(tokens, max_new_tokens, lengths, stop_tokens, pad_token)
         stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             # The last token drawn is not read.
             caches = self.make_caches(tokens.shape[0], max_length=tokens.shape[1] + max_new_tokens - 1)
             x = self._embed(tokens, caches=caches, lengths=lengths)
@@ -315,8 +317,6 @@ class LongNetLM(nn.Module):
                 if len(drawn) == max_new_tokens or (stop_tokens and bool(ended.all())):
                     return torch.stack(drawn, dim=1)
                 x = self._embed(following[:, None], caches=caches)
-        finally:
-            self.train(was_training)
 
     def _check_generate(
         self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, stop_tokens: Sequence[int], pad_token: int

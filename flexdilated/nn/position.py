@@ -22,8 +22,8 @@ LOG_LARGEST_DECAY = math.log(1.4 / 0.4)
 
 
 class Rotation(NamedTuple):
-    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` float32 each, computed once for all layers;
-    `(B, N, 1, D / 2)` where the rows of a batch stand at different positions.
+    """What to multiply queries and keys with at each position: `(N, 1, D / 2)` each, computed once for all layers, float64 for
+    queries and keys in float64 and else float32; `(B, N, 1, D / 2)` where the rows of a batch stand at different positions.
 
     `log_growth` bounds the natural log of the largest factor.
     """
@@ -35,14 +35,20 @@ class Rotation(NamedTuple):
     log_growth: float = 0.0
 
     def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned in float32 and returned in their own dtype.
+        """q `(B, N, H, D)` and k `(B, N, Hkv, D)`, turned in the dtype of the rotation and returned in their own.
 
         Raises:
-            ValueError: If the rotation is for another number of tokens or head dim, or would leave the range of float16.
+            ValueError: If the rotation is for another number of tokens or head dim, would leave the range of float16, or is in
+                float32 where q is in float64.
         """
         expected = (self.q_cos.shape[-3], 2 * self.q_cos.shape[-1])
         if (q.shape[1], q.shape[3]) != expected:
             raise ValueError(f"rotation must be for the N and D of q={(q.shape[1], q.shape[3])}, got {expected}")
+        if q.dtype == torch.float64 and self.q_cos.dtype != torch.float64:
+            raise ValueError(
+                f"rotation must be in float64 for q.dtype=float64, got {str(self.q_cos.dtype).removeprefix('torch.')}; "
+                "give dtype=torch.float64 to the position module's call"
+            )
         if q.dtype == torch.float16 and self.log_growth > FLOAT16_LOG_GROWTH:
             raise ValueError(
                 f"rotation must stay in the range of q.dtype=float16, got factors up to exp({self.log_growth:.0f}); "
@@ -77,9 +83,14 @@ class Rotary(nn.Module):
             raise ValueError(f"base must be above 1, got {base}")
         self.head_dim, self.base = head_dim, base
 
-    def forward(self, positions: Tensor) -> Rotation:
-        """The rotation of `(N,)` or `(B, N)` positions."""
-        cos, sin = _angles(positions, self.head_dim, self.base)
+    def forward(self, positions: Tensor, *, dtype: torch.dtype | None = None) -> Rotation:
+        """The rotation of `(N,)` or `(B, N)` positions.
+
+        Args:
+            positions: Of the tokens.
+            dtype: Of the queries and keys. Default: torch's default dtype.
+        """
+        cos, sin = _angles(positions, self.head_dim, self.base, _table_dtype(dtype))
         return Rotation(cos, sin, cos, sin)
 
     def extra_repr(self) -> str:
@@ -114,7 +125,14 @@ class XPos(Rotary):
         # No segment crosses a multiple of it.
         self.common_period = math.lcm(*pattern.segment_lengths)
 
-    def forward(self, positions: Tensor, *, length: int | None = None, cu_seqlens: Tensor | None = None) -> Rotation:
+    def forward(
+        self,
+        positions: Tensor,
+        *,
+        length: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Rotation:
         """The rotation of `(N,)` positions, with the decay in it.
 
         All positions that meet must be centred alike. A part of a sequence, its shard, gets exactly the rotation that it has in
@@ -124,6 +142,7 @@ class XPos(Rotary):
             positions: Counted from the beginning of the sequence, or of the document of each.
             length: Tokens of the whole sequence, whose positions begin at 0. Default: these positions are the whole.
             cu_seqlens: `(num_documents + 1,)` borders of documents packed in the whole sequence; comes with `length`.
+            dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:
             ValueError: If the decay over the reach of the positions leaves float32, or the whole is described in part.
@@ -140,13 +159,13 @@ class XPos(Rotary):
             raise ValueError(f"scale_base must be at least {least} where segments reach over {reach} tokens, got {self.scale_base}")
         within = positions if self.period is None else positions % self.period
         if length is None:
-            return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth)
+            return self._rotation(positions, within - (within.min() + within.max()) // 2, log_growth, dtype)
         last: Tensor | int = reach - 1
         if cu_seqlens is not None and cu_seqlens.numel() > 1:  # fewer are refused where they are used
             last = cu_seqlens.to(positions.device).diff().max().clamp(max=reach) - 1
-        return self._rotation(positions, within - last // 2, log_growth)
+        return self._rotation(positions, within - last // 2, log_growth, dtype)
 
-    def decode(self, positions: Tensor, *, max_length: int | None = None) -> Rotation:
+    def decode(self, positions: Tensor, *, max_length: int | None = None, dtype: torch.dtype | None = None) -> Rotation:
         """The rotation of `(B, N)` positions, such that keys rotated in one call meet queries rotated in any other.
 
         The centre must be the same in every call: positions are counted from the middle of the least common multiple of the
@@ -155,6 +174,7 @@ class XPos(Rotary):
         Args:
             positions: Below `max_length`, where that is given.
             max_length: Positions that will be reached at most. Default: any number.
+            dtype: Of the queries and keys. Default: torch's default dtype.
 
         Raises:
             ValueError: If the decay over that many positions leaves float32.
@@ -168,14 +188,15 @@ class XPos(Rotary):
                 f"common multiple is {self.common_period}, got {max_length}; use rotary positions"
             )
         within = positions % reach if reach == self.common_period else positions
-        return self._rotation(positions, within - reach // 2, log_growth)
+        return self._rotation(positions, within - reach // 2, log_growth, dtype)
 
     def _log_growth(self, reach: int) -> float:
         return reach / 2 / self.scale_base * LOG_LARGEST_DECAY
 
-    def _rotation(self, positions: Tensor, centred: Tensor, log_growth: float) -> Rotation:
-        cos, sin = _angles(positions, self.head_dim, self.base)
-        decay = _decay(centred, self.head_dim, self.scale_base)
+    def _rotation(self, positions: Tensor, centred: Tensor, log_growth: float, dtype: torch.dtype | None) -> Rotation:
+        dtype = _table_dtype(dtype)
+        cos, sin = _angles(positions, self.head_dim, self.base, dtype)
+        decay = _decay(centred, self.head_dim, self.scale_base, dtype)
         return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
 
     def extra_repr(self) -> str:
@@ -198,8 +219,13 @@ def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.de
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
+def _table_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """What queries and keys of a dtype are turned in: float32 holds any narrower one with room to spare."""
+    return torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
@@ -208,28 +234,28 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("flexdilated::rotary_angles", mutates_args=())
-def _angles(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, `(..., N, 1, D / 2)` float32, of `positions` `(..., N)` times the wavelengths."""
+def _angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, `(..., N, 1, D / 2)`, of `positions` `(..., N)` times the frequencies."""
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
     angle = positions.to(exact)[..., None, None] * base ** (-pairs / head_dim)
-    return torch.cos(angle).float(), torch.sin(angle).float()
+    return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
 
 
 @torch.library.custom_op("flexdilated::xpos_decay", mutates_args=())
-def _decay(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
-    """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)` float32."""
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+def _decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+    """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)`."""
+    pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
     zeta = (pairs / head_dim + 0.4) / 1.4
-    return zeta ** (positions.float()[..., None, None] / scale_base)
+    return zeta ** (positions.to(dtype)[..., None, None] / scale_base)
 
 
 @_angles.register_fake
-def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+def _(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, 1, head_dim // 2)
-    return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 @_decay.register_fake
-def _(positions: Tensor, head_dim: int, scale_base: float) -> Tensor:
-    return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=torch.float32)
+def _(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+    return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=dtype)

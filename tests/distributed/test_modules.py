@@ -202,7 +202,8 @@ def check_heads(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    rotations = {"none": None, "rotary": Rotary(6)(torch.arange(TOKENS)), "xpos": XPos(6, NESTED)(torch.arange(TOKENS))}
+    positions = {"rotary": Rotary(6), "xpos": XPos(6, NESTED)}
+    rotations = {name: position(torch.arange(TOKENS), dtype=torch.float64) for name, position in positions.items()} | {"none": None}
     for layer_norm in (True, False):
         for name, rotation in rotations.items():
             torch.manual_seed(2307)

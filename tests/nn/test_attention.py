@@ -269,7 +269,7 @@ def test_multihead_dtype_argument_holds_for_parameters_and_output(dtype: torch.d
     assert {parameter.dtype for parameter in module.parameters()} == {dtype}
     x = draw(BATCH, TOKENS, EMBED, dtype=dtype)
     assert module(x, x, x)[0].dtype == dtype
-    assert module(x, x, x, rotation=Rotary(HEAD_DIM)(torch.arange(TOKENS)))[0].dtype == dtype
+    assert module(x, x, x, rotation=Rotary(HEAD_DIM)(torch.arange(TOKENS), dtype=dtype))[0].dtype == dtype
 
 
 def test_multihead_device_argument_holds_for_every_parameter() -> None:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, reference
 from flexdilated.nn import Rotary, XPos, longnet
-from tests.tolerances import SINGLE
+from tests.tolerances import EXACT, SINGLE
 
 VOCAB, EMBED, HEADS, TOKENS, BATCH = 29, 24, 4, 23, 3
 NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
@@ -71,6 +71,91 @@ def test_longnet_equals_its_formula(tied: bool, position: str) -> None:
     torch.testing.assert_close(lm(tokens), expected, **SINGLE)
 
 
+def exact_logits(lm: LongNetLM, tokens: Tensor) -> Tensor:
+    """The formula in float64, its positions by complex numbers and its attention by the reference."""
+    head_dim = EMBED // HEADS
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    place = torch.arange(tokens.shape[1], dtype=torch.float64)[:, None, None]
+    turn = torch.exp(1j * place * 10000.0 ** (-pairs / head_dim))
+    # Counted from the middle, where the decay of both sides is smallest: only distances count.
+    decay = ((pairs / head_dim + 0.4) / 1.4) ** ((place - tokens.shape[1] // 2) / 512.0)
+    decay = decay if isinstance(lm.position, XPos) else torch.ones_like(decay)
+
+    def turned(x: Tensor, factor: Tensor) -> Tensor:
+        z = torch.complex(*x.chunk(2, dim=-1)) * turn * factor
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    x = lm.embedding.weight[tokens]
+    for layer in lm.layers:
+        h, attention = layer.self_attn_layer_norm(x), layer.self_attn
+        q, k, v = (p(h).unflatten(-1, (-1, head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        out, _ = reference.dilated_attention(turned(q, decay), turned(k, 1 / decay), v, lm.config.pattern, is_causal=True)
+        x = x + attention.out_proj(attention.inner_attn_ln(out.flatten(2)))
+        x = x + layer.ffn(layer.final_layer_norm(x))
+    x = lm.layer_norm(x)
+    return x @ (lm.embedding.weight if lm.head is None else lm.head.weight).T
+
+
+def on_meta_and_back(lm: LongNetLM) -> LongNetLM:
+    with torch.device("meta"):
+        empty = LongNetLM(lm.config).double()
+    empty.to_empty(device="cpu").load_state_dict(lm.double().state_dict())
+    return empty.eval()
+
+
+def under_default_dtype(lm: LongNetLM) -> LongNetLM:
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = LongNetLM(lm.config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact.load_state_dict(lm.state_dict())
+    return exact.eval()
+
+
+WIDENED = {
+    "double": lambda lm: lm.double(),
+    "to": lambda lm: lm.to(torch.float64),
+    "copy": lambda lm: copy.deepcopy(lm).double(),
+    "copied": lambda lm: copy.deepcopy(lm.double()),
+    "narrowed": lambda lm: lm.half().double(),
+    "meta": on_meta_and_back,
+    "default dtype": under_default_dtype,
+}
+
+
+@pytest.mark.parametrize("how", WIDENED)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_longnet_in_float64_is_exact(how: str, position: str) -> None:
+    lm = WIDENED[how](model(position=position, num_kv_heads=2))
+    tokens = draw_tokens()
+    assert lm.embedding.weight.dtype == torch.float64
+    expected = exact_logits(lm, tokens)
+    torch.testing.assert_close(lm(tokens), expected, **EXACT)
+    caches = lm.make_caches(BATCH, max_length=TOKENS)
+    with torch.no_grad():
+        decoded = [lm(part, caches=caches) for part in tokens.split((5, 1, TOKENS - 6), dim=1)]
+    torch.testing.assert_close(torch.cat(decoded, dim=1), expected, **EXACT)
+    if how != "double":
+        return
+    compiled = torch.compile(lm, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), expected, **EXACT)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_longnet_in_other_dtypes_turns_in_float32(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, tokens, tables = model(position=position), draw_tokens(), []
+    kind = type(lm.position)
+    monkeypatch.setattr(kind, "forward", lambda self, *a, f=kind.forward, **o: tables.append(f(self, *a, **o)) or tables[-1])
+    lm(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        lm(tokens)
+    lm.bfloat16()(tokens)
+    lm.half()(tokens)
+    assert [rotation.q_cos.dtype for rotation in tables] == [torch.float32] * 4
+    assert all(torch.equal(rotation.k_sin, tables[0].k_sin) for rotation in tables)
+
+
 @pytest.mark.parametrize("pattern", [NESTED, RAGGED, GROUPED], ids=["nested", "ragged", "grouped"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_longnet_token_changes_nothing_before_it(pattern: DilatedPattern, position: str) -> None:
@@ -111,7 +196,7 @@ def test_longnet_positions_begin_anew_in_every_document(position: str, monkeypat
     # The logits of rotary positions cannot show it: scores depend on distances, and documents do not see each other.
     lm = model(position=position)
     seen = []
-    monkeypatch.setattr(lm.position, "forward", lambda p: seen.append(p) or type(lm.position).forward(lm.position, p))
+    monkeypatch.setattr(lm.position, "forward", lambda p, **o: seen.append(p) or type(lm.position).forward(lm.position, p, **o))
     lm(draw_tokens(batch=1), cu_seqlens=torch.tensor([0, 7, 18, TOKENS]))
     lm(draw_tokens())
     assert torch.equal(seen[0], torch.tensor([*range(7), *range(11), *range(5)]))

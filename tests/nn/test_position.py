@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flexdilated import DilatedPattern
 from flexdilated.nn import Rotary, XPos
 from flexdilated.nn.position import token_positions
-from tests.tolerances import SINGLE
+from tests.tolerances import EXACT, SINGLE
 
 TOKENS, HEAD_DIM = 23, 14
 NESTED = DilatedPattern((4, 8, 16), (1, 2, 4))
@@ -86,12 +86,54 @@ def test_rotary_tells_position_1000001_from_1000000() -> None:
     torch.testing.assert_close(scores(*rotary(positions).apply(q, k)), scores(*rotary(torch.arange(TOKENS)).apply(q, k)), **SINGLE)
 
 
-@pytest.mark.parametrize("position", [Rotary(HEAD_DIM), XPos(HEAD_DIM, NESTED)], ids=["rotary", "xpos"])
+POSITIONS = pytest.mark.parametrize("position", [Rotary(HEAD_DIM), XPos(HEAD_DIM, NESTED)], ids=["rotary", "xpos"])
+
+
+@POSITIONS
 def test_position_keeps_dtype_and_has_no_state(position: nn.Module) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        q, k = position(torch.arange(TOKENS)).apply(draw().to(dtype), draw().to(dtype))
+        rotation = position(torch.arange(TOKENS), dtype=dtype)
+        q, k = rotation.apply(draw().to(dtype), draw().to(dtype))
         assert q.dtype == k.dtype == dtype
+        assert {table.dtype for table in rotation[:4]} == {torch.promote_types(dtype, torch.float32)}
     assert not position.state_dict()
+
+
+@pytest.mark.parametrize("start", [0, 1_000_003])
+def test_positions_in_float64_are_exact(start: int) -> None:
+    q, k, positions = draw().double(), draw().double(), torch.arange(TOKENS) + start
+    for actual, x in zip(Rotary(HEAD_DIM)(positions, dtype=torch.float64).apply(q, k), (q, k)):
+        torch.testing.assert_close(actual, turned(x, positions), **EXACT)
+    position = XPos(HEAD_DIM, DilatedPattern((1_000_000,), (1,)), scale_base=13_000.0)
+    expected = xpos_scores(q, k, positions, 13_000.0)
+    torch.testing.assert_close(scores(*position(positions, dtype=torch.float64).apply(q, k)), expected, **EXACT)
+    decoded = position.decode(positions[None].expand(2, -1), dtype=torch.float64)
+    torch.testing.assert_close(scores(*decoded.apply(q, k)), expected, **EXACT)
+
+
+@POSITIONS
+def test_positions_follow_the_default_dtype(position: nn.Module) -> None:
+    positions = torch.arange(TOKENS)
+    torch.set_default_dtype(torch.float64)
+    try:
+        rotation = position(positions)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(rotation.k_cos, position(positions, dtype=torch.float64).k_cos)
+    assert position(positions).k_cos.dtype == torch.float32
+
+
+@POSITIONS
+def test_rotation_in_float32_is_refused_for_float64_and_wider_ones_are_taken(position: nn.Module) -> None:
+    positions, q = torch.arange(TOKENS), draw()
+    with pytest.raises(
+        ValueError,
+        match=r"^rotation must be in float64 for q.dtype=float64, got float32; give dtype=torch.float64 to the position",
+    ):
+        position(positions).apply(q.double(), q.double())
+    wide, _ = position(positions, dtype=torch.float64).apply(q, q)
+    exact, _ = position(positions, dtype=torch.float64).apply(q.double(), q.double())
+    assert torch.equal(wide, exact.float())
 
 
 @pytest.mark.parametrize("head_dim", [-2, 0, 1, 13])
