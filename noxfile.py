@@ -86,6 +86,15 @@ def tests_port(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_timm(session: nox.Session) -> None:
+    """Vision transformers of timm and torchvision; apart, since a torchvision for another torch breaks other libraries' imports."""
+    _install(session)
+    session.install("timm==1.0.31", "torchvision", "--no-deps")
+    session.install("pyyaml", "huggingface_hub", "pillow", f"torch=={TORCH}")
+    session.run("pytest", "tests/hub/test_timm.py", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("capability", CAPABILITIES)
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""

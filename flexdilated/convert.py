@@ -1,16 +1,20 @@
-"""`convert`: dilated attention in the place of every `nn.MultiheadAttention` of a model."""
+"""`convert`: dilated attention in the place of the attention of a model, torch's or timm's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flexdilated.hub.timm import TimmAttention, attention_classes
 from flexdilated.nn import MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern
 from flexdilated.swap import check_unhooked, find_modules, put_modules
 
 __all__ = ["convert"]
+
+PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
 
 
 def convert(
@@ -22,13 +26,24 @@ def convert(
     backend: str = "auto",
     skip: Collection[str] = (),
 ) -> nn.Module:
-    """The model with every `nn.MultiheadAttention` replaced by a `MultiheadDilatedAttention` with its weights.
+    """The model with dilated attention in the place of its attention, on its weights.
 
-    In place; only a model that is itself a `nn.MultiheadAttention` comes back as another module. Under a pattern that keeps
-    everything it computes what it did. `nn.TransformerEncoderLayer` then takes its ordinary path, since its fused one knows no
-    pattern, and `nn.TransformerEncoder` makes no nested tensors. A layer that the model holds at several places stays one
-    layer. The weights are copies, as the packed projection is taken apart: build the optimizer afterwards. Frozen weights stay
-    frozen. Attention weights cannot be asked for any more.
+    It looks for modules of these classes:
+
+    - `nn.MultiheadAttention`, also inside `nn.TransformerEncoder` and torchvision's vision transformers. A
+      `MultiheadDilatedAttention` takes its place. The weights are copies, as the packed projection is taken apart: build the
+      optimizer afterwards. Frozen weights stay frozen. Attention weights cannot be asked for any more.
+    - timm's `Attention`, `AttentionRope` and `EvaAttention`, which its plain vision transformers are made of. A
+      `flexdilated.hub.timm.TimmAttention` takes its place, with the same parameters under the same names.
+
+    In place; only a model that is itself such a module comes back as another one. Under a pattern that keeps everything it computes
+    what it did. `nn.TransformerEncoderLayer` then takes its ordinary path, since its fused one knows no pattern, and
+    `nn.TransformerEncoder` makes no nested tensors. A layer that the model holds at several places stays one layer.
+
+    Class and register tokens are tokens like all others to a pattern, at the first positions: a class token sees its own segment of
+    each branch, and in a dilated one only the heads that keep its position see it and let it see. What a model was trained to
+    gather in a class token is then gathered from those tokens alone; average over the tokens, give the pattern a branch as long as
+    the sequence with rate 1, or fine-tune. For a model of the transformers library: `flexdilated.hub.transformers`.
 
     Args:
         model: Any model.
@@ -44,8 +59,8 @@ def convert(
     Raises:
         ValueError: If the model has no such layer; or, by its path, if a layer is sequence-first, projects keys or values from
             another width, is the cross-attention of a `nn.TransformerDecoderLayer`, adds keys of its own, has a `forward` of its
-            own, hooks or parametrizations, or shares weights with another layer; or if `skip` holds what is no layer's path.
-            Nothing is changed then.
+            own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if it is
+            attention of timm or torchvision of another kind; or if `skip` holds what is no layer's path. Nothing is changed then.
         TypeError: If the model is no module or the pattern is no pattern.
     """
     if not isinstance(model, nn.Module):
@@ -54,14 +69,25 @@ def convert(
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
-    layers = find_modules(model, nn.MultiheadAttention)
-    known = {path for paths in layers.values() for path in paths}
+    layers = find_modules(model, nn.Module, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))
+    others = _other_attention(model, layers)
+    known = {path for paths in (*layers.values(), *others.values()) for path in paths}
     for path in skip:
         if path not in known:
             raise ValueError(f"skip must hold paths of attention layers, {sorted(known)}, got {path!r}")
     layers = {layer: paths for layer, paths in layers.items() if not set(paths) & set(skip)}
     if not layers:
-        raise ValueError("model must hold an nn.MultiheadAttention that is not skipped, got none")
+        seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
+        got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
+        raise ValueError(
+            f"model must hold an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention, not skipped, got {got}"
+        )
+    for other, paths in others.items():
+        if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
+            raise ValueError(
+                f"{paths[0]!r}: module must be an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention, got "
+                f"{_named(other)}; name its path in skip to leave it as it is"
+            )
     cross = {
         layer.multihead_attn for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)
     }  # its keys come from a memory of another length
@@ -70,24 +96,20 @@ def convert(
     places: dict[str, nn.Module] = {}
     for layer, paths in layers.items():
         try:
-            if layer in cross:
-                raise ValueError("module must be self-attention, got the cross-attention of a decoder layer")
-            if type(layer).forward is not nn.MultiheadAttention.forward:
-                raise ValueError(f"module must have the forward of nn.MultiheadAttention, got that of {type(layer).__name__}")
-            check_unhooked(layer)
-            check_unhooked(layer.out_proj)
-            shared = {path for parameter in layer.parameters() for path in owners[id(parameter)]} - {
-                f"{path}{end}" for path in paths for end in ("", ".out_proj" if path else "out_proj")
-            }
-            if shared:
-                raise ValueError(f"module must not share weights, got weights that {sorted(shared)} hold too")
-            dilated = MultiheadDilatedAttention.from_torch(
-                layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend
-            )
+            dilated: nn.Module
+            if not isinstance(layer, nn.MultiheadAttention):
+                dilated = TimmAttention(layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend)
+            else:
+                if layer in cross:
+                    raise ValueError("module must be self-attention, got the cross-attention of a decoder layer")
+                _check(layer, paths, owners)
+                dilated = MultiheadDilatedAttention.from_torch(
+                    layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend
+                )
+                _freeze_like(dilated, layer)
         except ValueError as error:
             where = repr(paths[0]) if paths[0] else "the model itself"
             raise ValueError(f"{where}: {error}; name its path in skip to leave it as it is") from error
-        _freeze_like(dilated, layer)
         places.update(dict.fromkeys(paths, dilated))
     if "" in places:
         return places[""]
@@ -97,6 +119,50 @@ def convert(
             # It would hand padded batches to its layers as nested tensors, for the sake of their fused path.
             encoder.use_nested_tensor = False
     return model
+
+
+def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set[str]]) -> None:
+    """That nothing of a layer would be lost with its copied weights.
+
+    Raises:
+        ValueError: If something would.
+    """
+    if type(layer).forward is not nn.MultiheadAttention.forward:
+        raise ValueError(f"module must have the forward of nn.MultiheadAttention, got that of {_named(layer)}")
+    check_unhooked(layer)
+    check_unhooked(layer.out_proj)
+    if type(layer.out_proj) not in (nn.Linear, NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            f"module must have a plain out_proj, got {_named(layer.out_proj)}; convert before adapters or quantization are added"
+        )
+    for parameter in layer.parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"module must have plain weights, got a {type(parameter).__name__}; convert before they are sharded or quantized"
+            )
+    shared = {path for parameter in layer.parameters() for path in owners[id(parameter)]} - {
+        f"{path}{end}" for path in paths for end in ("", ".out_proj" if path else "out_proj")
+    }
+    if shared:
+        raise ValueError(f"module must not share weights, got weights that {sorted(shared)} hold too")
+
+
+def _other_attention(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, list[str]]:
+    """The modules named as attention, below the model, that are neither among the layers nor hold, or are held by, another one."""
+    parts = {part for layer in layers for part in layer.modules()}
+    named = find_modules(model, nn.Module, lambda m: m is not model and m not in parts and _is_named_attention(m))
+    named = {m: paths for m, paths in named.items() if parts.isdisjoint(m.modules())}
+    inner = {part for m in named for part in m.modules() if part is not m}
+    return {m: paths for m, paths in named.items() if m not in inner}
+
+
+def _is_named_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return not isinstance(module, (MultiheadDilatedAttention, TimmAttention)) and ("Attn" in name or "Attention" in name)
+
+
+def _named(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _owners(model: nn.Module) -> dict[int, set[str]]:

@@ -30,13 +30,14 @@ def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Refuse a module whose hooks or parametrizations a replacement would lose.
+    """Refuse a module whose hooks, those of its state dict too, or parametrizations a replacement would lose.
 
     Raises:
         ValueError: If it has any.
     """
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name) for name in hooks):
-        raise ValueError("module must have no hooks of its own, got some; remove them, and register them again afterwards")
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError("module must have no parametrized weights of its own, got some; remove the parametrizations first")
+    calls = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    states = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    if any(getattr(module, name) for name in (*calls, *states)):
+        raise ValueError("module must have no hooks of its own, got some; remove them, and register them again afterwards")

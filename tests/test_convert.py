@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -166,14 +167,51 @@ def parametrized() -> nn.MultiheadAttention:
     return module
 
 
+def watched() -> nn.MultiheadAttention:
+    module = attention()
+    module.register_state_dict_post_hook(lambda *_: None)
+    return module
+
+
+class Adapted(nn.Linear):
+    """As adapters wrap the output projection."""
+
+
+def adapted() -> nn.MultiheadAttention:
+    module = attention()
+    module.out_proj = Adapted(EMBED, EMBED)
+    return module
+
+
+class Packed(nn.Parameter):
+    """As quantized and sharded weights are."""
+
+
+def packed() -> nn.MultiheadAttention:
+    module = attention()
+    module.in_proj_weight = Packed(module.in_proj_weight.detach())
+    return module
+
+
+def quantizable() -> nn.MultiheadAttention:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = pytest.importorskip("torch.ao.nn.quantizable", reason="torch has left quantization to torchao")
+    return quantized.MultiheadAttention(EMBED, HEADS, batch_first=True)
+
+
 REFUSED = {
+    "state dict hooks": (watched, "must have no hooks of its own, got some; remove them"),
+    "adapter": (adapted, r"must have a plain out_proj, got \S*\.Adapted; convert before adapters or quantization are added"),
+    "weights": (packed, "must have plain weights, got a Packed; convert before they are sharded or quantized"),
+    "quantizable": (quantizable, r"must have the forward of nn.MultiheadAttention, got that of torch\.ao\.nn\.quantizable\S+"),
     "sequence first": (lambda: attention(batch_first=False), "must have batch_first=True, got batch_first=False"),
     "keys of another width": (lambda: attention(kdim=7, vdim=11), "must project from one width=10, got kdim=7, vdim=11"),
     "keys of its own": (lambda: attention(add_bias_kv=True), "must not add keys of its own, got add_bias_kv or add_zero_attn"),
     "zero attention": (lambda: attention(add_zero_attn=True), "must not add keys of its own, got add_bias_kv or add_zero_attn"),
     "own forward": (
         lambda: OwnForward(EMBED, HEADS, batch_first=True),
-        "must have the forward of nn.MultiheadAttention, got that of OwnForward",
+        r"must have the forward of nn.MultiheadAttention, got that of \S*\.OwnForward",
     ),
     "hooks": (hooked, "must have no hooks of its own, got some; remove them"),
     "parametrization": (parametrized, "must have no parametrized weights of its own, got some; remove"),
@@ -226,13 +264,30 @@ def test_convert_rejects_a_model_itself_by_saying_so() -> None:
         convert(attention(batch_first=False), PATTERN)
 
 
+LOOKED_FOR = r"an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention,"
+
+
+class OtherAttention(nn.Module):
+    """What convert knows nothing of."""
+
+
 def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
-    with pytest.raises(ValueError, match=r"^model must hold an nn.MultiheadAttention that is not skipped, got none$"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none$"):
         convert(nn.Linear(2, 3), PATTERN)
-    with pytest.raises(ValueError, match=r"^model must hold an nn.MultiheadAttention that is not skipped, got none$"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none$"):
         convert(nn.Sequential(attention()), PATTERN, skip=["0"])
     with pytest.raises(ValueError, match=r"^skip must hold paths of attention layers, \['0'\], got '1'$"):
         convert(nn.Sequential(attention()), PATTERN, skip=["1"])
+
+
+def test_convert_names_what_looks_like_attention_and_is_not_known() -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"attn": OtherAttention()}) for _ in range(5)))
+    seen = r", ".join(rf"'{i}.attn' of \S+\.OtherAttention" for i in range(3))
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.$"):
+        convert(model, PATTERN)
+    model.append(attention())
+    convert(model, PATTERN)  # what is not torch's or timm's is left
+    assert isinstance(model[5], MultiheadDilatedAttention)
 
 
 def test_convert_rejects_arguments_of_another_type() -> None:

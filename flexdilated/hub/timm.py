@@ -1,0 +1,165 @@
+"""timm's vision transformers: this library's attention in the place of theirs, on their own weights."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexdilated.attention import dilated_attention
+from flexdilated.pattern import DilatedPattern
+from flexdilated.swap import check_unhooked
+
+__all__ = ["TimmAttention", "attention_classes"]
+
+# Where timm's versions keep the classes that `TimmAttention` follows.
+CLASSES = (
+    ("timm.layers.attention", "Attention"),
+    ("timm.layers.attention", "AttentionRope"),
+    ("timm.models.vision_transformer", "Attention"),
+    ("timm.models.eva", "EvaAttention"),
+)
+# What they hold and what they are called with, as of timm 1.0.31: another version may compute what is not followed here.
+PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
+BIASES = {"q_bias", "k_bias", "v_bias"}
+ARGUMENTS = {"self", "x", "rope", "attn_mask", "is_causal"}
+
+
+def attention_classes() -> tuple[type[nn.Module], ...]:
+    """timm's attention that can be replaced; none where timm is not imported, since no model can hold any."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in CLASSES)
+    return tuple({cls: None for cls in found if isinstance(cls, type)})
+
+
+class TimmAttention(nn.Module):
+    """The call of timm's `Attention`, `AttentionRope` or `EvaAttention`, on the submodules of one.
+
+    The parameters, their names in the state dict, hooks on the submodules and an optimizer stay as they are. Under a pattern that
+    keeps everything it computes what the module did. Tokens are counted as the model lays them out, class and register tokens
+    first: to the pattern these are tokens like all others, at the first positions.
+    Source: timm 1.0.31, layers/attention.py and models/eva.py.
+
+    Args:
+        module: The module whose projections, norms, gate and dropout are taken over.
+        pattern: Which positions attend to which.
+        dropout_p: Probability of dropping an attention weight in training. Default: the module's own.
+        is_causal: Whether queries see only keys at their own position and before, whatever a call says.
+        backend: `"auto"` or the name of an engine.
+
+    Raises:
+        ValueError: If the module is none of these, is of a version with other parts or arguments, or has hooks of its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pattern: DilatedPattern,
+        *,
+        dropout_p: float | None = None,
+        is_causal: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        _check(module)
+        source: Any = module
+        dropout_p = source.attn_drop.p if dropout_p is None else dropout_p
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        self.pattern, self.dropout_p, self.is_causal, self.backend = pattern, dropout_p, is_causal, backend
+        self.num_heads = source.num_heads
+        self.num_kv_heads = getattr(source, "num_kv_heads", source.num_heads)
+        self.has_rope = "rope" in inspect.signature(type(module).forward).parameters
+        self.num_prefix_tokens = getattr(source, "num_prefix_tokens", 0)  # which are not turned
+        self.rotate_half = getattr(source, "rotate_half", False)
+        # A scale of one's own acts in timm's own product only.
+        self.scale: float | None = None if source.fused_attn else source.scale
+        # In timm's order, in which an optimizer lists the parameters.
+        for name, bias in module.named_parameters(recurse=False):
+            self.register_parameter(name, bias)
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+        for name, part in module.named_children():
+            self.add_module(name, part)
+        # The mode of this module alone: its submodules keep theirs.
+        self.training = module.training
+
+    def forward(self, x: Tensor, *inputs: Tensor | bool | None, **options: Tensor | bool | None) -> Tensor:
+        """`(B, N, dim)` from tokens of that shape; the arguments are those of the module that was taken over.
+
+        Args:
+            x: Tokens.
+            *inputs: As in timm, after the tokens: `rope`, for the modules that take it, `attn_mask` and `is_causal`.
+            **options: The same by name.
+
+        Raises:
+            NotImplementedError: If there is a mask.
+            TypeError: If an argument is unknown or comes twice.
+        """
+        names = ("rope", "attn_mask", "is_causal") if self.has_rope else ("attn_mask", "is_causal")
+        given = dict(zip(names, inputs))
+        if len(inputs) > len(names) or not options.keys() <= set(names) - given.keys():
+            raise TypeError(f"arguments must be x, {', '.join(names)}, each once, got {len(inputs) + 1} and {sorted(options)}")
+        given |= options
+        if given.get("attn_mask") is not None:
+            raise NotImplementedError("attn_mask must be None, got a mask; the pattern says what is seen")
+        part: Any = self
+        gate = getattr(part, "gate", None)
+        gate = None if gate is None else gate(x).sigmoid()
+        q, k, v = self._project(x)  # (B, N, H, D)
+        q, k = part.q_norm(q), part.k_norm(k)
+        rope = given.get("rope")
+        if isinstance(rope, Tensor):
+            q, k = self._turn(q, rope).type_as(v), self._turn(k, rope).type_as(v)
+        out = dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=self.is_causal or bool(given.get("is_causal", False)),
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        ).flatten(2)
+        out = part.norm(out) if hasattr(part, "norm") else out
+        return part.proj_drop(part.proj(out if gate is None else out * gate))
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, dropout_p={self.dropout_p}, is_causal={self.is_causal}, backend={self.backend!r}"
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        part: Any = self
+        if getattr(part, "qkv", None) is None:
+            q, k, v = part.q_proj(x), part.k_proj(x), part.v_proj(x)
+        else:
+            qkv = part.qkv(x)
+            if getattr(part, "q_bias", None) is not None:
+                qkv = qkv + torch.cat([part.q_bias, part.k_bias, part.v_bias])
+            q, k, v = qkv.chunk(3, dim=-1)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        return tuple(y.unflatten(-1, (num_heads, -1)) for y, num_heads in zip((q, k, v), heads))
+
+    def _turn(self, x: Tensor, rope: Tensor) -> Tensor:
+        """q or k `(B, N, H, D)` by timm's rotary positions, which take heads before tokens."""
+        from timm.layers import apply_rot_embed_cat  # optional
+
+        first, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        half = {"half": True} if self.rotate_half else {}
+        return torch.cat([first, apply_rot_embed_cat(rest.transpose(1, 2), rope, **half).transpose(1, 2)], dim=1)
+
+
+def _check(module: nn.Module) -> None:
+    known, kind = attention_classes(), type(module)
+    if not isinstance(module, known) or not any(kind.forward is cls.forward for cls in known):
+        raise ValueError(f"module must have the forward of timm's attention, got that of {kind.__module__}.{kind.__qualname__}")
+    check_unhooked(module)
+    parts = {name for name, _ in module.named_children()}
+    tensors = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    arguments = set(inspect.signature(kind.forward).parameters)
+    unknown = (parts - PARTS) | (tensors - BIASES) | (arguments - ARGUMENTS)
+    if unknown or not {"q_norm", "k_norm", "attn_drop", "proj", "proj_drop"} <= parts:
+        raise ValueError(
+            f"module must have the parts and arguments of timm 1.0.31, got others: {sorted(unknown or parts)}; use that version"
+        )

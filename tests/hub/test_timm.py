@@ -1,0 +1,262 @@
+"""Vision transformers of timm and torchvision under dilated attention: `nox -s tests_timm` installs both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, convert, reference
+from flexdilated.hub.timm import TimmAttention
+from tests.tolerances import EXACT
+
+REGISTER_FAKE = torch.library.register_fake
+
+
+def _register_fake(name: Any, *arguments: Any, **options: Any) -> Any:
+    """torchvision describes operators that its wheel for another torch does not bring; none of them is used here."""
+    if isinstance(name, str) and name.startswith("torchvision::"):
+        return lambda function: function
+    return REGISTER_FAKE(name, *arguments, **options)
+
+
+torch.library.register_fake = _register_fake  # type: ignore[assignment]
+try:
+    timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
+    torchvision = pytest.importorskip("torchvision", reason="needs torchvision: nox -s tests_timm")
+finally:
+    torch.library.register_fake = REGISTER_FAKE
+
+from timm.layers import Attention, AttentionRope, RotaryEmbeddingCat  # noqa: E402
+from timm.models.eva import EvaAttention  # noqa: E402
+
+BATCH, TOKENS, DIM, HEADS = 2, 23, 24, 3
+DENSE = DilatedPattern((4096,), (1,))
+PATTERN = DilatedPattern((7, 13), (1, 3))
+Norm = nn.LayerNorm
+
+
+def rows() -> Tensor:
+    return torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64)
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    return module.double()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Attention(DIM, HEADS),
+    "bias": lambda: Attention(DIM, HEADS, qkv_bias=True, proj_bias=False),
+    "norms": lambda: Attention(DIM, HEADS, qkv_bias=True, qk_norm=True, scale_norm=True, norm_layer=Norm),
+    "gate": lambda: Attention(DIM, HEADS, gated=True),
+    "narrow": lambda: Attention(DIM, HEADS, attn_head_dim=5, dim_out=11),
+    "rope": lambda: AttentionRope(DIM, HEADS, num_prefix_tokens=2, qk_norm=True, norm_layer=Norm),
+    "rope, half": lambda: AttentionRope(DIM, HEADS, rotate_half=True, gated=True),
+    "rope, grouped": lambda: AttentionRope(DIM, 6, num_kv_heads=2, qkv_fused=False),
+    "eva": lambda: EvaAttention(DIM, HEADS, norm_layer=Norm),
+    "eva, separate bias": lambda: EvaAttention(DIM, HEADS, qkv_bias_separate=True, scale_norm=False, num_prefix_tokens=4),
+    "eva, three projections": lambda: EvaAttention(DIM, HEADS, qkv_fused=False, qk_norm=True, gated=True, norm_layer=Norm),
+    "eva, no bias": lambda: EvaAttention(DIM, HEADS, qkv_bias=False, rotate_half=True, norm_layer=Norm),
+}
+
+
+def options_of(module: nn.Module) -> dict[str, Any]:
+    if isinstance(module, Attention):
+        return {}
+    width = DIM // module.num_heads
+    return {"rope": torch.randn(TOKENS - module.num_prefix_tokens, 2 * width, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_dense_pattern_equals_timm_with_gradients(name: str, is_fused: bool, is_causal: bool) -> None:
+    module = randomize(MODULES[name]())
+    module.fused_attn = is_fused
+    if not is_fused:
+        module.scale *= 0.7  # acts there only
+    x, options = rows().requires_grad_(), {**options_of(module), "is_causal": is_causal}
+    expected = module(x, **options)
+    leaves = [x, *module.parameters()]
+    dout = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+    dilated = TimmAttention(module, DENSE)
+    assert [name for name, _ in dilated.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert dilated.state_dict().keys() == module.state_dict().keys()
+    actual = dilated(x, **options)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves, dout), gradients, **EXACT)
+
+
+def test_pattern_equals_the_formula_over_the_reference() -> None:
+    module = randomize(Attention(DIM, HEADS, qkv_bias=True))
+    x = rows()
+    q, k, v = module.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+    out, _ = reference.dilated_attention(q, k, v, PATTERN)
+    torch.testing.assert_close(TimmAttention(module, PATTERN)(x), module.proj(out.flatten(2)), **EXACT)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "vit": (
+        lambda: timm.models.VisionTransformer(
+            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, reg_tokens=2, class_token=True
+        ),
+        (3, 20, 20),
+    ),
+    "vit, pooled by its mean": (
+        lambda: timm.models.VisionTransformer(
+            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, class_token=False, global_pool="avg", qk_norm=True
+        ),
+        (3, 20, 20),
+    ),
+    "eva": (
+        lambda: timm.models.Eva(img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, use_rot_pos_emb=True),
+        (3, 20, 20),
+    ),
+    "rope": (
+        lambda: timm.models.Eva(
+            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, use_rot_pos_emb=True, attn_type="rope", num_reg_tokens=4
+        ),
+        (3, 20, 20),
+    ),
+    "torchvision": (
+        lambda: torchvision.models.VisionTransformer(
+            image_size=20, patch_size=4, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=37, num_classes=5
+        ),
+        (3, 20, 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_model_equals_the_model_under_a_dense_pattern(name: str, grad: bool) -> None:
+    build, shape = MODELS[name]
+    model = randomize(build()).eval()
+    x = torch.randn(BATCH, *shape, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        expected = model(x)
+        dense, dilated = convert(copy.deepcopy(model), DENSE), convert(copy.deepcopy(model), PATTERN)
+        kind = MultiheadDilatedAttention if name == "torchvision" else TimmAttention
+        assert sum(isinstance(module, kind) for module in dense.modules()) == 2
+        torch.testing.assert_close(dense(x), expected, **EXACT)
+        assert (dilated(x) - expected).abs().max() > 1e-6
+
+
+def test_converted_model_keeps_its_optimizer_hooks_names_and_mode() -> None:
+    model = randomize(MODELS["vit"][0]())
+    model.blocks[1].attn.eval()
+    names, seen = list(model.state_dict()), []
+    model.blocks[0].attn.qkv.register_forward_hook(lambda *_: seen.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model, PATTERN, dropout_p=0.0)
+    assert list(model.state_dict()) == names
+    assert (model.blocks[0].attn.training, model.blocks[1].attn.training) == (True, False)
+    before = model.blocks[1].attn.qkv.weight.detach().clone()
+    model(torch.randn(BATCH, 3, 20, 20, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    assert seen == [1]
+    assert not torch.equal(model.blocks[1].attn.qkv.weight, before)
+
+
+def test_converted_model_compiles() -> None:
+    model = convert(randomize(MODELS["eva"][0]()).eval(), PATTERN)
+    x = torch.randn(BATCH, 3, 20, 20, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x), **EXACT)
+
+
+def test_dropout_and_causality_are_those_that_are_asked_for() -> None:
+    module, x = randomize(Attention(DIM, HEADS, attn_drop=0.5)), rows()
+    dilated = TimmAttention(module, PATTERN)
+    assert not torch.equal(dilated(x), dilated(x))
+    assert torch.equal(dilated.eval()(x), TimmAttention(module, PATTERN, dropout_p=0.0).train()(x))
+    causal = TimmAttention(module, PATTERN, is_causal=True).eval()
+    assert torch.equal(causal(x), dilated(x, is_causal=True))
+    assert torch.equal(causal(x), dilated(x, None, True))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+class Renamed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def extended() -> nn.Module:
+    module = Attention(DIM, HEADS)
+    module.relative = nn.Linear(2, 3)
+    return module
+
+
+def hooked() -> nn.Module:
+    module = Attention(DIM, HEADS)
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Renamed(DIM, HEADS), r"module must have the forward of timm's attention, got that of \S*\.Renamed"),
+        (extended, r"module must have the parts and arguments of timm 1.0.31, got others: \['relative'\]; use that version"),
+        (hooked, "module must have no hooks of its own, got some; remove them"),
+    ],
+)
+def test_convert_rejects_a_module_by_its_path(build: Callable[[], nn.Module], message: str) -> None:
+    model = nn.Sequential(build(), Attention(DIM, HEADS))
+    with pytest.raises(ValueError, match=rf"^'0': {message}.*; name its path in skip to leave it as it is$"):
+        convert(model, PATTERN)
+    assert isinstance(model[1], Attention)
+    assert isinstance(convert(model, PATTERN, skip=["0"])[1], TimmAttention)
+
+
+def test_convert_rejects_other_attention_of_timm_by_its_path() -> None:
+    model = timm.models.VisionTransformer(img_size=20, patch_size=4, embed_dim=24, depth=1, num_heads=3, global_pool="map")
+    with pytest.raises(
+        ValueError,
+        match=r"^'attn_pool': module must be an nn.MultiheadAttention, or .*, got timm\.layers\.\S+\.AttentionPoolLatent; "
+        r"name its path in skip to leave it as it is$",
+    ):
+        convert(model, PATTERN)
+    assert isinstance(convert(model, PATTERN, skip=["attn_pool"]).blocks[0].attn, TimmAttention)
+
+
+@pytest.mark.parametrize("package", ["timm", "torchvision"])
+def test_convert_names_windowed_attention_that_it_does_not_know(package: str) -> None:
+    sizes = {"embed_dim": 24, "depths": [1, 1], "num_heads": [2, 2]}
+    if package == "timm":
+        model = timm.models.SwinTransformer(img_size=32, window_size=4, **sizes)
+    else:
+        model = torchvision.models.SwinTransformer(patch_size=[4, 4], window_size=[4, 4], **sizes)
+    with pytest.raises(
+        ValueError, match=r"^model must hold an nn.MultiheadAttention, or .*, got none but '\S+' of \S+WindowAttention"
+    ):
+        convert(model, PATTERN)
+
+
+def test_module_rejects_masks_and_unknown_arguments() -> None:
+    module, x = TimmAttention(randomize(Attention(DIM, HEADS)), PATTERN), rows()
+    with pytest.raises(NotImplementedError, match=r"^attn_mask must be None, got a mask; the pattern says what is seen$"):
+        module(x, attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.bool))
+    message = r"^arguments must be x, attn_mask, is_causal, each once, got 1 and \['rope'\]$"
+    with pytest.raises(TypeError, match=message):
+        module(x, rope=None)
+    with pytest.raises(TypeError, match=r"^arguments must be .* each once, got 2 and \['attn_mask'\]$"):
+        module(x, None, attn_mask=None)
+    with pytest.raises(ValueError, match=r"^dropout_p must be in \[0, 1\), got 1.0$"):
+        TimmAttention(Attention(DIM, HEADS), PATTERN, dropout_p=1.0)
+
+
+def test_rotary_positions_of_timm_leave_prefix_tokens() -> None:
+    module = randomize(AttentionRope(DIM, HEADS, num_prefix_tokens=3))
+    rope = RotaryEmbeddingCat(DIM // HEADS, feat_shape=[4, 5], in_pixels=False).get_embed().double()
+    x = rows()
+    torch.testing.assert_close(TimmAttention(module, DENSE)(x, rope), module(x, rope), **EXACT)
