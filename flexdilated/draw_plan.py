@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.draw import INK, MAX_LENGTH, HeadsRule, OffsetsRule, Preset, _pattern, _save, _wrap
 from flexdilated.pattern import DilatedPattern
 from flexdilated.refusal import refuse
@@ -26,7 +27,7 @@ from flexdilated.refusal import refuse
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["OTHERS", "Layer", "Strategy", "draw_traffic", "equal_shards", "layer_plan", "plan", "strategies", "traffic_by_ranks"]
+__all__ = ["OTHERS", "Layer", "Strategy", "draw_traffic", "layer_plan", "plan", "strategies", "traffic_by_ranks"]
 
 Counts = NDArray[np.int64]
 
@@ -116,15 +117,9 @@ class Strategy:
         return self.name in EXCHANGES
 
 
-def equal_shards(tokens: int, ranks: int) -> tuple[int, ...]:
-    """Lengths that differ by at most one token, the longer ones first."""
-    size, longer = divmod(tokens, ranks)
-    return (size + 1,) * longer + (size,) * (ranks - longer)
-
-
 def layer_plan(layer: Layer) -> ContextPlan:
     """The plan of a layer over shards as equal as can be, one document long."""
-    shards, documents = equal_shards(layer.tokens, layer.ranks), ((0, layer.tokens),)
+    shards, documents = even_shard_lengths(layer.tokens, layer.ranks), ((0, layer.tokens),)
     return context_plan(layer.pattern, shards, layer.kv_heads, range(layer.kv_heads), layer.group, documents, layer.is_causal)
 
 
@@ -442,7 +437,7 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 def _title(layer: Layer) -> list[str]:
-    shards = equal_shards(layer.tokens, layer.ranks)
+    shards = even_shard_lengths(layer.tokens, layer.ranks)
     longer = sum(size > shards[-1] for size in shards)
     shard = (
         f"each of {shards[0]:,}" if not longer else f"{longer:,} of {shards[0]:,} and {layer.ranks - longer:,} of {shards[-1]:,}"

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends import KERNEL_ENGINES
-from flexdilated.backends.request import request_of
-from flexdilated.backends.sdpa import Dropout, Kernel, Options
+from flexdilated.backends.sdpa import Dropout, Options
 from flexdilated.distributed.exchange import Links, Pending, Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Job, Part, program
@@ -80,7 +78,7 @@ class _Work:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, call: Call) -> None:
         self.call, self.q, self.k, self.v, self.mask = call, q, k, v, key_padding_mask
-        self.batch, self.heads, self.head_dim, self.dtype, self.device = q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device
+        self.batch, self.heads, self.head_dim, self.dtype = q.shape[0], k.shape[2], q.shape[3], q.dtype
         self.group = q.shape[2] // k.shape[2]
         self.sums = accumulated(q.dtype)
         self.program = program(call.plan, call.exchange, call.rank, q.device)
@@ -89,7 +87,6 @@ class _Work:
         self._seed = seed
         pattern, pieces = call.plan.pattern, call.plan.local_pieces(call.rank)
         self.run = Run(q, k, key_padding_mask, seed, pattern, pieces, self.is_causal, call.scale, call.dropout_p, call.engine)
-        self.kernel: Kernel = KERNEL_ENGINES[call.engine](request_of(q, k, k, key_padding_mask, call.dropout_p))
         # The rows of other ranks, by rank.
         self.kv_rows: dict[int, Tensor] = {}
         self.q_rows: dict[int, Tensor] = {}
@@ -229,7 +226,7 @@ class _Work:
             return
         q = self.queries(self.program.jobs[number])
         for rows, _, k, v, options in self.calls(number, parts):
-            out, lse = self.kernel.forward(q[:, :, rows], k, v, options)
+            out, lse = self.run.kernel.forward(q[:, :, rows], k, v, options)
             merge_(own[0][:, :, rows], own[1][:, :, rows], out, lse.to(self.sums))
 
     def finish(self, number: int, own: tuple[Tensor, Tensor]) -> None:
@@ -251,7 +248,7 @@ class _Work:
         rows_of_keys = parts[-1].end - parts[0].first
         dkv = q.new_zeros((2, q.shape[0], 1, rows_of_keys, self.head_dim), dtype=self.sums)
         for rows, keys, k, v, options in self.calls(number, parts):
-            results = self.kernel.backward(
+            results = self.run.kernel.backward(
                 given.dout[:, :, rows],
                 None if given.dlse is None else given.dlse[:, :, rows],
                 q[:, :, rows],

@@ -135,6 +135,12 @@ class _Terms(NamedTuple):
     exchange: str  # as asked
     differentiable: bool
 
+    @classmethod
+    def of(
+        cls, q: Tensor, key_padding_mask: Tensor | None, scale: float, dropout_p: float, exchange: str, differentiable: bool
+    ) -> _Terms:
+        return cls(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
+
 
 @lru_cache(maxsize=64)
 def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
@@ -178,7 +184,7 @@ def _forward_op(
     except ValueError as error:
         withdraw(group, str(error))
         raise
-    terms = _Terms(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
+    terms = _Terms.of(q, key_padding_mask, scale, dropout_p, exchange, differentiable)
     described, tag = _contract(plan, terms)
     agree(group, described)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
@@ -257,7 +263,7 @@ def _backward_op(
     plan, chosen = _plan(q, k, key_padding_mask, cu_seqlens, pattern, is_causal, first_head, num_heads, shard_lengths, exchange)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
-    terms = _Terms(q.dtype, q.shape[0], q.shape[3], scale, dropout_p, key_padding_mask is not None, exchange, differentiable)
+    terms = _Terms.of(q, key_padding_mask, scale, dropout_p, exchange, differentiable)
     transport = _transport(_resolve(group_name), plan, q.device, 2 * _contract(plan, terms)[1] + 1)
     with without_autocast(q.device):
         return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
@@ -298,9 +304,6 @@ def _resolve(group_name: str) -> dist.ProcessGroup:
 class _Silence:
     """The transport of a plan that moves nothing."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Silence:
         assert not {**sends, **receives}
         return self
@@ -310,4 +313,4 @@ class _Silence:
 
 
 def _transport(group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, tag: int) -> Transport:
-    return _Silence(group.rank()) if plan.is_local else GroupTransport(group, device, tag)
+    return _Silence() if plan.is_local else GroupTransport(group, device, tag)

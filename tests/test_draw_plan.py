@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from flexdilated import DilatedPattern
 from flexdilated.distributed.plan import EXCHANGES, context_plan
-from flexdilated.draw_plan import OTHERS, Layer, Strategy, draw_traffic, equal_shards, plan, strategies, traffic_by_ranks
+from flexdilated.distributed.sharding import even_shard_lengths
+from flexdilated.draw_plan import OTHERS, Layer, Strategy, draw_traffic, plan, strategies, traffic_by_ranks
 
 app = typer.Typer()
 app.command()(plan)
@@ -53,11 +54,6 @@ def layer(**changes: Any) -> Layer:
 # -- the numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tokens", "ranks", "expected"), [(61, 3, (21, 20, 20)), (6, 3, (2, 2, 2)), (2, 5, (1, 1, 0, 0, 0))])
-def test_equal_shards_tile_the_sequence_longer_ones_first(tokens: int, ranks: int, expected: tuple[int, ...]) -> None:
-    assert equal_shards(tokens, ranks) == expected
-
-
 @pytest.mark.parametrize(
     ("pattern", "ranks", "ring", "ulysses", "gather", "whole_heads"),
     [
@@ -91,7 +87,7 @@ def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses
 def test_traffic_of_the_others_equals_a_simulation(ranks: int, kv_heads: int) -> None:
     of = layer(ranks=ranks, kv_heads=kv_heads)
     found = {each.name: each for each in strategies(of)}
-    shards = equal_shards(of.tokens, ranks)
+    shards = even_shard_lengths(of.tokens, ranks)
     row = of.batch * of.head_dim * 4
     # The ring: K|V of a shard hops from rank to rank; in backward so does the sum of its dK|dV, from the next rank on.
     forward, backward, gathered, reduced = (np.zeros(ranks, np.int64) for _ in range(4))

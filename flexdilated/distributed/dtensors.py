@@ -81,13 +81,11 @@ def attend_dtensors(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
 
 
 def _layout(q: DTensor) -> _Layout:
-    dims = []
-    for placement in q.placements:
-        dims.append(_dim(placement))
+    dims = tuple(_dim(placement) for placement in q.placements)
     for dim, name in ((BATCH, "batch"), (TOKENS, "tokens"), (HEADS, "heads")):
         if dims.count(dim) > 1:
             raise NotImplementedError(f"q must be sharded on the {name} by at most one axis of its mesh, got {q.placements}")
-    return _Layout(q.device_mesh, tuple(dims))
+    return _Layout(q.device_mesh, dims)
 
 
 def _dim(placement: Placement) -> int | None:

@@ -29,8 +29,6 @@ class Pending(Protocol):
 class Transport(Protocol):
     """How messages travel. Between two ranks, in one direction, they arrive in the order in which they were swapped."""
 
-    rank: int
-
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
 
@@ -60,7 +58,6 @@ class GroupTransport:
     _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
-        self.rank = group.rank()
         self._group, self._tag = group, tag
         if device.type == "cuda" and group not in self._connected:
             # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
