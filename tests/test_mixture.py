@@ -1,15 +1,11 @@
 """The one differentiable operation: what it keeps, cuts, draws, refuses, and how it traces."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +15,7 @@ from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.mixture import documents
 from flexdilated.pieces import Piece, plan_pieces
 from tests.cases import Case, differentiate
+from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -317,35 +314,27 @@ def data_parallel_batch() -> tuple[Attention, Tensor]:
     return Attention(), torch.randn(2 * WORLD_SIZE, 43, 6, dtype=torch.float64)
 
 
-def train_rank(rank: int, rendezvous: str, broken_rank: int | None) -> None:
-    limit = timedelta(seconds=60)  # a rank that waits in vain must not wait for ever
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    try:
-        model, x = data_parallel_batch()
-        parallel = DistributedDataParallel(model)
-        parallel(x[2 * rank : 2 * rank + 2]).square().mean().backward()
-        if rank == broken_rank:
-            model.qkv.weight.grad += 1.0
-        whole, x = data_parallel_batch()
-        whole(x).square().mean().backward()
-        torch.testing.assert_close(model.qkv.weight.grad, whole.qkv.weight.grad, **EXACT)
-        torch.testing.assert_close(model.qkv.bias.grad, whole.qkv.bias.grad, **EXACT)
-    finally:
-        # A gloo thread drops Python objects of the last message under the GIL. The group's destructor, which holds it, would wait
-        # for that thread for ever.
-        time.sleep(0.2)
-        dist.destroy_process_group()
+def train_rank(rank: int, broken_rank: int | None) -> None:
+    model, x = data_parallel_batch()
+    parallel = DistributedDataParallel(model)
+    parallel(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+    if rank == broken_rank:
+        model.qkv.weight.grad += 1.0
+    whole, x = data_parallel_batch()
+    whole(x).square().mean().backward()
+    torch.testing.assert_close(model.qkv.weight.grad, whole.qkv.weight.grad, **EXACT)
+    torch.testing.assert_close(model.qkv.bias.grad, whole.qkv.bias.grad, **EXACT)
 
 
 @pytest.mark.slow
 def test_data_parallel_ranks_average_to_the_gradient_of_one(tmp_path: Path) -> None:
-    mp.spawn(train_rank, (str(tmp_path / "rendezvous"), None), nprocs=WORLD_SIZE)
+    run_ranks(train_rank, WORLD_SIZE, tmp_path, None)
 
 
 @pytest.mark.slow
 def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
-    with pytest.raises(mp.ProcessRaisedException, match=r"Process 1 (.|\n)*AssertionError"):
-        mp.spawn(train_rank, (str(tmp_path / "rendezvous"), 1), nprocs=WORLD_SIZE)
+    with pytest.raises(AssertionError, match=r"(?s)^rank 1 of 2: Traceback.*AssertionError"):
+        run_ranks(train_rank, WORLD_SIZE, tmp_path, 1)
 
 
 def test_gradients_accumulate_over_calls() -> None:

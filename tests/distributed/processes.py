@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing.connection
 import os
 import pickle
@@ -17,63 +18,61 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(seconds=60)  # of a collective
+TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank may compile for minutes while another waits
+GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 
 
-def run_ranks(worker: Callable[..., None], world_size: int, folder: Path, *args: Any, deadline: float = 300.0) -> None:
-    """Call `worker(rank, *args)` in one process per rank of a gloo group, and raise what any of them raises.
+def run_ranks(
+    worker: Callable[..., None],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    deadline: float = 900.0,
+    timeout: timedelta | None = TIMEOUT,
+) -> None:
+    """Call `worker(rank, *args)` in one process per rank, and raise what any of them raises.
 
     Args:
         worker: A function at the top of a module.
         world_size: Processes.
-        folder: Empty, for the ranks to find each other.
+        folder: For the ranks to find each other.
         args: Picklable.
-        deadline: Seconds after which the processes are killed and the call fails.
+        deadline: Seconds after which a rank that is not done prints its stacks and the call fails.
+        timeout: Of their gloo group. None: they have no group, or make it themselves.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the children load torch
-    context = torch.multiprocessing.spawn(_enter, (world_size, str(folder / "ranks"), worker, args), world_size, join=False)
-    end = time.monotonic() + deadline
+    ranks = Ranks(world_size, folder, timeout)
     try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > end:
-                raise TimeoutError(f"ranks must end within {deadline} s")
+        ranks.run(_work, worker, args, deadline=deadline)
     finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        ranks.kill()
 
 
-def _enter(rank: int, world_size: int, file: str, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=TIMEOUT)
-    try:
-        worker(rank, *args)
-    finally:
-        time.sleep(0.2)  # gloo's threads need the GIL once more, which the group's destructor holds
-        dist.destroy_process_group()
+def _work(rank: int, mesh: DeviceMesh | None, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+    worker(rank, *args)
 
 
 class Ranks:
     """Processes of one gloo group that wait for cases: a start takes seconds, so many tests share one.
 
-    After a case that fails, or is not done in time, the processes are killed, and the next case gets others.
+    After a case that fails, or is not done in time, the processes are killed, and the next case gets others. They end in no other
+    way: a group's destructor waits for threads that may wait for the interpreter, and so may a process at its end.
 
     Args:
         world_size: Processes.
         folder: For the ranks to find each other.
-        timeout: Of the group.
+        timeout: Of the group. None: no group, and cases get None for a mesh.
     """
 
-    def __init__(self, world_size: int, folder: Path, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(self, world_size: int, folder: Path, timeout: timedelta | None = TIMEOUT) -> None:
         self.world_size, self.folder, self.timeout = world_size, folder, timeout
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        self._stacks: list[Path] = []  # where a rank that is late writes its own
         self._starts = 0
 
-    def run(self, case: Callable[..., Any], *args: Any, deadline: float = 120.0, ending: Collection[int] = ()) -> list[Any]:
+    def run(self, case: Callable[..., Any], *args: Any, deadline: float = 900.0, ending: Collection[int] = ()) -> list[Any]:
         """What `case(rank, mesh, *args)` gives on each rank; `mesh` is 1-D and holds all ranks.
 
         Args:
@@ -83,21 +82,21 @@ class Ranks:
             ending: Ranks whose process must end in the case; they give None.
 
         Raises:
-            AssertionError: If a rank raises, ends or is late: the rank and its traceback, of each.
+            AssertionError: If a rank raises, ends or is late: the rank and its traceback, or the stacks of its threads, of each.
         """
         if not self._processes:
             self._start()
-        message = pickle.dumps((case, args))
+        message = pickle.dumps((deadline, pickle.dumps((case, args))))
         for connection in self._connections:
             connection.send_bytes(message)
-        end = time.monotonic() + deadline
+        end = time.monotonic() + deadline + GRACE
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while len(answers) + len(failures) < self.world_size:
             waiting = [c for rank, c in enumerate(self._connections) if rank not in answers and rank not in failures]
             ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
             if not ready:
-                late = f"not done within {deadline} s" if not failures else "waits"
+                late = f"no sign within {deadline + GRACE} s" if not failures else "waits"
                 failures |= {rank: late for rank, c in enumerate(self._connections) if c in waiting}
             for connection in ready:
                 rank = self._connections.index(connection)
@@ -106,12 +105,18 @@ class Ranks:
                     if is_done and rank in ending:
                         is_done, answer = False, f"must end, gave {answer!r}"
                 except (EOFError, ConnectionResetError):
-                    is_done, answer = (True, None) if rank in ending else (False, "the process ended")
+                    stacks = self._stacks[rank].read_text()
+                    is_done, answer = (rank in ending and not stacks), None
+                    if not is_done:
+                        answer = f"not done within {deadline} s\n{stacks}" if stacks else "the process ended"
+                    if stacks:
+                        end = min(end, time.monotonic() + GRACE)  # the others tell theirs too
                 if is_done:
                     answers[rank] = answer
                 else:
                     failures[rank] = answer
-                    end = min(end, time.monotonic() + 2.0)  # the others may wait for this rank, or tell more
+                    if not str(answer).startswith("not done"):
+                        end = min(end, time.monotonic() + 2.0)  # the others may wait for this rank, or tell more
         if failures or ending:
             self.kill()
         assert not failures, "\n".join(f"rank {rank} of {self.world_size}: {text}" for rank, text in sorted(failures.items()))
@@ -124,7 +129,7 @@ class Ranks:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._stacks = [], [], []
 
     def _start(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # before the children load torch
@@ -133,22 +138,34 @@ class Ranks:
         self._starts += 1
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, file, self.timeout, theirs), daemon=True)
+            stacks = Path(f"{file}_stacks_{rank}")
+            stacks.touch()
+            arguments = (rank, self.world_size, file, self.timeout, theirs, stacks)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+            self._stacks.append(stacks)
 
 
-def _serve(rank: int, world_size: int, file: str, timeout: timedelta, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timeout)
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    while True:
-        message = connection.recv_bytes()
-        try:
-            case, args = pickle.loads(message)
-            answer = True, case(rank, mesh, *args)
-        except BaseException:
-            answer = False, traceback.format_exc()
-        connection.send_bytes(pickle.dumps(answer))
+def _serve(rank: int, world_size: int, file: str, timeout: timedelta | None, connection: Connection, stacks: Path) -> None:
+    """Answer cases for ever. Where one is not done in time, all threads' stacks go to a file and the process ends."""
+    with stacks.open("w") as late:
+        faulthandler.dump_traceback_later(GRACE, exit=True, file=late)
+        torch.set_num_threads(1)
+        mesh = None
+        if timeout is not None:
+            dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timeout)
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        faulthandler.cancel_dump_traceback_later()
+        while True:
+            deadline, message = pickle.loads(connection.recv_bytes())
+            faulthandler.dump_traceback_later(deadline, exit=True, file=late)
+            try:
+                case, args = pickle.loads(message)
+                answer = True, case(rank, mesh, *args)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
+            connection.send_bytes(pickle.dumps(answer))

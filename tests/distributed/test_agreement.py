@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import Ledger, agree, withdraw
+from tests.distributed.processes import run_ranks
 
 PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
 LONG = timedelta(seconds=20)  # never waited for: a test that does fails by its error
@@ -290,20 +290,6 @@ def test_keys_of_an_earlier_life_are_not_read() -> None:
 # Processes: real groups, one start for each world size.
 
 
-def start(worker: Callable[..., None], size: int, *arguments: object) -> None:
-    """Run the worker on every rank; a rank that fails, or is not done in time, fails the test."""
-    context = torch.multiprocessing.spawn(worker, (size, *arguments), nprocs=size, join=False)
-    deadline = time.monotonic() + 100
-    try:
-        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
-            assert time.monotonic() < deadline, (
-                f"ranks must end within 100 s, got {[process.is_alive() for process in context.processes]}"
-            )
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
 def world_of_two(rank: int, size: int, path: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, size)
@@ -368,15 +354,14 @@ def world_of_four(rank: int, size: int, path: str) -> None:
         assert outcome.startswith(message), outcome
     world.set_timeout(limit)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_agree_in_two_processes_over_two_groups_of_one_name(tmp_path: Path) -> None:
-    start(world_of_two, 2, str(tmp_path / "store"))
+    run_ranks(world_of_two, 2, tmp_path, 2, str(tmp_path / "store"), timeout=None)
 
 
 def test_agree_on_the_axes_of_a_mesh_of_four_processes(tmp_path: Path) -> None:
-    start(world_of_four, 4, str(tmp_path / "store"))
+    run_ranks(world_of_four, 4, tmp_path, 4, str(tmp_path / "store"), timeout=None)
 
 
 def test_group_of_one_needs_no_round() -> None:
