@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import torch
 import typer
@@ -30,7 +33,7 @@ from flexdilated.encode import encode_slide
 from flexdilated.hardware import detect, recommended_dtype
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
-from flexdilated.refusal import refuse
+from flexdilated.refusal import Command, Group, refuse
 from flexdilated.train import (
     BYTES,
     Corpus,
@@ -38,6 +41,7 @@ from flexdilated.train import (
     Trainer,
     TrainOptions,
     UserError,
+    cause_of,
     dense,
     draw_losses,
     latest_checkpoint,
@@ -54,16 +58,15 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="flexdilated",
+    cls=Group,
     help="Dilated attention (LongNet) for PyTorch: train a model, draw a pattern, check this machine.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(show)
-app.command()(doctor)
-app.command()(encode_slide)
-app.command()(plan)
+for _command in (show, doctor, encode_slide, plan):
+    app.command(cls=Command)(_command)
 
+RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
@@ -72,7 +75,35 @@ STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
 
 def main() -> None:
     """The entry point of `flexdilated`."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if not _is_rank():
+            raise
+        _leave(end.code if isinstance(end.code, int) else 0)
+    except BaseException:
+        if not _is_rank():
+            raise
+        traceback.print_exc()
+        _leave(1)
+
+
+def _is_rank() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process of a rank with its group alive, which nothing may destroy.
+
+    A thread of gloo needs the GIL to drop the tensors of its last message, some time after that message is complete. The group's
+    destructor joins that thread, and holds the GIL where the last to let go of the group is DDP's reducer or another object of C++:
+    a deadlock. A thread that asks for the GIL while the interpreter ends is ended inside a destructor, which aborts the process.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @app.callback(invoke_without_command=True)
@@ -82,21 +113,29 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     text: Annotated[
         list[Path] | None,
         typer.Option(help="Files or folders to learn, as bytes; repeatable. [default: the sources of Python's standard library]"),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for checkpoint, weights, picture and sample.")] = Path("runs/longnet"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoint, weights, picture and sample.")] = Path(
+        "runs/longnet"
+    ),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output, with the same options.")] = False,
+    resume_if_any: Annotated[
+        bool,
+        typer.Option("--resume-if-any", help="Go on where --output holds a checkpoint, else start: for torchrun --max-restarts."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier run in --output.")] = False,
     dense_too: Annotated[bool, typer.Option("--dense", help="Then train the same model with dense attention, to compare.")] = False,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 4096,
+    sequence_length: Annotated[int, typer.Option("--tokens", min=2, help="Length of a sequence; a token is a byte.")] = 4096,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    segment_lengths: Annotated[str, typer.Option(help="Bytes per segment, one per branch.")] = "256,512,1024,2048,4096",
-    dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch.")] = "1,2,4,6,12",
+    segment_lengths: Annotated[
+        str, typer.Option(help="Tokens per segment of each branch, comma separated.")
+    ] = "256,512,1024,2048,4096",
+    dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch, comma separated.")] = "1,2,4,6,12",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
@@ -121,6 +160,7 @@ def train(
     The default run takes about 3 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
+    With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
     """
     try:
         rank = _rank(context_parallel, timeout_seconds)
@@ -149,7 +189,7 @@ def train(
         }
         corpus = load_corpus(text or [], sequence_length)
         with _ranks(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as (mesh, store):
-            _prepare(output, resume=resume, overwrite=overwrite, mesh=mesh)
+            resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
             ranks = "" if mesh is None else f" over {context_parallel} ranks"
             console.print(
                 f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
@@ -169,7 +209,7 @@ def train(
         refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     model: Annotated[
         Path, typer.Option(help="Folder of a byte-level model, as `flexdilated train` writes it (runs/longnet/dilated).")
@@ -285,20 +325,37 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
     console.print(f"saved in {output}: dilated/model.safetensors, loss.png, sample.txt", soft_wrap=True)
 
 
-def _prepare(output: Path, *, resume: bool, overwrite: bool, mesh: DeviceMesh | None) -> None:
-    """Refuse to write over an earlier run that nobody said to resume or discard."""
-    if resume and overwrite:
-        raise UserError("--resume must come without --overwrite, got both")
+def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool, mesh: DeviceMesh | None) -> bool:
+    """Whether to go on from a checkpoint. Refuses to write over an earlier run that nobody said to resume or discard."""
+    asked = {"--resume": resume, "--resume-if-any": resume_if_any, "--overwrite": overwrite}
+    given = [option for option, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} must come without {given[1]}, got both")
     if resume:
-        return
-    earlier = [output / name for name in ("dilated", "dense") if latest_checkpoint(output / name) is not None]
+        return True
+    earlier = [output / name for name in RUNS if latest_checkpoint(output / name) is not None]
+    wait_for_all(mesh)  # every rank has looked before rank 0 discards or writes, and goes on when it has
+    if resume_if_any and latest_checkpoint(output / RUNS[0]) is not None:
+        return True
     if earlier and not overwrite:
         raise UserError(f"--output must hold no earlier run, got {earlier[0]}; use --resume, --overwrite or another folder")
-    wait_for_all(mesh)  # every rank has looked before rank 0 discards, and goes on when it has
     if mesh is None or mesh.get_local_rank() == 0:
         for folder in earlier:
-            shutil.rmtree(folder)
+            _empty(folder)
     wait_for_all(mesh)
+    return False
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a folder holds; the folder, or the link to one, stays."""
+    try:
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise UserError(f"--overwrite must be able to empty {folder}, got: {error}") from None
 
 
 def _rank(context_parallel: int, timeout_seconds: int | None) -> int:
@@ -359,9 +416,11 @@ def _ranks(
     except dist.DistError as error:
         text = str(error).splitlines()[0]
         raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
+    except RuntimeError as error:  # of gloo or NCCL: no such network interface, no address of this host
+        raise UserError(f"all {count} ranks must be able to reach each other, got: {cause_of(error)}") from None
+    world = dist.group.WORLD
+    assert world is not None
     try:
-        world = dist.group.WORLD
-        assert world is not None
         # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
         yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
     except (UserError, ValueError, TypeError) as error:
@@ -370,10 +429,8 @@ def _ranks(
             refuse(error)
         raise typer.Exit(2) from None
     finally:
-        # A gloo thread drops Python objects of the last message under the GIL. The group's destructor, which holds it, would wait
-        # for that thread for ever.
-        time.sleep(0.1)
-        dist.destroy_process_group()
+        if device.type == "cuda":
+            world.shutdown()  # NCCL's peers may still read this process's memory
 
 
 @contextmanager

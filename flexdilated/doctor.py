@@ -136,13 +136,13 @@ class Report:
 
 def doctor(
     device: Annotated[
-        str | None,
-        typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. Default: cuda, else mps, else cpu."),
-    ] = None,
+        str,
+        typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what this machine can run and why not, and check every kernel against the definition. Exit code 1 if a check fails."""
-    name = _default_device() if device is None else device
+    name = _default_device() if device == "auto" else device
     _check_device(name)
     hardware = detect(name)
     machine = _machine(name, hardware)

@@ -109,7 +109,7 @@ def show(
         OffsetsRule,
         typer.Option(help="Which residue head h of H keeps at rate r. blocked: h // ceil(H / r). interleaved: h mod r."),
     ] = OffsetsRule.BLOCKED,
-    num_heads: Annotated[int, typer.Option(help=f"Heads, one panel each, 1 to {MAX_HEADS}.")] = 4,
+    num_heads: Annotated[int, typer.Option("--heads", help=f"Heads, one panel each, 1 to {MAX_HEADS}.")] = 4,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -142,7 +142,7 @@ def show(
     if output is not None and output.suffix.lower() != ".png":
         refuse(f"--output must end in .png, got '{output}'")
     if not 1 <= num_heads <= MAX_HEADS:
-        refuse(f"--num-heads must be in [1, {MAX_HEADS}], got {num_heads}")
+        refuse(f"--heads must be in [1, {MAX_HEADS}], got {num_heads}")
     if block_size is not None and not blocks:
         refuse(f"--block-size must come with --blocks, got {block_size}")
     block_size = BLOCK_SIZE if block_size is None else block_size

@@ -58,10 +58,11 @@ DASHES: dict[str, Any] = {"ring-all": (0, (6, 2)), "all-gather": (0, (3, 2)), "u
 
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
+both: forward and backward together; messages: what a forward holds of them at once, on the rank that holds most
 rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
-auto takes the least bytes at the busiest rank whose messages fit the memory budget; if none fits, the smallest messages;
+auto takes the least of both at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages;
   never heads where the busiest rank would score more than {IDLE_LIMIT} times the pairs
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
@@ -217,17 +218,17 @@ def plan(
     ],
     preset: Annotated[
         Preset | None,
-        typer.Option("--pattern", "--preset", help="A published pattern, at its published lengths, instead of lengths and rates."),
+        typer.Option(help="A published pattern, at its published lengths, instead of lengths and rates."),
     ] = None,
     segment_lengths: Annotated[
         str | None,
-        typer.Option(help="Tokens per segment of each branch, comma separated. Default, without --pattern: 2048,4096,8192."),
+        typer.Option(help="Tokens per segment of each branch, comma separated. Default, without --preset: 2048,4096,8192."),
     ] = None,
     dilation_rates: Annotated[
         str | None,
         typer.Option(
             help="Every r-th token of a segment is kept: one rate per segment length, comma separated. "
-            "Default, without --pattern: 1,2,4."
+            "Default, without --preset: 1,2,4."
         ),
     ] = None,
     heads_rule: Annotated[
@@ -241,7 +242,7 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; they divide --heads. Default: as many as --heads.")] = None,
     head_dim: Annotated[int, typer.Option(help=f"Elements per head, 1 to {MAX_HEAD_DIM}.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "bfloat16",
-    batch: Annotated[int, typer.Option(help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Whether a query sees no key after itself.")] = False,
     memory_budget: Annotated[
         int | None,
@@ -262,9 +263,10 @@ def plan(
 ) -> None:
     """What a sequence sharded over P ranks costs per rank and layer: bytes received, memory, work. For our exchanges and others.
 
-    JSON keys: the options by name, with pattern (as DilatedPattern.to_dict); shards (largest, smallest); memory_budget; is_local
-    (no rank needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours,
-    is_auto, why_not (null if it can be; else all that follows is null), bytes_forward and bytes_backward (busiest rank, mean),
+    JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
+    memory_budget; is_local (no rank needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list
+    of: name, is_ours, is_auto, why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and
+    bytes_both (busiest rank, mean), message_bytes (of the rank that holds most; auto chooses by it and by bytes_both, busiest),
     rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers, total), fits_budget, pairs (busiest, mean),
     imbalance.
     """
@@ -275,7 +277,7 @@ def plan(
         ("--ranks", ranks, MAX_RANKS),
         ("--heads", heads, MAX_HEADS),
         ("--head-dim", head_dim, MAX_HEAD_DIM),
-        ("--batch", batch, MAX_BATCH),
+        ("--batch-size", batch, MAX_BATCH),
     ):
         if not 1 <= value <= most:
             refuse(f"{option} must be in [1, {most}], got {value}")
@@ -288,7 +290,7 @@ def plan(
         refuse(f"--memory-budget must be at least 0 bytes, got {memory_budget}")
     for option, text in (("--segment-lengths", segment_lengths), ("--dilation-rates", dilation_rates)):
         if preset is not None and text is not None:
-            refuse(f"{option} must not be given with --pattern={preset.value}, got {text}")
+            refuse(f"{option} must not be given with --preset={preset.value}, got {text}")
     try:
         pattern = _pattern(segment_lengths, dilation_rates, preset, is_published=True)
         pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
@@ -368,7 +370,8 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
         "is_auto": each.name == auto,
         "why_not": each.why_not,
     }
-    numbers = ("bytes_forward", "bytes_backward", "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
+    moved = ("bytes_forward", "bytes_backward", "bytes_both", "message_bytes")
+    numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
         return row | dict.fromkeys(numbers)
     tokens = _shards(whole) * layer.batch
@@ -380,6 +383,8 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
     values = (
         {"busiest": int(each.forward.max()), "mean": _mean(each.forward)},
         {"busiest": int(each.backward.max()), "mean": _mean(each.backward)},
+        {"busiest": int((each.forward + each.backward).max()), "mean": _mean(each.forward) + _mean(each.backward)},
+        int(each.buffers.max()),
         float(each.rows.max()) / layer.kv_heads,
         {
             "tensors": int(tensors[busiest]),
@@ -419,7 +424,8 @@ def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
 def _table(report: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("received per rank,\nbytes per layer", no_wrap=True)
-    columns = ("forward\nbusiest", "forward\nmean", "backward\nbusiest", "backward\nmean", "rows\nper head", "memory\n", "work\n")
+    received = ("forward\nbusiest", "forward\nmean", "backward\nbusiest", "backward\nmean", "both\nbusiest", "messages\n")
+    columns = (*received, "rows\nper head", "memory\n", "work\n")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["strategies"]:
@@ -429,6 +435,7 @@ def _table(report: dict[str, Any]) -> Table:
             table.add_row(Text(name, style), *["-"] * len(columns))
             continue
         moved = [_bytes(row[key][of]) for key in ("bytes_forward", "bytes_backward") for of in ("busiest", "mean")]
+        moved += [_bytes(row["bytes_both"]["busiest"]), _bytes(row["message_bytes"])]
         memory, work = _bytes(row["memory_bytes"]["total"]), f"{row['imbalance']:.2f}"
         table.add_row(
             Text(name, style), *moved, f"{row['rows_per_head']:,.0f}", memory, work, end_section=row["name"] == EXCHANGES[-1]

@@ -89,8 +89,8 @@ def encode_slide(
     slide_ngrids: Annotated[int, typer.Option(help="Tiles along each side of the grid that coordinates must lie in.")] = 1000,
     max_wsi_size: Annotated[int, typer.Option(help="Side of the largest slide in pixels, which sets the segments.")] = 262144,
     device: Annotated[
-        str | None, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. Default: cuda, else mps, else cpu.")
-    ] = None,
+        str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="Of the computation: float32, bfloat16 or float16. What is written is float32.")
     ] = "float32",
@@ -117,7 +117,7 @@ def encode_slide(
     if output is None:
         output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
     _check_output(output, [path for path in (tiles, weights) if path is not None], overwrite=overwrite)
-    place = _default_device() if device is None else device
+    place = _default_device() if device == "auto" else device
     _check_device(place)
 
     key, x, coords = _read(tiles, in_chans)

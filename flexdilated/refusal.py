@@ -1,15 +1,97 @@
-"""How every command refuses: one line on standard error, exit code 2."""
+"""How every command refuses: one line, exit code 2; and how it ends where nobody reads on, or Ctrl-C is pressed."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["refuse"]
+__all__ = ["EARLIER", "Command", "Group", "refuse"]
+
+# What an option was called, where a command was written for it: hidden, and taken for what it is called now.
+EARLIER = {"--batch": "--batch-size", "--num-heads": "--heads", "--pattern": "--preset", "--sequence-length": "--tokens"}
+
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ends: 128 + SIGINT
+
+# click's, of which newer versions of typer hold a copy.
+ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 def refuse(message: object) -> NoReturn:
     """End the command with `error: <message>`."""
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"error: {' '.join(str(message).splitlines())}", err=True)
     raise typer.Exit(2)
+
+
+class Command(TyperCommand):
+    """A command that knows its options by their earlier names too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for parameter in self.params for name in parameter.opts}
+        earlier = {name: now for name, now in EARLIER.items() if name not in own and now in own}
+        read = []
+        for i, argument in enumerate(args):
+            name, equals, value = argument.partition("=")
+            if argument == "--":
+                read += args[i:]
+                break
+            read.append(earlier.get(name, name) + equals + value)
+        return super().parse_args(ctx, read)
+
+
+class Group(TyperGroup):
+    """Commands that end with an exit code and one line of what is wrong: no box, no traceback of a user's mistake."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        try:
+            # Where a command raises typer.Exit, its code is what comes back.
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra) or 0
+            sys.stdout.flush()
+        except ClickException as error:
+            context = getattr(error, "ctx", None)
+            advice = "" if context is None else f"; see {context.command_path} --help"
+            code = _refused(" ".join(error.format_message().split()).rstrip(".") + advice)
+        except BrokenPipeError:
+            _close_stdout()
+            code = 1
+        except OSError as error:
+            if error.filename is None:  # the disk is full behind standard output
+                _close_stdout()
+            where = "standard output" if error.filename is None else f"'{error.filename}'"
+            code = _refused(f"{where} must be there and writable, got: {error.strerror}")
+        sys.exit(code)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("error: stopped by Ctrl-C", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _refused(message: str) -> int:
+    with suppress(typer.Exit):
+        refuse(message)
+    return 2
+
+
+def _close_stdout() -> None:
+    """What is still in the buffer goes nowhere: the interpreter would try once more and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,6 +37,7 @@ __all__ = [
     "TrainOptions",
     "Trainer",
     "UserError",
+    "cause_of",
     "draw_losses",
     "latest_checkpoint",
     "load_corpus",
@@ -123,14 +124,15 @@ class Corpus:
 def load_corpus(paths: Sequence[Path], sequence_length: int) -> Corpus:
     """The bytes of files and of all files below folders; by default the sources of Python's standard library.
 
-    Files come in the order of a hash of their names, so that the held-out end of the text is not one corner of it.
+    Files come in the order of a hash of their names, so that the held-out end of the text is not one corner of it; those of one
+    name in the order of their places below the given folders, whatever order the filesystem lists them in.
 
     Raises:
         UserError: If a path is missing, unreadable or empty, or the text is too short for the sequence length.
     """
-    files = sorted(_files(paths), key=lambda path: sha256(path.name.encode()).digest())
+    files = sorted(_files(paths), key=_order)
     parts = []
-    for path in files:
+    for _, _, path in files:
         try:
             parts.append(path.read_bytes())
         except OSError as error:
@@ -141,24 +143,36 @@ def load_corpus(paths: Sequence[Path], sequence_length: int) -> Corpus:
     held_out = max(int(len(text) * HELD_OUT_FRACTION), sequence_length + 1)
     if len(text) - held_out < sequence_length + 1:
         raise UserError(
-            f"--text must hold at least {2 * (sequence_length + 1)} bytes for --sequence-length {sequence_length}, got {len(text)}"
+            f"--text must hold at least {2 * (sequence_length + 1)} bytes for --tokens {sequence_length}, got {len(text)}"
         )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Corpus(data[:-held_out], data[-held_out:], sha256(text).hexdigest())
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def _order(file: tuple[Path, int, Path]) -> tuple[bytes, bytes, int]:
+    place, given, _ = file
+    return sha256(os.fsencode(place.name)).digest(), os.fsencode(place.as_posix()), given
+
+
+def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, int, Path]]:
+    """Each file: its place below the path that was given, which path that was, and where it is."""
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])
-        yield from (p for p in root.rglob("*.py") if not {"site-packages", "test", "tests", "idlelib"} & set(p.parts))
+        for path in root.rglob("*.py"):
+            place = path.relative_to(root)
+            if not {"site-packages", "test", "tests", "idlelib"} & set(place.parts):
+                yield place, 0, path
         return
-    for path in paths:
-        if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts))
-        elif path.is_file():
-            yield path
+    for i, given in enumerate(paths):
+        if given.is_dir():
+            for path in given.rglob("*"):
+                place = path.relative_to(given)
+                if path.is_file() and not any(part.startswith(".") for part in place.parts):
+                    yield place, i, path
+        elif given.is_file():
+            yield Path(given.name), i, given
         else:
-            raise UserError(f"--text must be a file or folder that exists, got {path}")
+            raise UserError(f"--text must be a file or folder that exists, got {given}")
 
 
 # -- the loop -----------------------------------------------------------------------------------------------------------------
@@ -202,7 +216,7 @@ class Trainer:
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         if options.sequence_length % self.num_ranks:
             length = options.sequence_length
-            raise UserError(f"--sequence-length must be a multiple of --context-parallel={self.num_ranks}, got {length}")
+            raise UserError(f"--tokens must be a multiple of --context-parallel={self.num_ranks}, got {length}")
         _ensure_writable(folder)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
@@ -267,13 +281,35 @@ class Trainer:
         loss = self.loss(self._shard(self.corpus.batch(self.step, self.options)))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         value = self._mean(float(loss.detach())) / math.log(2)
-        if not math.isfinite(value):
-            raise UserError(f"the loss must stay finite, got {value} at step {self.step}; lower --learning-rate (checkpoint kept)")
+        self._ensure_finite("loss", value)
+        self._ensure_finite("gradient's norm", self._mean(float(norm)))
         self.optimizer.step()
         self.step += 1
         return value
+
+    def _ensure_finite(self, name: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        latest = latest_checkpoint(self.folder)
+        kept = "" if latest is None else f" (the checkpoint of step {_step_of(latest)}, of finite losses, is kept)"
+        raise UserError(
+            f"the {name} must stay finite, got {value} at step {self.step}; "
+            f"start anew with a lower --learning-rate, by --overwrite or in another --output{kept}"
+        )
+
+    def _save_finite(self) -> None:
+        """Save, unless the loss of the next step is not finite: a run that diverges keeps its last checkpoint that can go on.
+
+        Every rank must call it.
+        """
+        self.model.eval()
+        with torch.no_grad():
+            value = float(self._loss(self._shard(self.corpus.batch(self.step, self.options))))
+        self.model.train()
+        self._ensure_finite("loss", self._mean(value))
+        self.save()
 
     def evaluate(self) -> float:
         """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
@@ -309,10 +345,10 @@ class Trainer:
                 self.seconds += time.perf_counter() - start
                 report(self)
                 if _span(self.mesh, int(stop()))[-1]:
-                    self.save()
+                    self._save_finite()
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
-                    self.save()
+                    self._save_finite()
             self._place = f"after step {self.step}"
             _span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
@@ -354,7 +390,7 @@ class Trainer:
         part = self.folder / f".{target.name}.part"
         try:
             for left in self.folder.glob(".checkpoint-*"):  # by a process that was killed
-                shutil.rmtree(left)
+                _remove(left)
             part.mkdir()
             _write_tensors(self._tensors(optimizer=self.step > 0), part)
             with (part / STATE_FILE).open("w") as file:
@@ -365,7 +401,7 @@ class Trainer:
                 target.replace(part.with_suffix(".old"))
             part.replace(target)
             for old in (*self.folder.glob(".checkpoint-*"), *(path for path in _checkpoints(self.folder) if path != target)):
-                shutil.rmtree(old)
+                _remove(old)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise UserError(f"the checkpoint must be writable, got {target}: {error}".splitlines()[0]) from None
@@ -425,6 +461,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()]
+
+
+def _remove(folder: Path) -> None:
+    """A folder, or the link to one."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -549,8 +593,12 @@ def _losses_of_ranks(mesh: DeviceMesh | None, lost: Callable[[str], RankLostErro
         told = "gloo" in str(error) or isinstance(error, TimeoutError)
         if mesh is None or not (told or isinstance(error, torch.distributed.DistError)):
             raise
-        cause = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without place in the sources and advice
-        raise lost(cause) from None
+        raise lost(cause_of(error)) from None
+
+
+def cause_of(error: BaseException) -> str:
+    """What a collective says of its failure, without the place in its sources and without advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 # -- results ------------------------------------------------------------------------------------------------------------------

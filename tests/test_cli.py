@@ -12,7 +12,7 @@ from flexdilated.cli import app
 from flexdilated.train import latest_checkpoint
 
 SMALL = {
-    "sequence-length": 37,
+    "tokens": 37,
     "batch-size": 2,
     "steps": 4,
     "segment-lengths": "13,26",
@@ -52,7 +52,7 @@ def test_version_and_help() -> None:
     assert run("--version") == (0, __version__ + "\n", "")
     code, out, _ = run("train", "--help")
     assert code == 0
-    assert "--sequence-length" in out
+    assert "--tokens" in out
 
 
 def test_train_writes_model_picture_and_sample(tmp_path: Path, text: Path) -> None:
@@ -77,9 +77,28 @@ def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Pa
     assert (code, err) == (2, "error: --resume must use the checkpoint's seed=0, got 3\n")
 
 
+def test_overwrite_empties_a_folder_behind_a_link(tmp_path: Path, text: Path) -> None:
+    assert train(tmp_path / "run", text)[0] == 0
+    (tmp_path / "run" / "dilated").rename(tmp_path / "disk")
+    (tmp_path / "run" / "dilated").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "checkpoint-99").mkdir()
+    assert train(tmp_path / "run", text, "--overwrite")[0] == 0
+    assert (tmp_path / "run" / "dilated").is_symlink()
+    assert latest_checkpoint(tmp_path / "disk") == tmp_path / "disk" / "checkpoint-4"
+
+
+def test_resume_if_any_starts_and_goes_on(tmp_path: Path, text: Path) -> None:
+    assert "step 0 of 4" in train(tmp_path / "run", text, "--resume-if-any")[1]
+    assert "step 4 of 4" in train(tmp_path / "run", text, "--resume-if-any", "--dense")[1]
+    code, _, err = train(tmp_path / "run", text, "--resume-if-any", "--seed=3")
+    assert (code, err) == (2, "error: --resume must use the checkpoint's seed=0, got 3\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--resume-if-any", "--overwrite"], "--resume-if-any must come without --overwrite, got both"),
+        (["--resume-if-any", "--resume"], "--resume must come without --resume-if-any, got both"),
         (["--resume"], "--resume must find a checkpoint, none in"),
         (["--resume", "--overwrite"], "--resume must come without --overwrite, got both"),
         (["--segment-lengths=13,x"], "--segment-lengths must be integers joined by commas, got '13,x'"),
@@ -88,7 +107,7 @@ def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Pa
         (["--embed-dim=25"], "embed_dim must be a multiple of 2 * num_heads=4, got 25"),
         (["--dtype=float8"], "--dtype must be 'auto', 'float32' or 'bfloat16', got 'float8'"),
         (["--device=nothing"], "--device must be one that torch can use here, got nothing"),
-        (["--sequence-length=5000"], "--text must hold at least 10002 bytes for --sequence-length 5000, got 4545"),
+        (["--tokens=5000"], "--text must hold at least 10002 bytes for --tokens 5000, got 4545"),
         (["--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
     ],
 )

@@ -107,7 +107,7 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
 
 def test_show_writes_a_png_of_the_figure_size(tmp_path: Path) -> None:
     output = tmp_path / "pattern.png"
-    arguments = ("--segment-lengths", "5,11,17", "--dilation-rates", "1,2,3", "--num-heads", 7, "--tokens", 23, "--causal")
+    arguments = ("--segment-lengths", "5,11,17", "--dilation-rates", "1,2,3", "--heads", 7, "--tokens", 23, "--causal")
     assert run(*arguments, "--output", output) == (0, "")
     data = output.read_bytes()
     width, height = draw(THREE, 23, 7, is_causal=True).bbox.size
@@ -127,7 +127,7 @@ def test_show_replaces_an_older_picture(tmp_path: Path) -> None:
 
 
 def test_show_prints_digits_where_there_are_no_colours() -> None:
-    arguments = ("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--num-heads", 1, "--causal")
+    arguments = ("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
     code, text = run(*arguments)
     assert code == 0
     rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
@@ -142,7 +142,7 @@ def test_show_is_as_long_as_the_longest_segment_by_default() -> None:
 
 
 def test_show_follows_both_rules() -> None:
-    arguments = ("--segment-lengths", "4,8", "--dilation-rates", "2,4", "--num-heads", 4)
+    arguments = ("--segment-lengths", "4,8", "--dilation-rates", "2,4", "--heads", 4)
     assert "head 1: offsets 0, 1" in run(*arguments)[1]
     assert "head 1: offsets 1, 1" in run(*arguments, "--offsets", "interleaved")[1]
     assert "length 8, rate 4," in run(*arguments, "--heads-rule", "grouped")[1]
@@ -172,7 +172,7 @@ def test_show_draws_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_show_draws_presets_in_miniature(preset: Preset, title: str) -> None:
-    code, text = run("--preset", preset.value, "--num-heads", 1)
+    code, text = run("--preset", preset.value, "--heads", 1)
     assert code == 0
     assert "in miniature" in text
     assert title in text
@@ -202,8 +202,8 @@ def test_show_draws_presets_in_miniature(preset: Preset, title: str) -> None:
             "--tokens must be in [1, 512], got 2048, the longest segment; "
             "divide all segment lengths and the tokens by one number, which keeps the shape",
         ),
-        (("--num-heads", "0"), "--num-heads must be in [1, 64], got 0"),
-        (("--num-heads", "65"), "--num-heads must be in [1, 64], got 65"),
+        (("--heads", "0"), "--heads must be in [1, 64], got 0"),
+        (("--heads", "65"), "--heads must be in [1, 64], got 65"),
         (("--preset", "longnet", "--dilation-rates", "1"), "--dilation-rates must not be given with --preset=longnet, got 1"),
         (("--preset", "gigapath", "--segment-lengths", "4"), "--segment-lengths must not be given with --preset=gigapath, got 4"),
         (("--output", "pattern.jpg"), "--output must end in .png, got 'pattern.jpg'"),
@@ -214,7 +214,7 @@ def test_show_rejects_bad_input_with_one_line(arguments: tuple[str, ...], messag
     assert run(*arguments) == (2, f"error: {message}\n")
 
 
-@pytest.mark.parametrize("arguments", [("--tokens", "x"), ("--num-heads", "1.5"), ("--preset", "bert"), ("--offsets", "random")])
+@pytest.mark.parametrize("arguments", [("--tokens", "x"), ("--heads", "1.5"), ("--preset", "bert"), ("--offsets", "random")])
 def test_show_rejects_values_of_the_wrong_type(arguments: tuple[str, str]) -> None:
     code, text = run(*arguments)
     assert code == 2
@@ -222,8 +222,8 @@ def test_show_rejects_values_of_the_wrong_type(arguments: tuple[str, str]) -> No
 
 
 def test_show_accepts_the_limits(tmp_path: Path) -> None:
-    assert run("--tokens", MAX_TOKENS, "--num-heads", 1, "-o", tmp_path / "a.png") == (0, "")
-    assert run("--tokens", 1, "--num-heads", MAX_HEADS, "-o", tmp_path / "b.png") == (0, "")
+    assert run("--tokens", MAX_TOKENS, "--heads", 1, "-o", tmp_path / "a.png") == (0, "")
+    assert run("--tokens", 1, "--heads", MAX_HEADS, "-o", tmp_path / "b.png") == (0, "")
 
 
 def test_show_rejects_a_folder_that_does_not_exist(tmp_path: Path) -> None:

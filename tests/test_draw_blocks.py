@@ -267,7 +267,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_table_holds_the_numbers_of_each_head_and_of_all(is_causal: bool) -> None:
     pattern = DilatedPattern((15, 31), (1, 2))
-    code, text = run(*SMALL, "--num-heads", 4, "--causal" if is_causal else "--no-causal")
+    code, text = run(*SMALL, "--heads", 4, "--causal" if is_causal else "--no-causal")
     assert code == 0
     rows, total = rows_of(text), np.zeros(4, dtype=int)
     assert list(rows) == ["each of 0, 1", "each of 2, 3", "all 4"]
@@ -293,11 +293,11 @@ def test_table_holds_the_numbers_of_each_head_and_of_all(is_causal: bool) -> Non
 
 
 def test_table_of_one_head_has_no_sum() -> None:
-    assert list(rows_of(run(*SMALL, "--num-heads", 1)[1])) == ["0"]
+    assert list(rows_of(run(*SMALL, "--heads", 1)[1])) == ["0"]
 
 
 def test_table_at_a_million_tokens_has_whole_numbers_at_80_columns() -> None:
-    code, text = run("--blocks", "--preset", "longnet", "--tokens", 2**20, "--num-heads", 64)
+    code, text = run("--blocks", "--preset", "longnet", "--tokens", 2**20, "--heads", 64)
     assert code == 0
     row = rows_of(text)["all 64"]
     visited, full = 2**20 // 32768 * 256**2, 2**20 // 2048 * 16**2
@@ -317,7 +317,7 @@ def test_blocks_print_characters_where_there_are_no_colours() -> None:
         "8,24",
         "--dilation-rates",
         "1,5",
-        "--num-heads",
+        "--heads",
         1,
         "--causal",
     )
@@ -336,14 +336,14 @@ def test_terminal_cells_stand_for_more_tiles_in_a_narrow_terminal(monkeypatch: p
         file = io.StringIO()
         console = Console(file=file, force_terminal=True, color_system="truecolor", width=width, no_color=False)
         monkeypatch.setattr(flexdilated.draw, "Console", lambda console=console: console)
-        assert run("--blocks", "--num-heads", 1)[0] == 0
+        assert run("--blocks", "--heads", 1)[0] == 0
         lines = [line.count("▀") for line in file.getvalue().splitlines() if "▀" in line]
         assert lines == [cells] * -(-cells // 2)  # of 128 tiles, 2 or 7 per cell
 
 
 def test_show_blocks_writes_a_png_of_the_figure_size_and_prints_the_table_alone(tmp_path: Path) -> None:
     output = tmp_path / "blocks.png"
-    code, text = run(*SMALL, "--num-heads", 5, "--causal", "--heads-rule", "grouped", "-o", output)
+    code, text = run(*SMALL, "--heads", 5, "--causal", "--heads-rule", "grouped", "-o", output)
     assert code == 0
     assert "tokens ·" not in text
     assert list(rows_of(text)) == ["each of 0-2", "each of 3, 4", "all 5"]
@@ -374,7 +374,7 @@ def test_blocks_have_defaults_of_their_own() -> None:
     ],
 )
 def test_blocks_draw_presets_as_published(preset: str, name: str, title: str) -> None:
-    code, text = run("--blocks", "--preset", preset, "--num-heads", 1)
+    code, text = run("--blocks", "--preset", preset, "--heads", 1)
     assert code == 0
     assert text.splitlines()[:2] == [name, title]
     assert "65,536 tokens" in text
@@ -382,11 +382,11 @@ def test_blocks_draw_presets_as_published(preset: str, name: str, title: str) ->
 
 def test_blocks_follow_both_rules() -> None:
     arguments = ("--blocks", "--block-size", 8, "--segment-lengths", "30,62", "--dilation-rates", "2,4", "--tokens", 93)
-    text = run(*arguments, "--num-heads", 8)[1]
+    text = run(*arguments, "--heads", 8)[1]
     assert "heads 0-3: 2 choices of offsets" in text  # 0 and 0, 0 and 1: the same tiles, the same number of pairs
     assert "heads 6, 7: offsets 1, 3" in text
-    assert "heads 0, 4: offsets 0, 0" in run(*arguments, "--num-heads", 8, "--offsets", "interleaved")[1]
-    assert "heads 4-7: length 62, rate 4," in run(*arguments, "--num-heads", 8, "--heads-rule", "grouped")[1]
+    assert "heads 0, 4: offsets 0, 0" in run(*arguments, "--heads", 8, "--offsets", "interleaved")[1]
+    assert "heads 4-7: length 62, rate 4," in run(*arguments, "--heads", 8, "--heads-rule", "grouped")[1]
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_blocks_follow_both_rules() -> None:
             "--tokens must be in [1, 16777216] with --block-size=4096, got 16777217",
         ),
         (("--blocks", "--segment-lengths", "4096"), "dilation_rates must hold one rate per segment length=1, got (1, 2, 4)"),
-        (("--blocks", "--num-heads", "65"), "--num-heads must be in [1, 64], got 65"),
+        (("--blocks", "--heads", "65"), "--heads must be in [1, 64], got 65"),
         (("--blocks", "--output", "blocks.jpg"), "--output must end in .png, got 'blocks.jpg'"),
         (
             ("--blocks", "--segment-lengths", f"5,{MAX_LENGTH + 1}"),
@@ -432,10 +432,10 @@ def test_show_blocks_rejects_bad_input_with_one_line(arguments: tuple[str, ...],
 
 
 def test_show_blocks_accepts_the_limits(tmp_path: Path) -> None:
-    one = ("--blocks", "--num-heads", 1, "-o", tmp_path / "a.png")
+    one = ("--blocks", "--heads", 1, "-o", tmp_path / "a.png")
     lengths = ("--segment-lengths", 1, "--dilation-rates", 1)
     assert rows_of(run(*one, *lengths, "--block-size", 1, "--tokens", MAX_BLOCKS)[1])["0"][:3] == ["0", "8,192", "0.0122 %"]
     assert rows_of(run(*one, "--block-size", MAX_BLOCK_SIZE)[1])["0"][:3] == ["1", "0", "100 %"]
     longest = ("--segment-lengths", MAX_LENGTH, "--dilation-rates", MAX_LENGTH, "--tokens", 300)
     assert rows_of(run(*one, *longest)[1])["0"][:5] == ["1", "0", "11.1 %", "1", "1"]
-    assert run("--segment-lengths", MAX_LENGTH, "--dilation-rates", MAX_LENGTH, "--tokens", 3, "--num-heads", 1)[0] == 0
+    assert run("--segment-lengths", MAX_LENGTH, "--dilation-rates", MAX_LENGTH, "--tokens", 3, "--heads", 1)[0] == 0

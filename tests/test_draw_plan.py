@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from flexdilated import DilatedPattern
-from flexdilated.distributed.plan import EXCHANGES, context_plan
+from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, context_plan
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.draw_plan import OTHERS, Layer, Strategy, draw_traffic, plan, strategies, traffic_by_ranks
+from flexdilated.draw_plan import OTHERS, Layer, Strategy, _bytes, draw_traffic, plan, strategies, traffic_by_ranks
 
 app = typer.Typer()
 app.command()(plan)
@@ -64,7 +64,7 @@ def layer(**changes: Any) -> Layer:
     ],
 )
 def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses: int, gather: int, whole_heads: int) -> None:
-    answer, rows = ask("--tokens", MILLION, "--ranks", ranks, "--pattern", pattern, "--heads", 64)
+    answer, rows = ask("--tokens", MILLION, "--ranks", ranks, "--preset", pattern, "--heads", 64)
     assert rows["ring-all"]["rows_per_head"] == rows["all-gather"]["rows_per_head"] == ring
     assert rows["ulysses"]["rows_per_head"] == ulysses
     # 2 * 64 elements of 2 bytes, for 64 heads.
@@ -142,7 +142,7 @@ def _pairs_of_one_head(length: int, rate: int, offset: int, tokens: int) -> int:
 @pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
 def test_json_equals_the_plan(causal: str) -> None:
     options = ("--segment-lengths", "7,13,31", "--dilation-rates", "1,2,5", "--offsets", "interleaved")
-    sizes = ("--heads", 12, "--kv-heads", 4, "--head-dim", 5, "--batch", 3, "--dtype", "float64", causal)
+    sizes = ("--heads", 12, "--kv-heads", 4, "--head-dim", 5, "--batch-size", 3, "--dtype", "float64", causal)
     answer, rows = ask("--tokens", 62, "--ranks", 4, *options, *sizes)
     pattern = DilatedPattern((7, 13, 31), (1, 2, 5), offsets="interleaved")
     whole = context_plan(pattern, (16, 16, 15, 15), 4, range(4), 3, ((0, 62),), causal == "--causal")
@@ -191,7 +191,7 @@ def test_memory_holds_tensors_gradients_and_messages() -> None:
 
 
 def test_memory_budget_decides_the_choice() -> None:
-    options = ("--tokens", MILLION, "--ranks", 8, "--pattern", "gigapath")
+    options = ("--tokens", MILLION, "--ranks", 8, "--preset", "gigapath")
     answer, rows = ask(*options, "--memory-budget", 2**40)
     assert answer["auto"] == "heads"
     assert all(rows[name]["fits_budget"] for name in EXCHANGES)
@@ -214,7 +214,7 @@ def test_ulysses_says_why_it_cannot_be() -> None:
 
 
 def test_a_billion_tokens_on_1024_ranks() -> None:
-    answer, rows = ask("--tokens", "1_000_000_000", "--ranks", 1024, "--pattern", "longnet")
+    answer, rows = ask("--tokens", "1_000_000_000", "--ranks", 1024, "--preset", "longnet")
     assert answer["shards"] == {"largest": 976_563, "smallest": 976_562}
     assert rows["all-gather"]["rows_per_head"] == 10**9 - 976_562
     assert 0 < rows["gather"]["rows_per_head"] < 32_768
@@ -225,19 +225,37 @@ def test_a_billion_tokens_on_1024_ranks() -> None:
 
 
 def test_plan_prints_the_table() -> None:
-    code, text = run("--tokens", MILLION, "--ranks", 8, "--pattern", "longnet", "--heads", 16)
+    code, text = run("--tokens", MILLION, "--ranks", 8, "--preset", "longnet", "--heads", 16)
     assert code == 0
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["gather (auto)"][2:] == [*["0", "B"] * 4, "0", "2.16", "GB", "1.00"]
-    assert lines["ring of everything"][3:12] == ["3.76", "GB", "3.76", "GB", "7.52", "GB", "7.52", "GB", "917,504"]
-    assert lines["Ulysses"][1:10] == [*["940", "MB"] * 4, "229,376"]
+    assert lines["gather (auto)"][2:] == [*["0", "B"] * 6, "0", "2.16", "GB", "1.00"]
+    assert lines["ring of everything"][3:12] == ["3.76", "GB", "3.76", "GB", "7.52", "GB", "7.52", "GB", "11.3"]
+    assert lines["Ulysses"][1:11] == [*["940", "MB"] * 4, "1.88", "GB"]
+    assert lines["Ulysses"][13] == "229,376"
     assert "1,048,576 tokens on 8 ranks, shards: each of 131,072 tokens" in text
     assert "every segment lies inside one shard: our exchanges move nothing" in text
     assert "16 heads of 64, blocked offsets, not causal, bfloat16" in text
 
 
+@pytest.mark.parametrize("budget", [0, 10**8, 10**10])
+def test_plan_prints_what_it_chooses_by(budget: int) -> None:
+    options = ("--tokens", 100_003, "--ranks", 8, "--preset", "gigapath", "--heads", 16, "--memory-budget", budget)
+    answer, rows = ask(*options)
+    pairs = {name: row["pairs"]["busiest"] for name, row in rows.items() if name in EXCHANGES}
+    ours = [name for name in pairs if name != "heads" or pairs[name] <= IDLE_LIMIT * pairs["gather"]]
+    fitting = [name for name in ours if rows[name]["message_bytes"] <= budget]
+    moved = {name: rows[name]["bytes_both"]["busiest"] for name in ours}
+    best = min(fitting, key=moved.__getitem__) if fitting else min(ours, key=lambda name: rows[name]["message_bytes"])
+    assert answer["auto"] == best
+    text = run(*options)[1]
+    assert {"both", "messages"} <= set(text.split())
+    row = next(line for line in text.splitlines() if line.startswith(f"{best} (auto)"))
+    assert _bytes(rows[best]["bytes_both"]["busiest"]) in row
+    assert _bytes(rows[best]["message_bytes"]) in row
+
+
 def test_plan_says_how_uneven_shards_are() -> None:
-    code, text = run("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch", 3, "--causal")
+    code, text = run("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch-size", 3, "--causal")
     assert code == 0
     assert "100,003 tokens on 8 ranks, shards: 3 of 12,501 and 5 of 12,500 tokens" in text
     assert "8 query and 2 key/value heads of 64, blocked offsets, causal, bfloat16, batch 3" in text
@@ -325,13 +343,13 @@ REFUSED = [
     (("--kv-heads", 0), "--kv-heads must divide --heads=12, got 0"),
     (("--kv-heads", 24), "--kv-heads must divide --heads=12, got 24"),
     (("--head-dim", 0), "--head-dim must be in [1, 4096], got 0"),
-    (("--batch", 0), "--batch must be in [1, 65536], got 0"),
+    (("--batch-size", 0), "--batch-size must be in [1, 65536], got 0"),
     (("--dtype", "int8"), "--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"),
     (("--memory-budget", -1), "--memory-budget must be at least 0 bytes, got -1"),
     (("--output", "plan.pdf"), "--output must end in .png, got 'plan.pdf'"),
     (("--output", "no/such/folder/plan.png"), "--output must be a file that can be written, got 'no/such/folder/plan.png': "),
-    (("--pattern", "longnet", "--segment-lengths", "4"), "--segment-lengths must not be given with --pattern=longnet, got 4"),
-    (("--pattern", "gigapath", "--dilation-rates", "4"), "--dilation-rates must not be given with --pattern=gigapath, got 4"),
+    (("--preset", "longnet", "--segment-lengths", "4"), "--segment-lengths must not be given with --preset=longnet, got 4"),
+    (("--preset", "gigapath", "--dilation-rates", "4"), "--dilation-rates must not be given with --preset=gigapath, got 4"),
     (("--segment-lengths", "4,x"), "--segment-lengths must be integers separated by commas, got '4,x'"),
     (
         ("--segment-lengths", ",".join(["4"] * 11), "--dilation-rates", ",".join(["1"] * 11)),
@@ -340,7 +358,7 @@ REFUSED = [
     (("--segment-lengths", "4,8"), "dilation_rates must hold one rate per segment length=2, got (1, 2, 4)"),
     (("--segment-lengths", "4", "--dilation-rates", "5"), "dilation_rates[0] must be in [1, segment_lengths[0]=4], got 5"),
     (
-        ("--tokens", 2**40, "--batch", 65536),
+        ("--tokens", 2**40, "--batch-size", 65536),
         "--tokens must be such that all messages have fewer than 2**62 bytes, got 1099511627776",
     ),
     (
@@ -369,7 +387,7 @@ def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> 
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("changes", [("--tokens", "many"), ("--pattern", "dense"), ("--ranks", "1.5"), ("--heads-rule", "some")])
+@pytest.mark.parametrize("changes", [("--tokens", "many"), ("--preset", "dense"), ("--ranks", "1.5"), ("--heads-rule", "some")])
 def test_plan_refuses_what_is_no_number_or_name(changes: tuple[str, str]) -> None:
     base = {"--tokens": "64", "--ranks": "2"} | dict([changes])
     code, text = run(*(x for pair in base.items() for x in pair))

@@ -84,6 +84,31 @@ def test_corpus_reads_folders_and_several_paths(tmp_path: Path, text: Path) -> N
     assert corpus.train.numel() + corpus.held_out.numel() == 211 + text.stat().st_size
 
 
+def test_text_is_the_same_in_whatever_order_the_filesystem_lists_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{folder}/{name}.txt" for folder in ("a", "b/c", "d") for name in ("same", "other")]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name * 31)
+    expected = load_corpus([tmp_path], 37).digest
+    listed = Path.rglob
+    for order in (sorted, lambda found: sorted(found, reverse=True)):
+        monkeypatch.setattr(Path, "rglob", lambda self, pattern, order=order: order(listed(self, pattern)))
+        assert load_corpus([tmp_path], 37).digest == expected
+
+
+def test_only_what_is_hidden_below_the_given_folder_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ".cache" / "text"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_bytes(b"a" * 211)
+    (folder / ".b.txt").write_bytes(b"b" * 223)
+    (folder / os.fsdecode(b"\xff.txt")).write_bytes(b"c" * 227)  # a name that is no UTF-8
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for path in (folder, Path("../.cache/text")):
+        corpus = load_corpus([path], 37)
+        assert corpus.train.numel() + corpus.held_out.numel() == 211 + 227
+
+
 def test_default_corpus_is_the_standard_library() -> None:
     corpus = load_corpus([], 4096)
     assert corpus.train.numel() > 3_000_000
@@ -117,7 +142,7 @@ def test_missing_empty_and_short_text_is_refused(tmp_path: Path) -> None:
         load_corpus([empty], 37)
     short = tmp_path / "short"
     short.write_bytes(b"x" * 75)
-    with pytest.raises(UserError, match=r"--text must hold at least 76 bytes for --sequence-length 37, got 75"):
+    with pytest.raises(UserError, match=r"--text must hold at least 76 bytes for --tokens 37, got 75"):
         load_corpus([short], 37)
     short.write_bytes(b"x" * 76)
     assert load_corpus([short], 37).train.numel() == 38
@@ -306,6 +331,36 @@ def test_infinite_loss_ends_the_run_before_the_update(tmp_path: Path, text: Path
     with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
         trainer.run(lambda _: None)
     assert torch.equal(trainer.model.embedding.weight, weights)
+
+
+def test_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.model.embedding.weight.register_hook(lambda grad: grad * math.inf)
+    weights = trainer.model.layer_norm.weight.clone()
+    with pytest.raises(UserError, match=r"^the gradient's norm must stay finite, got (nan|inf) at step 0; start anew with a lower"):
+        trainer.run(lambda _: None)
+    assert torch.equal(trainer.model.layer_norm.weight, weights)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_diverged_run_keeps_the_last_checkpoint_that_can_go_on(tmp_path: Path, text: Path, is_stopped: bool) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+
+    def diverge(now: Trainer) -> None:
+        if now.step == 4:  # when a checkpoint is due
+            with torch.no_grad():
+                now.model.layer_norm.weight.fill_(math.nan)
+            if is_stopped:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    advice = r"start anew with a lower --learning-rate, by --overwrite or in another --output"
+    kept = r"\(the checkpoint of step 2, of finite losses, is kept\)"
+    with pytest.raises(UserError, match=rf"^the loss must stay finite, got nan at step 4; {advice} {kept}$"):
+        trainer.run(diverge)
+    again = make_trainer(tmp_path / "run", text)
+    again.resume()
+    assert again.step == 2
+    assert again.run(lambda _: None)
 
 
 def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path) -> None:

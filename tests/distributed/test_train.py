@@ -13,13 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
@@ -27,13 +25,14 @@ import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from flexdilated.cli import app
 from flexdilated.train import STATE_FILE, Trainer, TrainOptions, UserError, latest_checkpoint, load_corpus
+from tests.distributed import processes
 
-DEADLINE = 240.0  # of a command, for a machine that is busy
+DEADLINE = 900.0  # of a command, for a machine that is busy
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
 SMALL = {
-    "sequence-length": 36,  # for 1, 2 and 3 ranks, whose shards the segments cross
+    "tokens": 36,  # for 1, 2 and 3 ranks, whose shards the segments cross
     "batch-size": 2,
     "steps": 7,
     "segment-lengths": "13,26",
@@ -71,12 +70,15 @@ def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
 
 
 @contextmanager
-def started(num_ranks: int, output: Path, text: Path, *more: str, **changes: object) -> Iterator[subprocess.Popen[str]]:
+def started(
+    num_ranks: int, output: Path, text: Path, *more: str, restarts: int = 0, **changes: object
+) -> Iterator[subprocess.Popen[str]]:
     """The command under torchrun; nothing of it outlives the block."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launch += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     command = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
     package = str(Path(flexdilated.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160"}
+    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160", "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen([*launch, "-m", "flexdilated", *command], stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
@@ -95,8 +97,16 @@ def run_ranks(num_ranks: int, output: Path, text: Path, *more: str, **changes: o
         return ended(process)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    out, err = process.communicate(timeout=DEADLINE)
+def ended(process: subprocess.Popen[str], num_ranks: int = 3) -> tuple[int, str, list[str]]:
+    try:
+        out, err = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        for rank in range(num_ranks):
+            if (child := child_of(process, rank)) is not None:
+                os.kill(child, signal.SIGABRT)  # prints the stacks of its threads
+        process.terminate()
+        out, err = process.communicate(timeout=DEADLINE)
+        pytest.fail(f"torchrun must end within {DEADLINE} s\n{out}\n{err}")
     assert "Warning" not in err, err
     return process.returncode, out, [line for line in err.splitlines() if line.startswith("error: ")]
 
@@ -187,6 +197,20 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
 
 @pytest.mark.slow
 @needs_proc
+def test_one_command_starts_and_goes_on_after_a_restart_by_torchrun(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "run" / "dilated"
+    with started(2, tmp_path / "run", text, "--resume-if-any", restarts=1, **LONG) as process:
+        signal_when_saved(process, 1, signal.SIGKILL, folder)
+        code, out, errors = ended(process)
+    assert (code, len(errors), out.count("saved in")) == (0, 1, 1), errors
+    starts = [int(step) for step in re.findall(r"dilated: .* step (\d+) of 80", out)]
+    assert len(starts) == 2
+    assert starts[0] == 0 < starts[1]
+    assert history(folder, steps=LONG["steps"])["held_out"].numel() == 1
+
+
+@pytest.mark.slow
+@needs_proc
 def test_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "run" / "dilated"
     with started(2, tmp_path / "run", text, **LONG) as process:
@@ -241,6 +265,50 @@ def test_command_refuses_ranks_with_one_line(
     assert not dist.is_initialized()
 
 
+def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    result = CliRunner().invoke(app, arguments(tmp_path / "run", text, "--context-parallel=2"))
+    assert result.exit_code == 2
+    assert re.fullmatch(r"error: all 2 ranks must be able to reach each other, got: [^\n]*nowhere[^\n]*\n", result.stderr)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [("sys.exit(0)", 0, ""), ("sys.exit(3)", 3, ""), ("raise ValueError('planted')", 1, "ValueError: planted")],
+    ids=["done", "refused", "raises"],
+)
+def test_process_of_a_rank_leaves_at_once_with_its_exit_code(ending: str, code: int, told: str) -> None:
+    """What a destructor would wait for, of a group or at the end of the interpreter, it does not wait for."""
+    script = f"""
+import atexit, sys, threading
+import torch.distributed as dist
+from flexdilated import cli
+class Waits:
+    def __del__(self):
+        threading.Event().wait()
+waits = Waits()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: print("atexit"))
+def app():
+    print("app")
+    {ending}
+cli.app = app
+cli.main()
+"""
+    package = str(Path(flexdilated.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=DEADLINE)
+    assert (result.returncode, result.stdout) == (code, "app\natexit\n"), result.stderr
+    assert told in result.stderr
+
+
 def test_one_process_under_torchrun_is_a_plain_run(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -277,54 +345,48 @@ def make_trainer(folder: Path, text: Path, mesh: DeviceMesh | None, config: Long
 
 
 def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: list[float]) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks, timeout=timeout)
-    try:
-        world = dist.group.WORLD
-        assert world is not None
-        mesh = DeviceMesh.from_group(world, "cpu", mesh_dim_names=("cp",))
+    world = dist.group.WORLD
+    assert world is not None
+    mesh = DeviceMesh.from_group(world, "cpu", mesh_dim_names=("cp",))
 
-        stopped = make_trainer(folder / "stopped", text, mesh)
-        assert not stopped.run(lambda now: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 and now.step == 3 else None)
-        assert stopped.step == 3
-        resumed = make_trainer(folder / "stopped", text, mesh)
-        resumed.resume()
-        whole = make_trainer(folder / "whole", text, mesh)
-        assert resumed.run(lambda _: None)
-        assert whole.run(lambda _: None)
-        assert [entry["train"] for entry in resumed.history] == [entry["train"] for entry in whole.history]
-        seeds: list[object] = [None] * num_ranks
-        dist.all_gather_object(seeds, torch.initial_seed())
-        assert len(set(seeds)) == num_ranks  # dropout of the last step
+    stopped = make_trainer(folder / "stopped", text, mesh)
+    assert not stopped.run(lambda now: os.kill(os.getpid(), signal.SIGTERM) if rank == 1 and now.step == 3 else None)
+    assert stopped.step == 3
+    resumed = make_trainer(folder / "stopped", text, mesh)
+    resumed.resume()
+    whole = make_trainer(folder / "whole", text, mesh)
+    assert resumed.run(lambda _: None)
+    assert whole.run(lambda _: None)
+    assert [entry["train"] for entry in resumed.history] == [entry["train"] for entry in whole.history]
+    seeds: list[object] = [None] * num_ranks
+    dist.all_gather_object(seeds, torch.initial_seed())
+    assert len(set(seeds)) == num_ranks  # dropout of the last step
 
-        plain = make_trainer(folder / "plain", text, mesh, PLAIN)
-        plain.resume()
-        assert plain.step == 3
-        compiled = make_trainer(folder / "compiled", text, mesh, PLAIN, compile=True)
-        for trainer in (plain, compiled):
-            assert trainer.run(lambda _: None)
-            assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
-        narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, compile=True, dtype="bfloat16")
-        assert narrow.run(lambda _: None)
-        assert [entry["train"] for entry in narrow.history] == pytest.approx(expected, rel=0.02)
+    plain = make_trainer(folder / "plain", text, mesh, PLAIN)
+    plain.resume()
+    assert plain.step == 3
+    compiled = make_trainer(folder / "compiled", text, mesh, PLAIN, compile=True)
+    for trainer in (plain, compiled):
+        assert trainer.run(lambda _: None)
+        assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
+    narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, compile=True, dtype="bfloat16")
+    assert narrow.run(lambda _: None)
+    assert [entry["train"] for entry in narrow.history] == pytest.approx(expected, rel=0.02)
 
-        behind = make_trainer(folder / "behind", text, mesh)
-        behind.step = rank
-        with pytest.raises(UserError, match=r"--resume must find the same checkpoint on every rank, got steps 0 to 1"):
-            behind.run(lambda _: None)
+    behind = make_trainer(folder / "behind", text, mesh)
+    behind.step = rank
+    with pytest.raises(UserError, match=r"--resume must find the same checkpoint on every rank, got steps 0 to 1"):
+        behind.run(lambda _: None)
 
-        with pytest.raises(UserError, match=r"every rank must train with the same options and text, got different ones"):
-            make_trainer(folder / "seeds", text, mesh, seed=rank)
+    with pytest.raises(UserError, match=r"every rank must train with the same options and text, got different ones"):
+        make_trainer(folder / "seeds", text, mesh, seed=rank)
 
-        sick = make_trainer(folder / "sick", text, mesh)
-        if rank == 1:
-            with torch.no_grad():
-                sick.model.layer_norm.weight.fill_(math.nan)
-        with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
-            sick.run(lambda _: None)
-    finally:
-        dist.destroy_process_group()
+    sick = make_trainer(folder / "sick", text, mesh)
+    if rank == 1:
+        with torch.no_grad():
+            sick.model.layer_norm.weight.fill_(math.nan)
+    with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
+        sick.run(lambda _: None)
 
 
 @pytest.mark.slow
@@ -334,14 +396,7 @@ def test_trainer_stops_resumes_compiles_and_agrees_over_ranks(tmp_path: Path, te
     stopped = make_trainer(tmp_path / "plain", text, None, PLAIN)
     assert not stopped.run(lambda now: os.kill(os.getpid(), signal.SIGTERM) if now.step == 3 else None)
     expected = [entry["train"] for entry in whole.history]
-    context = torch.multiprocessing.spawn(rank_main, (2, tmp_path, text, expected), nprocs=2, join=False)
-    end = time.monotonic() + DEADLINE
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < end, "the ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
+    processes.run_ranks(rank_main, 2, tmp_path, 2, tmp_path, text, expected, deadline=DEADLINE)
 
 
 def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, text: Path) -> None:
@@ -357,7 +412,7 @@ def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, t
         def get_local_rank(self) -> int:
             return 0
 
-    with pytest.raises(UserError, match=r"--sequence-length must be a multiple of --context-parallel=5, got 36"):
+    with pytest.raises(UserError, match=r"--tokens must be a multiple of --context-parallel=5, got 36"):
         make_trainer(tmp_path / "run", text, Axes(5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mesh must have 1 axis, got 2"):
         make_trainer(tmp_path / "run", text, Axes(2, 2))  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""The options of all commands: one spelling, type and default for one thing; and how every command refuses and ends."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, NoneType
+from typing import NamedTuple, get_args, get_type_hints
+
+import pytest
+from typer.models import OptionInfo
+from typer.testing import CliRunner
+
+import flexdilated
+from flexdilated import cli, doctor, draw, draw_blocks, draw_plan, encode, train
+from flexdilated.cli import app
+from flexdilated.refusal import EARLIER
+
+COMMANDS = {
+    command.callback.__name__.replace("_", "-"): command.callback for command in app.registered_commands if command.callback
+}
+
+# Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
+OWN_DEFAULTS = {"--heads", "--tokens", "--segment-lengths", "--dilation-rates", "--batch-size", "--output", "--dtype"}
+
+# Other words for what an option means; no command may spell it so.
+SYNONYMS = {
+    "--heads": {"--num-heads", "--n-heads", "--num-query-heads"},
+    "--kv-heads": {"--num-kv-heads"},
+    "--tokens": {"--sequence-length", "--seq-len", "--num-tokens", "--length"},
+    "--batch-size": {"--batch", "--sequences"},
+    "--preset": {"--pattern"},
+    "--causal": {"--is-causal"},
+    "--output": {"--out", "--path"},
+    "--layers": {"--num-layers", "--depth"},
+    "--json": {"--as-json"},
+}
+
+
+class Option(NamedTuple):
+    """What a command says of one."""
+
+    spellings: tuple[str, ...]
+    type: object
+    default: object
+
+
+def options(command: str) -> list[Option]:
+    """From the signature, since versions of typer keep them in different places."""
+    callback = COMMANDS[command]
+    hints = get_type_hints(callback, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(callback).parameters.items():
+        kind, info = get_args(hints[name])
+        if isinstance(info, OptionInfo):
+            kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
+            declared = [info.default if isinstance(info.default, str) else "", *(info.param_decls or ())]  # in Annotated: the first
+            spellings = [each for declaration in declared if declaration for each in declaration.split("/")]
+            found.append(Option(tuple(spellings or [f"--{name.replace('_', '-')}"]), kinds[0], parameter.default))
+    return found
+
+
+def spellings(*commands: str) -> set[str]:
+    return {name for command in commands for option in options(command) for name in option.spellings}
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"TERMINAL_WIDTH": "160"}).invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_one_thing_has_one_spelling_type_and_default() -> None:
+    seen: dict[str, Option] = {}
+    for command in COMMANDS:
+        for option in options(command):
+            name = option.spellings[0]
+            meaning = option._replace(default=None) if name in OWN_DEFAULTS else option
+            assert seen.setdefault(name, meaning) == meaning, (command, name)
+    synonyms = set().union(*SYNONYMS.values())
+    assert not synonyms & spellings(*COMMANDS)
+    assert set(EARLIER) <= synonyms
+    assert {"--heads", "--device", "--tokens", "--preset", "--causal", "--json"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "--num-heads", "0"], "--heads must be in [1, 64], got 0"),
+        (["show", "--num-heads=0"], "--heads must be in [1, 64], got 0"),
+        (["plan", "--tokens=9", "--ranks=2", "--batch", "0"], "--batch-size must be in [1, 65536], got 0"),
+        (["plan", "--tokens=9", "--ranks=2", "--pattern=longnet", "--dilation-rates=1"], "--dilation-rates must not be given with"),
+        (["train", "--sequence-length=36", "--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
+        (["train", "--num-heads=5"], "embed_dim must be a multiple of 2 * num_heads=10, got 192"),
+    ],
+)
+def test_earlier_spellings_are_taken_and_not_shown(arguments: list[str], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert not set(EARLIER) & set(re.findall(r"--[a-z-]+", run(arguments[0], "--help")[1]))
+
+
+MODULES: dict[str, list[ModuleType]] = {
+    "show": [draw, draw_blocks],
+    "plan": [draw_plan],
+    "encode-slide": [encode],
+    "doctor": [doctor],
+    "train": [train],
+}
+TORCHRUN = {"--nproc-per-node", "--max-restarts"}
+
+
+def mentioned(source: str) -> set[str]:
+    """Options in the strings of a source."""
+    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_messages_name_options_that_the_command_has(command: str) -> None:
+    own = spellings(command)
+    for module in MODULES[command]:
+        assert mentioned(inspect.getsource(module)) <= own | TORCHRUN
+
+
+def test_messages_of_training_and_generating_name_options_that_one_of_them_has() -> None:
+    assert mentioned(inspect.getsource(cli)) <= spellings("train", "generate") | TORCHRUN | {"--version"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_option_is_refused_with_one_line(command: str) -> None:
+    code, out, err = run(command, "--abacus", "7")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"error: No such option: --abacus\b[^\n]*; see .* {command} --help\n", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sow"], r"No such command 'sow'"),
+        (["--abacus"], r"No such option"),
+        (["plan"], r"Missing option '--tokens'"),
+        (["encode-slide"], r"Missing argument 'TILES'"),
+        (["plan", "--tokens"], r"Option '--tokens' requires an argument"),
+        (["plan", "--tokens", "many", "--ranks", "2"], r"Invalid value for '--tokens'"),
+        (["show", "--preset", "bert"], r"Invalid value for '--preset': .*'bert' is not one of 'longnet', 'gigapath'"),
+        (["train", "--steps", "0"], r"Invalid value for '--steps': "),
+        (["train", "--resume=yes"], r"Option '--resume' does not take a value"),
+        (["train", "extra"], r"Got unexpected extra argument"),
+        (["generate"], r"Missing option '--model'"),
+        (["generate", "--model", "x", "--bytes", "1.5"], r"Invalid value for '--bytes'"),
+        (["doctor", "--json", "--json=1"], r"Option '--json' does not take a value"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert re.match(f"error: {message}", err), err
+    assert err.count("\n") == 1
+
+
+def test_no_arguments_are_help() -> None:
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert "encode-slide" in out
+
+
+def test_interrupted_command_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draw_plan, "strategies", interrupt)
+    assert run("plan", "--tokens", 9, "--ranks", 2) == (130, "", "error: stopped by Ctrl-C\n")
+
+
+def start(*arguments: str, stdout: int) -> tuple[int, str]:
+    """Exit code and standard error of a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1])}
+    command = [sys.executable, "-m", "flexdilated", *arguments]
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=240)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("plan", "--tokens=9", "--ranks=2"), ("plan", "--tokens=9", "--ranks=2", "--json"), ()])
+def test_closed_pipe_ends_the_command_in_silence(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert start(*arguments, stdout=writer) == (1, "")
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("plan", "--tokens=9", "--ranks=2"), ("plan", "--tokens=9", "--ranks=2", "--json")])
+def test_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        code, err = start(*arguments, stdout=full)
+    finally:
+        os.close(full)
+    assert (code, err) == (2, "error: standard output must be there and writable, got: No space left on device\n")
