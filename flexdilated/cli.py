@@ -41,7 +41,6 @@ from flexdilated.train import (
     Trainer,
     TrainOptions,
     UserError,
-    cause_of,
     dense,
     draw_losses,
     latest_checkpoint,
@@ -417,7 +416,8 @@ def _ranks(
         text = str(error).splitlines()[0]
         raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
     except RuntimeError as error:  # of gloo or NCCL: no such network interface, no address of this host
-        raise UserError(f"all {count} ranks must be able to reach each other, got: {cause_of(error)}") from None
+        text = str(error).splitlines()[0].rpartition("] ")[2]  # without the place in gloo's sources
+        raise UserError(f"all {count} ranks must be able to reach each other, got: {text}") from None
     world = dist.group.WORLD
     assert world is not None
     try:

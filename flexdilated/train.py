@@ -37,7 +37,6 @@ __all__ = [
     "TrainOptions",
     "Trainer",
     "UserError",
-    "cause_of",
     "draw_losses",
     "latest_checkpoint",
     "load_corpus",
@@ -593,10 +592,10 @@ def _losses_of_ranks(mesh: DeviceMesh | None, lost: Callable[[str], RankLostErro
         told = "gloo" in str(error) or isinstance(error, TimeoutError)
         if mesh is None or not (told or isinstance(error, torch.distributed.DistError)):
             raise
-        raise lost(cause_of(error)) from None
+        raise lost(_cause_of(error)) from None
 
 
-def cause_of(error: BaseException) -> str:
+def _cause_of(error: BaseException) -> str:
     """What a collective says of its failure, without the place in its sources and without advice."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
