@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
-from flexdilated.distributed.agreement import agree, withdraw
+from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.hardware import without_autocast
@@ -27,6 +28,8 @@ from flexdilated.parallel import Call, context_backward, context_forward
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["sharded", "withdraw_from"]
+
+TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
 # Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
 TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
@@ -54,12 +57,18 @@ def sharded(
 
     Raises:
         ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
+        NotImplementedError: Under forward-mode differentiation and the transforms of `torch.func`.
     """
+    try:
+        _refuse_transforms(q, k, v)
+    except NotImplementedError as error:
+        withdraw_from(group_name, str(error))
+        raise
     first_head, num_heads = within or (0, k.shape[2])
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = differentiable and (TRACES_UNKNOWN_SIZES or cu_seqlens is None or not torch.compiler.is_compiling())
-    out, lse, _ = _forward_op(
+    out, lse, _, _ = _forward_op(
         q,
         k,
         v,
@@ -86,6 +95,21 @@ def sharded(
         keeps,
     )
     return out, lse
+
+
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """Derivatives of one rank that depend on tensors of others, which its transform does not see."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "mesh must be None under the transforms of torch.func (vmap, grad, jvp, ...), got a mesh of several ranks; "
+            "call backward() on every rank"
+        )
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "mesh must be None under forward-mode differentiation, got a mesh of several ranks; call backward() on every rank"
+        )
 
 
 def withdraw_from(group_name: str, reason: str) -> None:
@@ -144,10 +168,15 @@ class _Terms(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
-    """The plan and the terms in JSON types, and a tag that stands for them."""
+    """The plan and the terms in JSON types, and a number below `TAGS` that stands for them."""
     described = plan.description | terms._asdict() | {"dtype": str(terms.dtype)}
     digest = sha256(json.dumps(described, sort_keys=True).encode()).digest()
-    return described, int.from_bytes(digest[:4], "big") >> 2
+    return described, int.from_bytes(digest[:8], "big") % TAGS
+
+
+def _tag(contract: int, number: int, *, backward: bool) -> int:
+    """The tag of a call's messages: calls of one plan differ by their number, calls of two by what stands for the plan."""
+    return 2 * ((contract + number) % TAGS) + backward
 
 
 @torch.library.custom_op("flexdilated::context_parallel", mutates_args=())
@@ -176,7 +205,8 @@ def _forward_op(
     exchange: str,
     differentiable: bool,
     keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     pattern = as_pattern(segment_lengths, dilation_rates, heads, offsets, zero_padding, detach_weights)
     group = _resolve(group_name)
     try:
@@ -185,20 +215,23 @@ def _forward_op(
         withdraw(group, str(error))
         raise
     terms = _Terms.of(q, key_padding_mask, scale, dropout_p, exchange, differentiable)
-    described, tag = _contract(plan, terms)
-    agree(group, described)
+    described, contract = _contract(plan, terms)
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    transport = _transport(group, plan, q.device, 2 * tag)
-    with without_autocast(q.device):
+    with in_turn(group), without_autocast(q.device):
+        agree(group, described)
+        # A call that moves nothing has no number: a rank may make it alone.
+        number = 0 if plan.is_local else number_of_call(group)
+        transport = _transport(group, plan, q.device, _tag(contract, number, backward=False))
         out, lse, received = context_forward(q, k, v, key_padding_mask, call, transport)
-    return out, lse, received if keeps else received.new_empty(0)
+    return out, lse, received if keeps else received.new_empty(0), torch.tensor(number)
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, q.new_empty(_received_size(q, k, *options))
+    received, number = q.new_empty(_received_size(q, k, *options)), torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
 
 
 def _received_size(
@@ -237,6 +270,7 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     received: Tensor,
+    number: Tensor,
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
@@ -264,7 +298,8 @@ def _backward_op(
     call = Call(plan, chosen, rank, scale, dropout_p, None if seed is None else int(seed.item()), engine)
     dout, q, k, v, out = (rows_contiguous(x) for x in (dout, q, k, v, out))
     terms = _Terms.of(q, key_padding_mask, scale, dropout_p, exchange, differentiable)
-    transport = _transport(_resolve(group_name), plan, q.device, 2 * _contract(plan, terms)[1] + 1)
+    tag = _tag(_contract(plan, terms)[1], int(number.item()), backward=True)
+    transport = _transport(_resolve(group_name), plan, q.device, tag)
     with without_autocast(q.device):
         return context_backward(dout, dlse, q, k, v, out, lse, received, key_padding_mask, call, transport, kept=keeps)
 
@@ -275,17 +310,17 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     q, k, v, key_padding_mask, cu_seqlens, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, key_padding_mask, cu_seqlens, seed)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, received, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, received, number, key_padding_mask, cu_seqlens, seed = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = _backward_op(dout, dlse, q, k, v, out, lse, received, key_padding_mask, cu_seqlens, seed, *ctx.options)
+    grads = _backward_op(dout, dlse, q, k, v, out, lse, received, number, key_padding_mask, cu_seqlens, seed, *ctx.options)
     return *grads, *(None for _ in range(21))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
 from weakref import WeakKeyDictionary
@@ -13,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_timeout
 
-__all__ = ["Ledger", "agree", "withdraw"]
+__all__ = ["Ledger", "agree", "in_turn", "number_of_call", "withdraw"]
 
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_ITEMS = 8  # of a list, of the ranks that share a value, or of the fields and values of one message
@@ -43,7 +45,9 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
 def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     """End the round that the other ranks wait in, or will wait in, with `ValueError: rank <this> refused: <reason>`; does not wait.
 
-    For a rank whose own arguments are wrong, instead of `agree` and before it raises.
+    For a rank whose own arguments are wrong, instead of `agree` and before it raises. Ranks that hold an agreed plan for this call
+    look at no round: those that exchange rows wait for this rank's messages until the timeout; the others go on, and so do later
+    rounds, if this rank caught its error.
 
     Args:
         group: A process group that has this rank.
@@ -53,6 +57,34 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
         _ledger(group).withdraw(reason)
 
 
+@contextmanager
+def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
+    """One call of this group at a time.
+
+    Raises:
+        RuntimeError: If another thread of this process is inside one: calls of threads have no order that ranks could share.
+    """
+    turn = _ledger(group).turn
+    if not turn.acquire(blocking=False):
+        raise RuntimeError(
+            "dilated_attention must run in one thread at a time over one mesh, got a call during another; "
+            "give each thread a mesh of its own"
+        )
+    try:
+        yield
+    finally:
+        turn.release()
+
+
+def number_of_call(group: dist.ProcessGroup) -> int:
+    """The number of a call that exchanges rows, among those of this group: call it once for each, after `agree`.
+
+    Equal on all ranks while they make the same calls. Refused calls count too: a rank that goes on after one must not take its next
+    call for the one that its peers still wait in.
+    """
+    return _ledger(group).number()
+
+
 class Ledger:
     """One rank's side of the rounds of one group, and the plans that they settled.
 
@@ -60,8 +92,12 @@ class Ledger:
     once, by the first of: the last rank to come, a rank that withdraws, a rank whose time is over. All ranks read the same outcome,
     so all of them agree or all of them raise, and all go on to round k + 1.
 
-    A rank that withdraws while the others hold an agreed plan is alone in its round: the others meet that refusal in their next
-    round and raise it, while this rank waits for them one round later, until its timeout. An error on all ranks, never silence.
+    A rank that withdraws while the others hold an agreed plan is alone in its round, and they meet that refusal in their next one.
+    It says how many calls that rank had made since the round before: a rank that has made more has passed the refused call, and
+    goes on to the round after it, where the other waits.
+
+    A round compares how many calls have exchanged rows, too: a rank that left one out, or made one more, is told so. A refused call
+    may have been such a call on other ranks, or not: it counts as either.
 
     Args:
         store: Shared by the ranks of this group and by no other group.
@@ -74,6 +110,10 @@ class Ledger:
         self.round = 0
         self.kept: list[int] = []  # earlier rounds whose keys this rank has not deleted yet
         self.agreed: dict[bytes, None] = {}  # in the order of their rounds
+        self.made = 0  # calls since the last round; below 0 if that refused a call which this rank has still to make,
+        self.refused_ahead = ""  # with these words
+        self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
+        self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
         self.life = store.add(f"lives/{rank}", 1)
@@ -84,18 +124,24 @@ class Ledger:
             digest = _digest(plan)
         except TypeError as error:
             raise TypeError(f"plan must map names to JSON types, got another: {error}") from error
+        self.made += 1
         if digest in self.agreed:
             return
-        fields = json.dumps({name: [_shown(value), _digest(value).hex()] for name, value in plan.items()})
+        fields = {name: [_shown(value), _digest(value).hex()] for name, value in plan.items()}
         end = time.monotonic() + timeout.total_seconds()
-        here = self._enter()
-        self.store.set(f"{here}/{self.rank}", fields)
-        last = self.store.add(f"{here}/arrived", 1) == self.size
-        if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
-            outcome = self._settle(here, _compare(self._posts(here)))
+        if self.refused_ahead and self.made == 0:
+            kind, message, count = "refused", self.refused_ahead, 0
+            self.refused_ahead = ""
         else:
-            outcome = self._wait(here, end, timeout)
-        kind, message = json.loads(outcome)
+            kind, message, count = self._round(fields, end, timeout)
+        while kind == "refused" and count < self.made:  # of a call before this one
+            self.made -= count
+            kind, message, count = self._round(fields, end, timeout)
+        self.made = self.made - count if kind == "refused" else 0
+        if kind == "refused":
+            self.refused += 1
+        elif kind != "overdue":
+            self.exchanged, self.refused = count, 0
         if kind:
             _raise(kind, message)
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
@@ -103,11 +149,44 @@ class Ledger:
             del self.agreed[next(iter(self.agreed))]
         self.agreed[digest] = None
 
+    def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> tuple[str, str, int]:
+        """Take part in the next round: its outcome."""
+        here = self._enter()
+        self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
+        last = self.store.add(f"{here}/arrived", 1) == self.size
+        if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
+            outcome = self._settle(here, _compare(self._posts(here)))
+        else:
+            outcome = self._wait(here, end, timeout)
+        kind, message, count = json.loads(outcome)
+        return kind, message, count
+
     def withdraw(self, reason: str) -> None:
         """As the function `withdraw`."""
+        self.made += 1
+        self.refused += 1
+        if self.refused_ahead and self.made == 0:
+            self.refused_ahead = ""
+            return
+        kind, message, count = self._refuse(reason)
+        while kind == "refused" and count < self.made:  # of a call before this one
+            self.made -= count
+            kind, message, count = self._refuse(reason)
+        self.made = self.made - count if kind == "refused" else 0
+        self.refused_ahead = message if self.made < 0 else ""
+
+    def _refuse(self, reason: str) -> tuple[str, str, int]:
+        """Pass the next round without waiting: its outcome, which is this refusal unless another rank was first."""
         here = self._enter()
-        self._settle(here, ["refused", f"rank {self.rank} refused: {reason}"])
+        outcome = self._settle(here, ("refused", f"rank {self.rank} refused: {reason}", self.made))
         self.store.add(f"{here}/arrived", 1)
+        kind, message, count = json.loads(outcome)
+        return kind, message, count
+
+    def number(self) -> int:
+        """As the function `number_of_call`."""
+        self.exchanged += 1
+        return self.exchanged + self.refused
 
     def _enter(self) -> str:
         """Go on to the next round; the prefix of its keys."""
@@ -137,21 +216,22 @@ class Ledger:
             pause = min(2 * pause, LAST_PAUSE)
         return self.store.get(f"{here}/outcome")
 
-    def _settle(self, here: str, outcome: Sequence[str]) -> bytes:
+    def _settle(self, here: str, outcome: tuple[str, str, int]) -> bytes:
         """The outcome of the round: this one, unless another rank was first."""
         return self.store.compare_set(f"{here}/outcome", "", json.dumps(outcome))
 
-    def _overdue(self, here: str, timeout: timedelta) -> Sequence[str]:
+    def _overdue(self, here: str, timeout: timedelta) -> tuple[str, str, int]:
         """The outcome of a round whose time is over."""
         missing = [rank for rank in range(self.size) if not self.store.check([f"{here}/{rank}"])]
         if not missing:  # the last to come ended before it compared
             return _compare(self._posts(here))
         they, call = ("it", "calls") if len(missing) == 1 else ("they", "call")
-        return [
+        return (
             "overdue",
             f"{_ranks(missing)} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
             f"{they} did not: {they} ended, or {call} it with an already agreed plan",
-        ]
+            0,
+        )
 
     def _posts(self, here: str) -> list[bytes]:
         return self.store.multi_get([f"{here}/{rank}" for rank in range(self.size)])
@@ -183,18 +263,21 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))
 
 
-def _compare(posts: Sequence[bytes]) -> Sequence[str]:
-    """The outcome of a round to which all ranks came."""
-    plans = [json.loads(post) for post in posts]
+def _compare(posts: Sequence[bytes]) -> tuple[str, str, int]:
+    """The outcome of a round to which all ranks came: kind, message, and the calls that exchanged rows so far."""
+    plans, least, most = zip(*(json.loads(post) for post in posts))
     absent = ["nothing", ""]
     differences = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         values = [plan.get(name, absent) for plan in plans]
         if any(value[1] != values[0][1] for value in values):
             differences.append(f"{name}, got {_shared(values)}")
+    count = max(least)
+    if count > min(most):
+        differences.append(f"how many calls they made before this one, got {_shared([[str(n), str(n)] for n in most])}")
     if not differences:
-        return ["", ""]
-    return ["differ", f"ranks must agree on {_short(differences, '; on ', 'fields')}"]
+        return "", "", count
+    return "differ", f"ranks must agree on {_short(differences, '; on ', 'fields')}", count
 
 
 def _shared(values: Sequence[Sequence[str]]) -> str:

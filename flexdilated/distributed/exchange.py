@@ -34,13 +34,24 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], kept: list[Tensor]) -> None:
-        self._works, self._kept = works, kept
+    def __init__(self, works: list[dist.Work], kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
+        self._works, self._kept, self._headers, self._tag = works, kept, headers, tag
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         self._kept = []
+        if self._headers:
+            same = (torch.cat(self._headers) == self._tag).all()
+            torch._assert_async(
+                same, "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
+            )
+            self._headers = []
+
+
+def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the messages of a group are matched by their tags."""
+    return bool(group._get_backend(device).name() == "gloo")
 
 
 class GroupTransport:
@@ -51,14 +62,16 @@ class GroupTransport:
     Args:
         group: The ranks of the sequence, in the order of the shards.
         device: Where the tensors live.
-        tag: Of the plan and the direction, in [0, 2 ** 31). Messages of another tag are not taken for these: ranks that mix up the
-            order of two calls wait for each other until the timeout instead of reading wrong rows. NCCL has no tags.
+        tag: Of the plan, the number of the call and the direction, in [0, 2 ** 31). Messages of another tag are not taken for
+            these: ranks that mix up two calls wait for each other until the timeout instead of reading wrong rows. Only gloo has
+            tags: elsewhere each message is followed by its tag, and an assertion on the device fails where another one came.
     """
 
     _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
-        self._group, self._tag = group, tag
+        self._group, self._tag, self._device = group, tag, device
+        self._is_tagged = has_tags(group, device)
         if device.type == "cuda" and group not in self._connected:
             # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -66,15 +79,18 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
-        operations = []
+        operations, headers = [], []
         for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for peer, message in messages.items():
                 if message.numel():
                     assert message.is_contiguous()
                     rank = dist.get_global_rank(self._group, peer)
                     operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
+                    if not self._is_tagged:
+                        headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
+                        operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, [*sends.values(), *receives.values()])
+        return _Works(works, [*sends.values(), *receives.values()], headers, self._tag)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Ranks agree on a plan or all raise one error: as threads on each kind of store, then as processes on real groups."""
 
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -218,15 +219,82 @@ def test_ranks_that_all_withdraw_go_on(pair: list[Ledger]) -> None:
     assert round_of(pair, PLAN) == [None] * 2
 
 
-def test_withdrawal_beside_an_agreed_plan_is_an_error_in_the_next_round(pair: list[Ledger]) -> None:
+def test_withdrawal_beside_an_agreed_plan_is_no_error_in_later_rounds(pair: list[Ledger]) -> None:
+    assert round_of(pair, PLAN) == [None] * 2
+    for calls in (1, 3):
+        pair[1].withdraw("scale must be finite, got nan")
+        for ledger in pair:
+            for _ in range(calls - (ledger is pair[1])):
+                ledger.agree(PLAN, SHORT)
+        assert round_of(pair, PLAN | {"heads": calls}) == [None] * 2
+    pair[0].agree(PLAN, SHORT)
+    pair[1].agree(PLAN, SHORT)
+    pair[1].withdraw("scale must be finite, got nan")  # of the call in which the other waits
+    assert attempt(lambda: pair[0].agree({}, LONG)) == "ValueError: rank 1 refused: scale must be finite, got nan"
+    assert round_of(pair, {}) == [None] * 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_refusals_stop_the_calls_that_they_belong_to_and_no_others(seed: int) -> None:
+    """Random programs, each rank at its own pace: it meets a refusal exactly where its own call is new and another's is refused."""
+    rng = random.Random(seed)
+    size = rng.choice((2, 3, 4))
+    steps, known = [], set()
+    for _ in range(25):
+        plan = rng.randint(0, 5)
+        refusing = {rank for rank in range(size) if rng.random() < 0.15}
+        met = {rank for rank in range(size) if rank not in refusing} if refusing and plan not in known else set()
+        if not refusing:
+            known.add(plan)
+        steps.append((plan, refusing, met))
+    ledgers = ledgers_on(dist.HashStore(), size)
+
+    def program(rank: int) -> None:
+        pauses = random.Random(rank)
+        for number, (plan, refusing, met) in enumerate(steps):
+            time.sleep(pauses.choice((0.0, 0.0, 0.002)))
+            if rank in refusing:
+                ledgers[rank].withdraw(f"step {number}")
+                continue
+            outcome = attempt(lambda plan=plan: ledgers[rank].agree({"plan": plan}, LONG))
+            if rank in met:
+                assert outcome in {f"ValueError: rank {other} refused: step {number}" for other in refusing}, (number, outcome)
+            else:
+                assert outcome is None, (number, outcome)
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(program, range(size)))
+
+
+def test_rounds_tell_ranks_that_made_other_calls(pair: list[Ledger]) -> None:
+    assert round_of(pair, PLAN) == [None] * 2
+    for ledger in pair:
+        assert [ledger.number(), ledger.number()] == [1, 2]
+    assert pair[1].number() == 3
+    message = "ValueError: ranks must agree on how many calls they made before this one, got 2 on rank 0 and 3 on rank 1"
+    assert round_of(pair, {}) == [message] * 2
+    assert round_of(pair, {}) == [None] * 2
+    assert [ledger.number() for ledger in pair] == [4, 4]
+
+
+@pytest.mark.parametrize("others_exchange", [False, True])
+def test_a_refused_call_counts_whether_the_others_exchanged_rows_or_not(pair: list[Ledger], others_exchange: bool) -> None:
+    assert round_of(pair, PLAN) == [None] * 2
+    pair[0].agree(PLAN, SHORT)
+    if others_exchange:
+        assert pair[0].number() == 1
+    pair[1].withdraw("scale must be finite, got nan")
+    assert round_of(pair, {}) == [None] * 2
+    numbers = [ledger.number() for ledger in pair]
+    assert numbers == [1 + others_exchange] * 2
+
+
+def test_a_rank_that_goes_on_after_its_refusal_takes_another_number_than_those_that_wait(pair: list[Ledger]) -> None:
     assert round_of(pair, PLAN) == [None] * 2
     pair[1].withdraw("scale must be finite, got nan")
-    pair[0].agree(PLAN, SHORT)
-    outcomes = round_of(pair, PLAN | {"heads": 5}, timeout=SHORT)
-    assert outcomes[0] == "ValueError: rank 1 refused: scale must be finite, got nan"
-    assert outcomes[1].startswith(
-        "TimeoutError: rank 0 must take part in dilated_attention over this mesh within 0.2 s, it did not"
-    )
+    for ledger in pair:
+        ledger.agree(PLAN, SHORT)
+    assert [ledger.number() for ledger in pair] == [1, 2]
 
 
 def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
@@ -247,7 +315,7 @@ def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
 def test_last_rank_that_ends_before_it_compares(
     pair: list[Ledger], heads: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(here: str, outcome: Sequence[str]) -> bytes:
+    def end(here: str, outcome: tuple[str, str, int]) -> bytes:
         raise TimeoutError("ended")
 
     monkeypatch.setattr(pair[1], "_settle", end)

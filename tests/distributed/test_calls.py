@@ -1,0 +1,297 @@
+"""Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import agreement, exchange
+from flexdilated.distributed.agreement import _ledger
+from flexdilated.sharded import TAGS, _tag
+from tests.distributed.processes import Ranks
+from tests.tolerances import EXACT
+
+SHORT = timedelta(seconds=4)  # of a group whose ranks wait for messages that do not come
+PATTERN = DilatedPattern((24,), (1,))  # cut between two ranks of 13 tokens
+LOCAL = DilatedPattern((13,), (1,))
+TOKENS = 13
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes for all cases that end well."""
+    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.kill()
+
+
+@pytest.fixture
+def breaking(tmp_path: Path) -> Iterator[Ranks]:
+    """Two processes for one case that ends in a timeout, which closes gloo's connections."""
+    ranks = Ranks(2, tmp_path, timeout=SHORT)
+    yield ranks
+    ranks.kill()
+
+
+def whole(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2 * TOKENS, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def shard(rank: int, seed: int) -> list[Tensor]:
+    return [x[:, rank * TOKENS : (rank + 1) * TOKENS].clone().requires_grad_() for x in whole(seed)]
+
+
+def assert_right(out: Tensor, inputs: list[Tensor], rank: int, seed: int, pattern: DilatedPattern = PATTERN) -> None:
+    """Of the output and, where there are any, the gradients of its sum of squares."""
+    given = [x.requires_grad_() for x in whole(seed)]
+    expected = dilated_attention(*given, pattern)
+    here = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    torch.testing.assert_close(out, expected[:, here], **EXACT)
+    if inputs[0].grad is not None:
+        expected.square().sum().backward()
+        for x, e in zip(inputs, given):
+            torch.testing.assert_close(x.grad, e.grad[:, here], **EXACT)
+
+
+def exchanged(mesh: DeviceMesh) -> int:
+    return _ledger(mesh.get_group()).exchanged
+
+
+# -- mixed up -----------------------------------------------------------------------------------------------------------------
+
+
+def backwards_in_another_order(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    inputs = [shard(rank, seed) for seed in (1, 2)]
+    outs = [dilated_attention(*x, PATTERN, mesh=mesh, exchange=exchange) for x in inputs]
+    for out, x, seed in zip(outs, inputs, (1, 2)):
+        assert_right(out, x, rank, seed)
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+        outs[rank].square().sum().backward()
+
+
+def one_call_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    inputs = shard(rank, 1)
+    first = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange)
+    if rank == 0:  # a layer that the other rank skips
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+            dilated_attention(*shard(rank, 2), PATTERN, mesh=mesh, exchange=exchange)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+            first.square().sum().backward()
+
+
+def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """The others wait in the refused call: the next one of this rank is not taken for it."""
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    if rank == 1:
+        with pytest.raises(ValueError, match="scale must be finite"):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=float("nan"))
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+        dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "ring", "heads"])
+def test_backwards_in_another_order_are_an_error_on_both_ranks(breaking: Ranks, exchange: str) -> None:
+    breaking.run(backwards_in_another_order, exchange, deadline=300.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [one_call_left_out, goes_on_after_its_refusal])
+def test_calls_out_of_step_are_an_error_on_both_ranks(breaking: Ranks, case: Callable[..., None]) -> None:
+    breaking.run(case, "gather", deadline=300.0)
+
+
+def told_in_the_next_round(rank: int, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
+    if rank == 0:
+        agreement.number_of_call(group)  # as of a call that nobody else makes
+    with pytest.raises(ValueError, match="ranks must agree on how many calls they made before this one, got 2 on rank 0 and 1 on"):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.3)
+    inputs = shard(rank, 3)
+    assert_right(dilated_attention(*inputs, PATTERN, mesh=mesh), inputs, rank, 3)
+
+
+def test_a_call_too_many_is_told_where_ranks_compare(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path)
+    try:
+        ranks.run(told_in_the_next_round)
+    finally:
+        ranks.kill()
+
+
+# -- legal --------------------------------------------------------------------------------------------------------------------
+
+
+def check_legal(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) -> None:
+    inputs, options = shard(rank, 5), {"mesh": mesh, "exchange": "gather"}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return dilated_attention(q, k, v, pattern, **options)
+
+    before = exchanged(mesh)
+    if way == "compiled":
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            for x in inputs:
+                x.grad = None
+            out = compiled(*inputs)
+            out.square().sum().backward()
+        assert exchanged(mesh) - before == (0 if pattern is LOCAL else 3)  # counted when it runs, not when it is traced
+    elif way == "checkpoint":
+        out = checkpoint(attend, *inputs, use_reentrant=False)
+        out.square().sum().backward()
+    elif way == "twice":
+        out = attend(*inputs)
+        out.square().sum().backward(retain_graph=True)
+        for x in inputs:
+            x.grad = None
+        out.square().sum().backward()
+    elif way == "no_grad":
+        with torch.no_grad():
+            out = attend(*inputs)
+    else:
+        raise AssertionError(way)
+    assert_right(out, inputs, rank, 5, pattern)
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, LOCAL], ids=["cut", "local"])
+@pytest.mark.parametrize("way", ["checkpoint", "twice", "no_grad", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_numbered_calls_give_what_one_rank_gives(pair: Ranks, way: str, pattern: DilatedPattern) -> None:
+    pair.run(check_legal, pattern, way)
+
+
+def local_alone(rank: int, mesh: DeviceMesh) -> None:
+    """Once ranks have agreed, a call that moves nothing may be made by one rank alone, refused or not."""
+    dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh)
+    for seed in range(3):
+        if rank == 0:
+            inputs = shard(rank, seed)
+            out = dilated_attention(*inputs, LOCAL, mesh=mesh)
+            out.square().sum().backward()
+            assert_right(out, inputs, rank, seed, LOCAL)
+        inputs = shard(rank, seed)
+        out = dilated_attention(*inputs, PATTERN, mesh=mesh)
+        out.square().sum().backward()
+        assert_right(out, inputs, rank, seed)
+
+
+def test_a_rank_may_make_local_calls_alone(pair: Ranks) -> None:
+    pair.run(local_alone)
+
+
+def caught_refusals(rank: int, mesh: DeviceMesh) -> None:
+    dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh)
+    # Beside an agreed plan that moves nothing: the other rank does not notice, now or later.
+    if rank == 1:
+        with pytest.raises(ValueError, match="scale must be finite"):
+            dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh, scale=float("inf"))
+    else:
+        dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh)
+    for scale in (0.25, 0.75):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+    # Beside a new plan: both raise, and both may go on.
+    scale, match = (float("nan"), "scale must be finite") if rank == 1 else (1.25, "rank 1 refused: scale must be finite")
+    with pytest.raises(ValueError, match=match):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+    for seed in (7, 8):
+        inputs = shard(rank, seed)
+        out = dilated_attention(*inputs, PATTERN, mesh=mesh)
+        out.square().sum().backward()
+        assert_right(out, inputs, rank, seed)
+
+
+def test_ranks_go_on_after_a_refusal_that_is_caught(pair: Ranks) -> None:
+    pair.run(caught_refusals)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+def check_refused(rank: int, mesh: DeviceMesh) -> None:
+    q, k, v = (x.detach() for x in shard(rank, 1))
+    attend = lambda q: dilated_attention(q, k, v, PATTERN, mesh=mesh)  # noqa: E731
+    for transform in (lambda: torch.func.jvp(attend, (q,), (q,)), lambda: torch.func.grad(lambda q: attend(q).sum())(q)):
+        with pytest.raises(NotImplementedError, match=r"^mesh must be None under the transforms of torch\.func"):
+            transform()
+    with pytest.raises(NotImplementedError, match=r"^mesh must be None under the transforms of torch\.func"):
+        torch.func.vmap(lambda q: attend(q[None]))(q)
+    with fwAD.dual_level(), pytest.raises(NotImplementedError, match=r"^mesh must be None under forward-mode differentiation"):
+        attend(fwAD.make_dual(q, q))
+    turn = _ledger(mesh.get_group()).turn
+    met: list[Exception] = []
+
+    def other() -> None:
+        try:
+            attend(q)
+        except RuntimeError as error:
+            met.append(error)
+
+    with turn:  # as a call of this thread holds it
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert [str(error)[:78] for error in met] == ["dilated_attention must run in one thread at a time over one mesh, got a call d"]
+    inputs = shard(rank, 9)
+    assert_right(dilated_attention(*inputs, PATTERN, mesh=mesh), inputs, rank, 9)
+
+
+def test_transforms_and_threads_are_refused_by_name(pair: Ranks) -> None:
+    pair.run(check_refused)
+
+
+# -- without tags -------------------------------------------------------------------------------------------------------------
+
+
+def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: bool) -> None:
+    """As over a backend that matches messages by their order alone."""
+    send = dist.P2POp
+
+    def untagged(make: Any, message: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.P2POp:
+        return send(make, message, peer, group, 0)
+
+    with mock.patch.object(exchange, "has_tags", return_value=False), mock.patch.object(dist, "P2POp", untagged):
+        inputs = shard(rank, 4)
+        out = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange_name)
+        if is_mixed:
+            other = dilated_attention(*shard(rank, 6), PATTERN, mesh=mesh, exchange=exchange_name)
+            with pytest.raises(
+                RuntimeError, match="ranks must make the same calls of dilated_attention in the same order, got rows of another"
+            ):
+                (out, other)[rank].square().sum().backward()
+        else:
+            out.square().sum().backward()
+            assert_right(out, inputs, rank, 4)
+
+
+@pytest.mark.parametrize("exchange_name", ["gather", "ring", "heads"])
+def test_messages_without_tags_carry_their_number(pair: Ranks, exchange_name: str) -> None:
+    pair.run(check_headers, exchange_name, False)
+
+
+@pytest.mark.slow
+def test_messages_of_another_call_are_refused_without_tags(breaking: Ranks) -> None:
+    breaking.run(check_headers, "gather", True, deadline=300.0)
+
+
+def test_tags_differ_between_calls_and_directions() -> None:
+    contract = TAGS - 3
+    tags = {_tag(contract, number, backward=back) for number in range(1000) for back in (False, True)}
+    assert len(tags) == 2000
+    assert min(tags) >= 0
+    assert max(_tag(c, n, backward=True) for c in (0, TAGS - 1) for n in (0, TAGS - 1, TAGS)) < 1 << 31
+    assert _tag(5, TAGS + 7, backward=True) == _tag(5, 7, backward=True)  # a billion calls later
