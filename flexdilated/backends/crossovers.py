@@ -7,7 +7,6 @@ device and dtype, the order is that of `DEFAULT`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,13 +68,21 @@ def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> t
     known = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
     if not known:
         return DEFAULT
-    nearest = min({c.head_dim for c in known}, key=lambda dim: abs(math.log(dim / request.head_dim)))
+    nearest = known[0].head_dim
+    for c in known[1:]:  # the compiler traces a loop, but no `min` with a key
+        if _is_nearer(c.head_dim, nearest, request.head_dim):
+            nearest = c.head_dim
     points = [c for c in known if c.head_dim == nearest]
     first = points[0].engine
     for point in points[1:]:
         if request.num_tokens >= point.tokens:
             first = point.engine
     return (first, *(engine for engine in DEFAULT if engine != first))
+
+
+def _is_nearer(a: int, b: int, wanted: int) -> bool:
+    """Whether the ratio of `a` and the wanted number is smaller than that of `b`, whichever is the larger; in integers."""
+    return max(a, wanted) * min(b, wanted) < max(b, wanted) * min(a, wanted)
 
 
 KEPT = load(FILE.read_text())

@@ -402,9 +402,21 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"cache must be for the layer's pattern={self.attention.pattern}, got {cache.pattern}")
 
 
+# An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too.
+
+
+@torch.library.custom_op("flexdilated::ignored_keys", mutates_args=())
 def _ignored(mask: Tensor) -> Tensor:
     """The bool mask that a float mask of 0 and -inf stands for (`nn.TransformerEncoderLayer` passes such)."""
     ignored = mask == -math.inf
-    if not torch.compiler.is_compiling() and bool((~ignored & (mask != 0)).any()):
-        raise ValueError("key_padding_mask must be bool, or float with only 0 and -inf, got other values")
+    if bool((~ignored & (mask != 0)).any()):
+        raise ValueError(
+            "key_padding_mask must be bool, or float with only 0 and -inf, got other values; give mask < 0 for keys to ignore, or "
+            "add it to the scores by score_mod=lambda score, b, h, q_idx, kv_idx: score + mask[b, kv_idx]"
+        )
     return ignored
+
+
+@_ignored.register_fake
+def _(mask: Tensor) -> Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)

@@ -1,0 +1,214 @@
+"""`torch.compile(fullgraph=True)` of every module, call and mode: one graph, few of them over many lengths, equal to eager."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flexdilated import (
+    DilatedAttention,
+    DilatedPattern,
+    LongNet,
+    LongNetConfig,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    dilated_attention,
+)
+from flexdilated.backends import crossovers
+from flexdilated.hub.encoder import LongNetEncoder
+from flexdilated.nn import Block, FeedForward
+from tests.tolerances import EXACT, SINGLE
+
+PATTERN = DilatedPattern((5, 13), (1, 3))
+VOCAB, WIDTH, HEADS, FFN = 29, 24, 4, 31
+LENGTHS = (29, 43, 37, 17, 23, 7, 31, 11, 53, 19)
+HALF = {"atol": 0.02, "rtol": 0.02}
+TOLERANCE = {torch.float64: EXACT, torch.float32: SINGLE, torch.bfloat16: HALF, torch.float16: HALF}
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[1])).to(dtype)
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------------------
+
+
+def padding(num_tokens: int, batch: int = 2) -> Tensor:
+    return torch.arange(batch * num_tokens).view(batch, num_tokens) % 3 == 0
+
+
+# Per call: the options for so many tokens.
+CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda n: {},
+    "causal": lambda n: {"is_causal": True},
+    "mask": lambda n: {"key_padding_mask": padding(n)},
+    "documents": lambda n: {"cu_seqlens": torch.tensor([0, 5, n])},
+    "lse": lambda n: {"return_lse": True, "is_causal": True},
+    "negative_scale": lambda n: {"scale": -0.7},
+}
+MODES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "train": (contextlib.nullcontext, torch.float32),
+    "no_grad": (torch.no_grad, torch.float32),
+    "half": (torch.no_grad, torch.bfloat16),
+    "inference": (torch.inference_mode, torch.float16),
+}
+
+
+def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
+    """What a function of floating-point tensors returns and, where it may be asked for, its gradients."""
+    differentiable = torch.is_grad_enabled()
+    leaves = [t.detach().clone().requires_grad_(differentiable) for t in x]
+    result = function(*leaves, **options)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    grads = torch.autograd.grad([out.square().sum() for out in outputs], leaves) if differentiable else ()
+    return [*outputs, *grads]
+
+
+# Every call in training, and every mode with some call: each graph takes the tracer a second.
+GRID = [*((call, "train") for call in CALLS), ("plain", "no_grad"), ("mask", "half"), ("causal", "half"), ("lse", "inference")]
+
+
+@pytest.mark.parametrize(("call", "mode"), GRID, ids=lambda name: name)
+def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: str, mode: str) -> None:
+    context, dtype = MODES[mode]
+    graphs, counts = CompileCounterWithBackend("aot_eager"), []
+
+    def attend(*x: Tensor, **options: Any) -> Any:
+        return dilated_attention(*x, PATTERN, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=graphs)
+    with context():
+        for n in LENGTHS if call == "plain" else LENGTHS[:3]:
+            batch = 1 if call == "documents" else 2
+            x = (draw(batch, n, HEADS, 6, dtype=dtype), draw(batch, n, 2, 6, dtype=dtype), draw(batch, n, 2, 6, dtype=dtype) + 1)
+            actual, expected = (outputs_and_gradients(f, x, CALLS[call](n)) for f in (compiled, attend))
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e, **TOLERANCE[dtype])
+            counts.append(graphs.frame_count)
+    assert len(set(counts[1:])) == 1
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------------------
+
+
+def multihead(**options: Any) -> MultiheadDilatedAttention:
+    return MultiheadDilatedAttention(WIDTH, HEADS, PATTERN, **options)
+
+
+def language_model(position: str) -> LongNetLM:
+    sizes = {"vocab_size": VOCAB, "embed_dim": WIDTH, "num_layers": 1, "num_heads": HEADS, "ffn_dim": FFN}
+    return LongNetLM(LongNetConfig(**sizes, pattern=PATTERN, position=position))
+
+
+# Per module: how it is built, and how it is called with embeddings `(2, N, WIDTH)`.
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
+    "attention": (lambda: DilatedAttention(PATTERN), lambda f, x: f(*x.unflatten(-1, (3, 2, 4)).unbind(2))),
+    "multihead": (lambda: multihead(num_kv_heads=2), lambda f, x: f(x, x, x, padding(x.shape[1]))[0]),
+    "block": (lambda: Block(multihead(), FeedForward(WIDTH, FFN)), lambda f, x: f(x)),
+    "encoder": (lambda: LongNetEncoder(WIDTH, 1, HEADS, PATTERN), lambda f, x: f(x, key_padding_mask=padding(x.shape[1]))),
+    "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
+    "rotary": (lambda: language_model("rotary"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
+    "xpos": (lambda: language_model("xpos"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
+}
+
+
+MODULE_GRID = [*((name, mode) for name in MODULES for mode in ("train", "no_grad")), ("rotary", "eval"), ("multihead", "inference")]
+
+
+@pytest.mark.parametrize(("name", "mode"), MODULE_GRID, ids=lambda name: name)
+def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, mode: str) -> None:
+    build, call = MODULES[name]
+    dtype = torch.bfloat16 if mode == "inference" else torch.float32
+    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
+    module = build().to(dtype).train(mode == "train")
+    graphs, counts = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(module, fullgraph=True, backend=graphs)
+    with context():
+        for n in LENGTHS[:3]:
+            x = draw(2, n, WIDTH, dtype=dtype)
+            actual, expected = (call(f, x) for f in (compiled, module))
+            torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
+            if parameters := list(module.parameters()) if torch.is_grad_enabled() else []:
+                grads = (torch.autograd.grad(out.float().square().mean(), parameters) for out in (actual, expected))
+                for a, e in zip(*grads, strict=True):
+                    torch.testing.assert_close(a, e, **SINGLE)
+            counts.append(graphs.frame_count)
+    assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_language_model_is_compiled_for_inference_by_inductor(dtype: torch.dtype) -> None:
+    lm = language_model("rotary").to(dtype).eval()
+    compiled = torch.compile(lm, fullgraph=True)
+    for n in LENGTHS[:3]:
+        tokens = torch.arange(n)[None] % VOCAB
+        torch.testing.assert_close(compiled(tokens), lm(tokens), **TOLERANCE[dtype])
+
+
+@torch.no_grad()
+def test_the_choice_among_measured_engines_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tuple(crossovers.Crossover("cpu", "float32", False, dim, 0, "flex" if dim == 64 else "sdpa") for dim in (16, 64, 128))
+    monkeypatch.setattr(crossovers, "KEPT", kept)
+    chosen: list[int] = []
+
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, PATTERN)
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        chosen.append(sum("mixture" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    for head_dim in (40, 11, 33, 256):
+        torch.compile(attend, fullgraph=True, backend=note, dynamic=False)(draw(1, 29, 2, head_dim))
+    assert chosen == [0, 1, 0, 1]
+
+
+def test_a_module_is_exported_strictly_and_serves_every_length() -> None:
+    module = multihead().eval()
+    x = draw(2, 29, WIDTH)
+    shapes = {"query": {1: torch.export.Dim("n", min=2)}}
+    model = Self(module)
+    exported = torch.export.export(model, (x,), dynamic_shapes=shapes, strict=True)
+    for n in LENGTHS:
+        torch.testing.assert_close(exported.module()(draw(2, n, WIDTH)), model(draw(2, n, WIDTH)), **SINGLE)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
+def test_a_float_mask_of_other_values_is_refused_wherever_it_runs(how: str) -> None:
+    module, x = multihead().eval(), draw(2, 29, WIDTH)
+    mask = torch.zeros(2, 29).masked_fill(padding(29), -torch.inf)
+    call: Callable[..., Any] = module
+    if how == "compiled":
+        call = torch.compile(module, fullgraph=True, backend="aot_eager")
+    if how == "exported":
+        call = torch.export.export(module, (x, x, x), {"key_padding_mask": mask}).module()
+    torch.testing.assert_close(call(x, x, x, key_padding_mask=mask)[0], module(x, x, x, padding(29))[0], **SINGLE)
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool, or float with only 0 and -inf, got other values; give"):
+        call(x, x, x, key_padding_mask=mask.clamp(min=-1e9))
+
+
+class Self(nn.Module):
+    """Self-attention by a module of three inputs."""
+
+    def __init__(self, attention: MultiheadDilatedAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor) -> Tensor:
+        return self.attention(query, query, query)[0]
