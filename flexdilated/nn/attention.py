@@ -130,7 +130,8 @@ class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention, a drop-in for `nn.MultiheadAttention(batch_first=True)`.
 
     `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
-    length. When they are one tensor, their projections run as one matrix product.
+    length. The projections are modules, and called: hooks, adapters, parametrizations and quantization act in the call.
+    `torch.compile` looks for hooks once, at the first call: register them before.
 
     With a mesh all three are this rank's contiguous shards of the sequence, and so is the output. Tensor parallelism: torch's
     `parallelize_module` shards the heads, with `ColwiseParallel(use_local_output=False)` on `q_proj`, `k_proj` and `v_proj`, and
