@@ -32,8 +32,11 @@ def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     """The rows of a piece in `x` `(B, N, H, D)` as `(B, S, C, G, group, R, D)`: a view, but a copy in traced code.
 
     The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view, and torch.func maps
-    neither strides nor writing through views.
+    neither strides nor writing through views. A tensor whose elements share memory (`expand`) is copied where it has a gradient:
+    that of a strided view is divided among such elements, whatever each of them was used for.
     """
+    if x.requires_grad and not torch.compiler.is_compiling() and _shares_memory(x):
+        x = x.contiguous()
     if torch.compiler.is_compiling() or is_transformed(x):
         tokens, heads = _index(piece, group, x.device)
         return x[:, tokens, heads]
@@ -76,6 +79,16 @@ def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool =
     view = box(x, piece, group=group)
     _ = view.copy_(values) if replace else view.add_(values)
     return x
+
+
+def _shares_memory(x: Tensor) -> bool:
+    """Whether elements of a tensor may be one place in memory."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _index(piece: Piece, group: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -499,13 +499,13 @@ def _map(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, 
     """
     tensors, options = inputs[:-NUM_OPTIONS], inputs[-NUM_OPTIONS:]
     if tensors[-2] is None and tensors[-1] is None:  # cu_seqlens and seed
-        joined = []
+        joined, batch = [], 0
         for x, dim in zip(tensors, in_dims):
             if x is not None:
                 x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-                x = x.flatten(0, 1)
+                batch, x = x.shape[1], x.flatten(0, 1)
             joined.append(x)
-        results = tuple(x.unflatten(0, (size, -1)) for x in function.apply(*joined, *options))
+        results = tuple(x.unflatten(0, (size, batch)) for x in function.apply(*joined, *options))
     else:
         each = []
         for i in range(size):

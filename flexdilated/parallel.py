@@ -104,10 +104,10 @@ class _Work:
         return self.program.kv.num_received * self.batch * self.kv_width + self.num_queries_received
 
     def take(self, received: Tensor) -> None:
-        """Read the rows of other ranks from a flat buffer: keys and values, where it has room for them, then queries."""
+        """Read the rows of other ranks from a flat buffer: keys and values, unless they go round a ring, then queries."""
         kv, q = self.program.kv, self.program.q
         keys, queries = received.tensor_split([received.numel() - self.num_queries_received])
-        if keys.numel():
+        if self.call.exchange != "ring":
             self.kv_rows = kv.split(keys.view(kv.num_received, self.batch, self.kv_width), sent=False)
         self.q_rows = q.split(queries.view(q.num_received, self.batch, self.group, self.head_dim), sent=False)
 

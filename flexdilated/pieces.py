@@ -180,12 +180,15 @@ def _segment_rows(
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
-    """Cut runs of ascending offset where the step in offset is not 1 or the step in heads changes: (first, count, head step)."""
+    """Cut runs of ascending offset where the step in offset is not 1 or the step in heads changes: (first, count, head step).
+
+    Where the heads are a part of a model's, the next offset may begin at an earlier one: a view has no stride for such a step.
+    """
     i = 0
     while i < len(runs):
         j = i + 1
         step = runs[j].start - runs[i].start if j < len(runs) else 0
-        while j < len(runs) and runs[j].offset == runs[j - 1].offset + 1 and runs[j].start - runs[j - 1].start == step:
+        while j < len(runs) and runs[j].offset == runs[j - 1].offset + 1 and runs[j].start - runs[j - 1].start == step > 0:
             j += 1
         yield runs[i], j - i, step if j - i > 1 else 0
         i = j

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 __all__ = ["is_transformed"]
@@ -15,7 +15,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
     Raises:
         NotImplementedError: If traced code is under forward-mode differentiation: compiled operators would drop tangents. Where the
-            compiler may, it then leaves that code uncompiled.
+            compiler may, it then leaves that code uncompiled. And inside `functionalize` inside a derivative, for the same reason.
     """
     level = forward_ad._current_level
     if torch.compiler.is_compiling():
@@ -27,7 +27,15 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         top = peek_interpreter_stack()
-        return top is not None and top.key() != TransformType.Functionalize
+        if top is None or top.key() != TransformType.Functionalize:
+            return top is not None
+        outer = {level.key() for level in get_interpreter_stack() or ()}
+        if outer & {TransformType.Grad, TransformType.Jvp}:
+            raise NotImplementedError(
+                "dilated_attention must not be functionalized inside a derivative, got torch.func.functionalize inside grad, vjp "
+                "or jvp, which would not reach the operators: leave functionalize out, since they write to no argument"
+            )
+        return False
     # An operation's own formulas are computed with forward mode switched off.
     if level < 0 or not torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return False

@@ -198,6 +198,25 @@ def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, see
         assert torch.autograd.gradcheck(dropped, [x.requires_grad_() for x in tensors])
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dropout_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
+    """The backward may run under another one than the forward."""
+    q, k, v, dout, _ = Case(PATTERN, batch=2).tensors(torch.float32)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    results: list[tuple[Tensor, ...]] = []
+    for during, after in ((torch.float32, torch.float32), (default, torch.float32), (torch.float32, default)):
+        torch.manual_seed(0)
+        try:
+            torch.set_default_dtype(during)
+            out = dilated_attention(*inputs, PATTERN, dropout_p=0.002)
+            torch.set_default_dtype(after)
+            results.append((out, *torch.autograd.grad(out, inputs, dout)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0]))
+
+
 def test_checkpointing_draws_the_same_dropout_again(seed: int) -> None:
     case = Case(PATTERN, group=2)
     q, k, v, dout, dlse = case.tensors()

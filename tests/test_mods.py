@@ -155,6 +155,30 @@ def test_ignored_keys_may_hold_anything() -> None:
         assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dim", range(4))
+def test_gradients_of_expanded_inputs_are_those_of_every_element(dim: int) -> None:
+    """A strided view of elements that share memory would give each an equal share of their sum."""
+    q, k, v, dout, _ = Case(PATTERN, batch=2, group=2).tensors()
+    mods: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)}
+    expanded = [x.narrow(dim, 1, 1).expand_as(x).requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(dilated_attention(*expanded, PATTERN, **mods), expanded, dout)
+    copies = [x.detach().clone().requires_grad_() for x in expanded]
+    expected = torch.autograd.grad(reference.dilated_attention(*copies, PATTERN, **mods)[0], copies, dout)
+    for a, e in zip(grads, expected):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
+def test_windows_of_one_sequence_have_gradients_of_every_element() -> None:
+    """Windows that overlap by a stride above 0."""
+    tokens = torch.randn(40, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q = tokens.unfold(0, 29, 11).movedim(-1, 1).requires_grad_()  # (2, 29, 5, 3)
+    copy = q.detach().clone().requires_grad_()
+    mods: dict[str, Any] = {"mask_mod": lambda b, h, i, j: (i + j) % 3 > 0}
+    (found,) = torch.autograd.grad(dilated_attention(q, q, q, PATTERN, **mods).pow(2).sum(), q)
+    (expected,) = torch.autograd.grad(reference.dilated_attention(copy, copy, copy, PATTERN, **mods)[0].pow(2).sum(), copy)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_dropout_under_functions_follows_the_seed() -> None:
     case, mods = Case(PATTERN, lse_gradient=False), Mods("table", None)
     results = []

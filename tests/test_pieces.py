@@ -95,6 +95,23 @@ def test_pieces_that_tile_come_first_and_hold_every_position_of_every_head_once(
     assert found == (everything if can_tile else Counter())
 
 
+@given(patterns(), st.integers(1, 43), st.data())
+def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
+    pattern: DilatedPattern, num_tokens: int, data: st.DataObject
+) -> None:
+    num_heads = data.draw(st.integers(1, 11))
+    first = data.draw(st.integers(0, num_heads - 1))
+    within = range(first, data.draw(st.integers(first + 1, num_heads)))
+    documents = ((0, num_tokens),)
+    whole, part = plan_pieces(pattern, documents, num_heads, False), plan_pieces(pattern, documents, num_heads, False, within)
+    expected = Counter(softmax for piece in whole for softmax in softmaxes(piece) if softmax[0] in within)
+    found = Counter((first + head, sources, outputs) for piece in part for head, sources, outputs in softmaxes(piece))
+    assert found == expected
+    lse = torch.zeros(1, len(within), num_tokens).transpose(1, 2)[..., None]  # one token is one element further
+    for piece in part:
+        box(lse, piece, output=True)
+
+
 def test_plan_of_a_blocked_branch_is_one_piece() -> None:
     (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
     assert (piece.segments, piece.offsets, piece.heads, piece.rows) == (3, 4, 2, 3)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
@@ -201,6 +201,17 @@ def test_vmap_draws_dropout_as_torch_defines() -> None:
     torch.testing.assert_close(grads[1], grad(loss)(q), **SINGLE)
 
 
+@pytest.mark.parametrize("pattern", [SHORT, DETACHED], ids=["exact", "torchscale"])
+def test_an_empty_batch_is_mapped_and_differentiated(pattern: DilatedPattern) -> None:
+    q = torch.zeros(0, 7, 2, 3, dtype=torch.float64)
+    call = lambda q: dilated_attention(q, q, q, pattern)  # noqa: E731
+    assert vmap(call)(q.expand(5, *q.shape)).shape == (5, *q.shape)
+    assert vmap(grad(lambda q: call(q).sum()))(q.expand(5, *q.shape)).shape == (5, *q.shape)
+    assert jvp(call, (q,), (q,))[1].shape == q.shape
+    for mode in (jacfwd, jacrev):
+        assert mode(call)(q).shape == (*q.shape, *q.shape)
+
+
 def test_gradients_per_sample_of_a_whole_layer() -> None:
     layer = MultiheadDilatedAttention(12, 3, SHORT, dtype=torch.float64)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
@@ -229,6 +240,32 @@ def test_a_tangent_of_a_gradient_is_refused() -> None:
     out = dilated_attention(q, k, v, SHORT)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=TWICE):
         out.backward(forward_ad.make_dual(dout, dout))
+
+
+# -- functionalize ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_functionalize_inside_a_derivative_is_refused(dual: bool) -> None:
+    q, k, v, _, _ = Case(SHORT).tensors()
+    call = functionalize(lambda q: dilated_attention(q, k, v, SHORT))
+    derivatives: list[Callable[[], Any]]
+    derivatives = [lambda: jvp(call, (q,), (q,)), lambda: jacfwd(call)(q), lambda: vmap(lambda q: jvp(call, (q,), (q,)))(q[None])]
+    if not dual:
+        derivatives = [lambda: grad(lambda q: call(q).sum())(q), lambda: vjp(call, q), lambda: jacrev(call)(q)]
+    for derivative in derivatives:
+        with pytest.raises(
+            NotImplementedError, match=r"must not be functionalized inside a derivative, .* leave functionalize out"
+        ):
+            derivative()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_functionalize_without_derivatives_changes_nothing() -> None:
+    q, k, v, _, _ = Case(SHORT).tensors()
+    call = lambda q: dilated_attention(q, k, v, SHORT)  # noqa: E731
+    assert torch.equal(functionalize(call)(q), call(q))
+    assert torch.equal(vmap(functionalize(call))(torch.stack([q, 2 * q])), torch.stack([call(q), call(2 * q)]))
 
 
 # -- compiled code, and what is refused ---------------------------------------------------------------------------------------

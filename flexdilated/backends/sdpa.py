@@ -388,7 +388,8 @@ def _math_masks(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) ->
 
     def apply(weights: Tensor, seed: int) -> Tensor:
         generator = torch.Generator(device=q.device).manual_seed(seed)
-        kept = torch.rand(weights.shape, generator=generator, device=q.device) >= dropout.p
+        # In float32 whatever the default dtype: it may be another in the backward, and a coarse one drops too many.
+        kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
         return weights * kept / (1.0 - dropout.p)
 
     return [partial(apply, seed=dropout.seed + start) for start in starts]

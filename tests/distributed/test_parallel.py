@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,15 @@ def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
         case = random_case(5000 + seed, 3)
         for value, expected in zip(*(simulate(case, exchange, kept=kept)[0].values() for kept in (False, True))):
             assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_empty_batch_gives_what_one_rank_gives(exchange: str, kept: bool) -> None:
+    case = replace(WIDE, batch=0, ignored=0.3)
+    expected = case.expected()
+    for name, value in simulate(case, exchange, kept=kept)[0].items():
+        assert value.shape == expected[name].shape
 
 
 @pytest.mark.gpu
