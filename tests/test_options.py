@@ -209,3 +209,13 @@ def test_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]
     finally:
         os.close(full)
     assert (code, err) == (2, "error: standard output must be there and writable, got: No space left on device\n")
+
+
+def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
+    root = Path(__file__).parents[1]
+    text = "\n".join(path.read_text() for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))))
+    lines = re.findall(r"^    .*?flexdilated ([a-z-]+)(.*)$", text, flags=re.MULTILINE)
+    assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}
+    for command, rest in lines:
+        used = set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]))
+        assert used <= spellings(command), (command, used - spellings(command))

@@ -28,6 +28,7 @@ from flexdilated.pattern import DilatedPattern
 __all__ = ["LongNetConfig", "LongNetLM"]
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDICES = (torch.int64, torch.int32)  # what an embedding takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +161,16 @@ class LongNetLM(nn.Module):
         """Logits `(B, N, vocab_size)` of the token that follows each of `tokens`.
 
         Args:
-            tokens: `(B, N)` integers in `[0, vocab_size)`, any N from 1 up; with a mesh this rank's shard, which may be empty.
+            tokens: `(B, N)` int64 or int32 in `[0, vocab_size)`, N at least 1; with a mesh this rank's shard, which may be empty.
             key_padding_mask: `(B, N)` bool, True at padding; with a mesh that of this rank's shard.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1; with a mesh those of the whole sequence.
             caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
             lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
             shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
+
+        Raises:
+            TypeError: If the tokens are no int64 or int32.
+            ValueError: If a shape is wrong, or there are no tokens.
         """
         x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths, shard_lengths)
         return self._logits(x)
@@ -182,6 +187,10 @@ class LongNetLM(nn.Module):
         """What the head reads, `(B, N, embed_dim)`."""
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
+        if tokens.dtype not in INDICES:
+            raise TypeError(f"tokens must be of int64 or int32, got {str(tokens.dtype).removeprefix('torch.')}")
+        if self.mesh is None and tokens.shape[1] < 1:  # a shard may be empty
+            raise ValueError(f"tokens must have N of at least 1, got {tuple(tokens.shape)}")
         if caches is None:
             if lengths is not None:
                 raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")

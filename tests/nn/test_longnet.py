@@ -593,6 +593,26 @@ def test_longnet_rejects_tokens_without_a_batch() -> None:
     lm(draw_tokens())
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+def test_longnet_rejects_sequences_without_tokens(position: str) -> None:
+    lm = model(position=position)
+    with pytest.raises(ValueError, match=r"^tokens must have N of at least 1, got \(2, 0\)$"):
+        lm(draw_tokens(2, 0))
+    assert lm(draw_tokens(2, 1)).shape == (2, 1, lm.config.vocab_size)
+    assert lm(draw_tokens(0, 3)).shape == (0, 3, lm.config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16], ids=str)
+def test_longnet_rejects_tokens_that_are_no_indices(dtype: torch.dtype) -> None:
+    lm, tokens = model(), draw_tokens()
+    message = rf"^tokens must be of int64 or int32, got {str(dtype).removeprefix('torch.')}$"
+    with pytest.raises(TypeError, match=message):
+        lm(tokens.to(dtype))
+    with pytest.raises(TypeError, match=message):
+        lm.generate(tokens.to(dtype), max_new_tokens=2)
+    torch.testing.assert_close(lm(tokens.to(torch.int32)), lm(tokens), rtol=0, atol=0)
+
+
 def test_longnet_rejects_packed_documents_in_a_batch() -> None:
     lm, borders = model(), torch.tensor([0, 7, TOKENS])
     with pytest.raises(ValueError, match=r"^cu_seqlens must come with q of batch size 1, got batch size 3"):

@@ -66,7 +66,7 @@ def test_block_equals_its_formula() -> None:
 def test_block_passes_documents_and_rotation_to_its_attention() -> None:
     module = block()
     x = torch.randn(1, TOKENS, EMBED, dtype=torch.float64)
-    borders, rotation = torch.tensor([0, 7, TOKENS]), Rotation(*torch.randn(4, TOKENS, 1, 1))
+    borders, rotation = torch.tensor([0, 7, TOKENS]), Rotation(*torch.randn(4, TOKENS, 1, 1, dtype=torch.float64))
     h = norm(x, module.self_attn_layer_norm)
     y = x + module.self_attn(h, h, h, cu_seqlens=borders, rotation=rotation)[0]
     expected = y + feed_forward(norm(y, module.final_layer_norm), module.ffn)
