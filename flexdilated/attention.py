@@ -138,7 +138,7 @@ def dilated_attention(
         for float64 inputs).
 
     Raises:
-        ValueError: If a shape, length, probability or name is wrong.
+        ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
         TypeError: If an argument has the wrong type or dtype.
         NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions over
             a mesh.
@@ -200,6 +200,7 @@ def attend_local(
     try:
         lengths = _shard_lengths(q, mesh, rank, num_ranks, exchange, shard_lengths)
         _check(q, k, v, pattern, is_causal, scale, dropout_p, key_padding_mask, cu_seqlens, allow_empty=divides)
+        pattern.check_heads(k.shape[2] if within is None else within[1])
         q, k, v = _autocast(q, k, v)
         _check_dtypes(q, k, v)
         modified = score_mod is not None or mask_mod is not None

@@ -48,7 +48,7 @@ class DilatedKVCache:
         device: Where they lie.
 
     Raises:
-        ValueError: If a size is below 1.
+        ValueError: If a size is below 1, or the pattern has more groups of heads than there are heads.
         TypeError: If the pattern, a size or the dtype has the wrong type.
         NotImplementedError: If the pattern has torchscale's shifted positions, where an output depends on the sequence's end.
     """
@@ -72,6 +72,7 @@ class DilatedKVCache:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        pattern.check_heads(num_kv_heads)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
@@ -81,10 +82,8 @@ class DilatedKVCache:
         self.pattern, self.max_length = pattern, max_length
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
         self._is_empty = True
-        if pattern.heads == "all":
-            runs = [tuple(range(len(pattern.branches)))]
-        else:
-            runs = [(i,) for i in range(len(pattern.branches)) if pattern.head_range(i, num_kv_heads)]
+        branches = range(len(pattern.branches))
+        runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
         with torch.inference_mode(False):  # what is allocated inside could not be written to outside
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self._stores = tuple(_Store(pattern, branches, self) for branches in runs)

@@ -153,6 +153,8 @@ def show(
         pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
     except (TypeError, ValueError) as error:
         refuse(str(error))
+    if heads_rule is HeadsRule.GROUPED and num_heads < len(pattern.branches):
+        refuse(f"--heads must be at least the branches={len(pattern.branches)} with --heads-rule=grouped, got {num_heads}")
     if blocks:
         _show_blocks(pattern, tokens, num_heads, block_size, is_causal=causal, preset=preset, output=output)
         return

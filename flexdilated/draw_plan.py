@@ -281,6 +281,7 @@ def plan(
     ):
         if not 1 <= value <= most:
             refuse(f"{option} must be in [1, {most}], got {value}")
+    counted = "--heads" if kv_heads is None else "--kv-heads"  # by which the pattern groups
     kv_heads = heads if kv_heads is None else kv_heads
     if not 1 <= kv_heads <= heads or heads % kv_heads:
         refuse(f"--kv-heads must divide --heads={heads}, got {kv_heads}")
@@ -296,6 +297,8 @@ def plan(
         pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
     except (TypeError, ValueError, NotImplementedError) as error:
         refuse(str(error))
+    if heads_rule is HeadsRule.GROUPED and kv_heads < len(pattern.branches):
+        refuse(f"{counted} must be at least the branches={len(pattern.branches)} with --heads-rule=grouped, got {kv_heads}")
     layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, causal)
     _check_counts(layer)
 

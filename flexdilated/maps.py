@@ -56,7 +56,7 @@ def attention_map(
         `(B, H, Q, N)`, Q positions in the order of `queries` (1 for an integer), float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: If a shape is wrong or a position is outside the sequence.
+        ValueError: If a shape is wrong, a position is outside the sequence, or k has fewer heads than the pattern groups.
         TypeError: If an argument has the wrong type or dtype.
         NotImplementedError: If it is called under torch.func or forward-mode differentiation.
     """
@@ -67,6 +67,7 @@ def attention_map(
         )
     _check(q, k, k, pattern, is_causal, scale, 0.0, key_padding_mask, None)
     _check_dtypes(q, k, k)
+    pattern.check_heads(k.shape[2])
     num_tokens, kv_heads = q.shape[1], k.shape[2]
     positions = _positions(queries, num_tokens)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)

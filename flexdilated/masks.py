@@ -162,15 +162,13 @@ def _score_mod(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_ca
 
 
 def _rules(pattern: DilatedPattern, num_heads: int) -> tuple[_Rule, ...]:
-    """Per branch that has heads: length, rate, its first and last head, and how offsets follow from heads.
+    """Per branch: length, rate, its first and last head, and how offsets follow from heads.
 
     The last number is, if positive, how many heads share an offset (blocked); 0 for `h % r`; if negative, -1 - the offset.
     """
     rules = []
     for i, (length, rate) in enumerate(pattern.branches):
         heads = pattern.head_range(i, num_heads)
-        if not heads:
-            continue
         sharing = -(-num_heads // rate) if pattern.offsets == "blocked" else 0
         if pattern.heads == "grouped":
             sharing = -1 - i % rate
@@ -417,6 +415,7 @@ def _checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: b
             raise ValueError(f"{name} must be at least 1, got {value}")
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
+    pattern.check_heads(kv_heads)
     return kv_heads
 
 

@@ -48,7 +48,7 @@ class DilatedPattern:
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
         heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
             branch, the first `H % K` groups one head larger; a group runs its own branch alone with offset `i % r_i`, and what
-            it does not keep is 0. With fewer heads than branches the last branches have no head.
+            it does not keep is 0. There must be a (key/value) head for every branch.
         offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
             `"interleaved"`: `h % r` (the text of the paper).
         zero_padding: Reproduce torchscale's zero keys: the projected keys and values are padded with zeros to whole segments
@@ -154,10 +154,23 @@ class DilatedPattern:
         """The (segment length, dilation rate) pairs, in order."""
         return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
 
+    def check_heads(self, num_heads: int) -> None:
+        """Refuse fewer heads than `heads="grouped"` has branches: some of them would never be computed.
+
+        Raises:
+            ValueError: If some branch would have no head.
+        """
+        if self.heads == "grouped" and num_heads < len(self.segment_lengths):
+            raise ValueError(
+                f"pattern must have at most one branch per key/value head={num_heads} under heads='grouped', got "
+                f"{len(self.segment_lengths)} branches; use more heads, fewer branches or heads='all'"
+            )
+
     def head_range(self, branch: int, num_heads: int) -> range:
         """The heads that run a branch. Under grouped-query attention these are key/value heads."""
         if self.heads == "all":
             return range(num_heads)
+        self.check_heads(num_heads)
         size, larger = divmod(num_heads, len(self.segment_lengths))
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))

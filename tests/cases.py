@@ -81,6 +81,11 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
     )
 
 
+def least_heads(pattern: DilatedPattern) -> int:
+    """The fewest key/value heads that a pattern runs with."""
+    return len(pattern.branches) if pattern.heads == "grouped" else 1
+
+
 @st.composite
 def calls(draw: st.DrawFn) -> Case:
     """A call of `dilated_attention` in which every option may meet every other."""
@@ -90,11 +95,12 @@ def calls(draw: st.DrawFn) -> Case:
     if batch == 1 and draw(st.booleans()):
         inner = draw(st.lists(st.integers(0, num_tokens), max_size=4))  # repeats are empty documents
         borders = (0, *sorted(inner), num_tokens)
+    pattern = draw(patterns())
     return Case(
-        pattern=draw(patterns()),
+        pattern=pattern,
         batch=batch,
         num_tokens=num_tokens,
-        kv_heads=draw(st.integers(1, 7)),
+        kv_heads=draw(st.integers(least_heads(pattern), 7)),
         group=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from(HEAD_DIMS)),
         is_causal=draw(st.booleans()),

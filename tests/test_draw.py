@@ -39,7 +39,7 @@ def run(*arguments: object) -> tuple[int, str]:
         (THREE, 23, 7),
         (DilatedPattern((5, 11, 17), (2, 3, 7), offsets="interleaved"), 23, 5),
         (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 5),
-        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 2),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 3),
         (DilatedPattern((29,), (3,)), 1, 1),
     ],
 )
@@ -67,7 +67,7 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
         (MANY, 251, 2, False),
         (MANY, 7, 3, True),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
-        (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 2, False),
+        (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 3, False),
         (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
         (THREE, MAX_TOKENS, 1, False),
     ],

@@ -19,7 +19,7 @@ from flexdilated.blocks import block_lists, head_branches
 from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
 from flexdilated.hardware import simulate
 from tests import flex_emulation
-from tests.cases import Case, calls, patterns
+from tests.cases import Case, calls, least_heads, patterns
 from tests.tolerances import SINGLE, assert_twice_naive
 
 PATTERN = DilatedPattern((100, 200, 400), (1, 2, 4))
@@ -177,6 +177,7 @@ def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
 def test_packed_tiles_are_those_of_the_masks_that_run(
     pattern: DilatedPattern, num_tokens: int, kv_heads: int, is_causal: bool
 ) -> None:
+    kv_heads = max(kv_heads, least_heads(pattern))
     scale = 20  # lengths of several blocks
     lengths = tuple(length * scale for length in pattern.segment_lengths)
     pattern = DilatedPattern(lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from torch import Tensor
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention, draw_attention_map, reference
-from tests.cases import Case, patterns
+from tests.cases import Case, least_heads, patterns
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
@@ -73,6 +73,7 @@ def test_attention_map_equals_the_definition(
     scale: float,
     seed: int,
 ) -> None:
+    kv_heads = max(kv_heads, least_heads(pattern))
     case = Case(pattern, 2, num_tokens, kv_heads, group, is_causal=is_causal, ignored=ignored, seed=seed)
     q, k, _, _, _ = case.tensors()
     mask = case.options().get("key_padding_mask")

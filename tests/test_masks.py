@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, masks, reference
-from tests.cases import Attend, Case, differentiate, patterns
+from tests.cases import Attend, Case, differentiate, least_heads, patterns
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 13, 29), (1, 3, 5))
@@ -28,11 +28,12 @@ Mod = Callable[..., Tensor]
 @st.composite
 def calls(draw: st.DrawFn) -> Case:
     """A call that masks can express."""
+    pattern = replace(draw(patterns()), zero_padding=False, detach_weights=False)
     return Case(
-        pattern=replace(draw(patterns()), zero_padding=False, detach_weights=False),
+        pattern=pattern,
         batch=draw(st.integers(1, 2)),
         num_tokens=draw(st.integers(1, 43)),
-        kv_heads=draw(st.integers(1, 7)),
+        kv_heads=draw(st.integers(least_heads(pattern), 7)),
         group=draw(st.integers(1, 3)),
         is_causal=draw(st.booleans()),
         lse_gradient=draw(st.booleans()),

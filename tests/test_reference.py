@@ -81,9 +81,8 @@ THREE = (1, 2, 3)
         Case(DilatedPattern((3, 7), (1, 2)), num_tokens=17, kv_heads=2, borders=(0, 1, 1, 12, 17)),
         Case(DilatedPattern.torchscale((4, 9, 19), (2, 3, 5)), num_tokens=17, kv_heads=7),
         Case(DilatedPattern.torchscale((4, 9, 19), (2, 3, 5)), num_tokens=11, kv_heads=3, ignored=0.6),
-        Case(DilatedPattern((7, 7), (2, 2), heads="grouped"), num_tokens=11, kv_heads=1),
     ],
-    ids=["blocked", "interleaved", "grouped", "gqa", "mask", "documents", "zero_padding", "zero_padding_mask", "spare_branch"],
+    ids=["blocked", "interleaved", "grouped", "gqa", "mask", "documents", "zero_padding", "zero_padding_mask"],
 )
 def test_reference_is_one_softmax_over_the_multiset_union(case: Case, is_causal: bool) -> None:
     case = Case(**{**vars(case), "is_causal": is_causal})

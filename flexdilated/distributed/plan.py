@@ -615,7 +615,12 @@ def context_plan(
     documents: tuple[tuple[int, int], ...],
     is_causal: bool,
 ) -> ContextPlan:
-    """The plan of these integers; built once."""
+    """The plan of these integers; built once.
+
+    Raises:
+        ValueError: If the pattern has more groups of heads than the model has heads.
+    """
+    pattern.check_heads(num_heads)
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
 
 

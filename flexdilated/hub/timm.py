@@ -50,7 +50,8 @@ class TimmAttention(nn.Module):
         backend: `"auto"` or the name of an engine.
 
     Raises:
-        ValueError: If the module is none of these, is of a version with other parts or arguments, or has hooks of its own.
+        ValueError: If the module is none of these, is of a version with other parts or arguments, or has hooks of its own,
+            or the pattern has more groups of heads than it has key/value heads.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TimmAttention(nn.Module):
         self.pattern, self.dropout_p, self.is_causal, self.backend = pattern, dropout_p, is_causal, backend
         self.num_heads = source.num_heads
         self.num_kv_heads = getattr(source, "num_kv_heads", source.num_heads)
+        pattern.check_heads(self.num_kv_heads)
         self.has_rope = "rope" in inspect.signature(type(module).forward).parameters
         self.num_prefix_tokens = getattr(source, "num_prefix_tokens", 0)  # which are not turned
         self.rotate_half = getattr(source, "rotate_half", False)

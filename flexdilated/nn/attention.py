@@ -214,6 +214,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(
             pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
+        pattern.check_heads(num_kv_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

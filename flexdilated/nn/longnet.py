@@ -50,7 +50,8 @@ class LongNetConfig:
         backend: Engine of the attention: `"auto"` or a name.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, or the position is unknown.
+        ValueError: If a number is below 1 or does not divide, a probability is out of range, the position is unknown, or there are
+            fewer key/value heads than the pattern groups.
         TypeError: If the pattern is not a `DilatedPattern`.
     """
 
@@ -78,6 +79,7 @@ class LongNetConfig:
             raise ValueError(f"embed_dim must be a multiple of 2 * num_heads={2 * self.num_heads}, got {self.embed_dim}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
+        self.pattern.check_heads(self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         if self.position not in ("xpos", "rotary"):
             raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
         for name in ("dropout_p", "attention_dropout_p"):

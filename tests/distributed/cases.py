@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.distributed.plan import ContextPlan, context_plan
+from tests.cases import least_heads
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
         pattern,
         tuple(b - a for a, b in pairwise(cuts)),
         batch=1 if borders else rng.choice([1, 2]),
-        kv_heads=rng.randint(1, 4),
+        kv_heads=max(rng.randint(1, 4), least_heads(pattern)),
         group=rng.choice([1, 1, 2]),
         head_dim=rng.choice([1, 3, 4]),
         is_causal=rng.random() < 0.5,

@@ -20,6 +20,7 @@ from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, KINDS, ContextPl
 from flexdilated.distributed.spans import Kept, Spans, count_rows
 from flexdilated.pieces import Piece
 from flexdilated.reference import _rows
+from tests.cases import least_heads
 
 # -- the definition -----------------------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ def plans(draw: st.DrawFn) -> ContextPlan:
     inner = draw(st.lists(st.integers(0, num_tokens), max_size=1 if wide else 4))  # repeats are empty documents
     borders = (0, *sorted(inner), num_tokens)
     documents = tuple((a, b - a) for a, b in pairwise(borders))
-    num_heads = draw(st.integers(4 if wide else 1, 6))
+    num_heads = draw(st.integers(max(4 if wide else 1, least_heads(pattern)), 6))
     held = draw(st.integers(3 if wide else 1, num_heads))
     first = draw(st.integers(0, num_heads - held))
     return context_plan(
@@ -401,7 +402,7 @@ def wild_plans(draw: st.DrawFn) -> ContextPlan:
     num_tokens = sum(shards)
     borders = (0, *sorted(draw(st.lists(st.integers(0, num_tokens), max_size=3))), num_tokens)
     documents = tuple((a, b - a) for a, b in pairwise(borders))
-    num_heads = draw(st.sampled_from((1, 3, 7, 67)))  # more than a word of bits
+    num_heads = max(draw(st.sampled_from((1, 3, 7, 67))), least_heads(pattern))  # 67: more than a word of bits
     first = draw(st.integers(0, min(2, num_heads - 1)))
     return context_plan(
         pattern, shards, num_heads, range(first, num_heads), draw(st.integers(1, 2)), documents, draw(st.booleans())

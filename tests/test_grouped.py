@@ -1,0 +1,159 @@
+"""`heads="grouped"` needs a key/value head for every branch: fewer are refused wherever they are known, as many are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from flexdilated import (
+    DilatedKVCache,
+    DilatedPattern,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    attention_map,
+    compat,
+    convert,
+    create_dilated_block_mask,
+    dilated_attention,
+    dilated_mask_mod,
+    dilated_score_mod,
+    reference,
+)
+from flexdilated.attention import attend_local
+from flexdilated.cli import app
+from flexdilated.distributed.plan import context_plan
+from flexdilated.draw import draw, draw_blocks, multiplicity
+from flexdilated.hub.encoder import LongNetEncoder
+from tests.tolerances import EXACT
+
+LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
+PATTERN = DilatedPattern.grouped(LENGTHS, RATES)
+TOKENS, DIM = 13, 24
+REFUSAL = (
+    r"pattern must have at most one branch per key/value head=%d under heads='grouped', got 3 branches; use more heads, fewer "
+    r"branches or heads='all'"
+)
+
+
+def tensors(kv_heads: int, group: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(2307)
+    q, k, v = (torch.randn(2, TOKENS, heads, 5, dtype=torch.float64) for heads in (kv_heads * group, kv_heads, kv_heads))
+    return q, k, v
+
+
+def call(kv_heads: int, **options: Any) -> object:
+    return dilated_attention(*tensors(kv_heads), PATTERN, **options)
+
+
+def same(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def layer(heads: int) -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(DIM, heads, batch_first=True)
+
+
+def cache(heads: int) -> DilatedKVCache:
+    return DilatedKVCache(PATTERN, batch_size=1, num_kv_heads=heads, head_dim=5)
+
+
+ENTRIES: dict[str, Callable[[int], object]] = {
+    "pattern": lambda heads: PATTERN.head_range(0, heads),
+    "count_pairs": lambda heads: PATTERN.count_pairs(TOKENS, heads),
+    "auto": call,
+    "sdpa": lambda heads: call(heads, backend="sdpa"),
+    "flex": lambda heads: call(heads, backend="flex"),
+    "reference engine": lambda heads: call(heads, backend="reference"),
+    "score_mod": lambda heads: call(heads, score_mod=same),
+    "oracle": lambda heads: reference.dilated_attention(*tensors(heads), PATTERN),
+    "mask_mod": lambda heads: dilated_mask_mod(PATTERN, 2 * heads, seq_len=TOKENS, num_kv_heads=heads),
+    "score mod": lambda heads: dilated_score_mod(PATTERN, 2 * heads, seq_len=TOKENS, num_kv_heads=heads),
+    "block mask": lambda heads: create_dilated_block_mask(PATTERN, heads, seq_len=TOKENS, device="cpu"),
+    "attention_map": lambda heads: attention_map(*tensors(heads)[:2], PATTERN, queries=0),
+    "cache": cache,
+    "plan": lambda heads: context_plan(PATTERN, (7, 6), heads, range(heads), 1, ((0, TOKENS),), False),
+    "multiplicity": lambda heads: multiplicity(PATTERN, TOKENS, heads),
+    "draw": lambda heads: draw(PATTERN, TOKENS, heads),
+    "draw_blocks": lambda heads: draw_blocks(PATTERN, TOKENS, heads, block_size=4),
+    "layer": lambda heads: MultiheadDilatedAttention(DIM, 2 * heads, PATTERN, num_kv_heads=heads),
+    "from_torch": lambda heads: MultiheadDilatedAttention.from_torch(layer(heads), PATTERN),
+    "convert": lambda heads: convert(nn.Sequential(layer(heads)), PATTERN),
+    "config": lambda heads: LongNetConfig(
+        vocab_size=5, embed_dim=DIM, num_layers=1, num_heads=2 * heads, num_kv_heads=heads, pattern=PATTERN
+    ),
+    "config of as many": lambda heads: LongNetConfig(vocab_size=5, embed_dim=DIM, num_layers=1, num_heads=heads, pattern=PATTERN),
+    "encoder": lambda heads: LongNetEncoder(DIM, 1, heads, PATTERN),
+    "encoder-decoder": lambda heads: LongNet(
+        DIM, heads, 1, 1, segment_lengths=LENGTHS, dilation_rates=RATES, heads="grouped", device="meta"
+    ),
+    "earlier attention": lambda heads: compat.DilatedAttention(LENGTHS, RATES)(*tensors(heads, 1)),
+    "earlier layer": lambda heads: compat.MultiheadDilatedAttention(DIM, heads, RATES, LENGTHS),
+    "earlier LongNet": lambda heads: compat.LongNet(DIM, heads, 1, 1, 11, LENGTHS, RATES),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_refuses_fewer_heads_than_branches_and_accepts_as_many(entry: str) -> None:
+    for heads in (1, 2):
+        with pytest.raises(ValueError, match=REFUSAL % heads):
+            ENTRIES[entry](heads)
+    if entry != "flex":  # takes no float64
+        ENTRIES[entry](3)
+
+
+def test_a_model_that_cannot_be_converted_stays_as_it_is() -> None:
+    model = nn.Sequential(layer(6), layer(2))
+    kinds = [type(part) for part in model]
+    with pytest.raises(ValueError, match=REFUSAL % 2):
+        convert(model, PATTERN)
+    assert [type(part) for part in model] == kinds
+
+
+def test_one_head_runs_every_branch_where_heads_are_not_grouped() -> None:
+    DilatedPattern(LENGTHS, RATES).check_heads(1)
+    DilatedPattern.gigapath().check_heads(1)
+
+
+@pytest.mark.parametrize("held", [1, 2])
+def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None:
+    """Tensor parallelism: fewer heads than branches here, enough in the whole model."""
+    q, k, v = tensors(4)
+    options: dict[str, Any] = dict.fromkeys(("scale", "key_padding_mask", "cu_seqlens", "score_mod", "mask_mod", "mesh"))
+    options |= {"is_causal": False, "dropout_p": 0.0, "backend": "auto", "return_lse": False, "exchange": "auto"}
+    expected = dilated_attention(q, k, v, PATTERN)
+    for first in range(0, 4, held):
+        keys, queries = slice(first, first + held), slice(2 * first, 2 * (first + held))
+        inputs = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
+        out, _ = attend_local(*inputs, PATTERN, shard_lengths=None, within=(first, 4), **options)
+        torch.testing.assert_close(out, expected[:, :, queries], **EXACT)
+    with pytest.raises(ValueError, match=REFUSAL % 2):
+        attend_local(*inputs, PATTERN, shard_lengths=None, within=(0, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("show",), "--heads"),
+        (("show", "--blocks"), "--heads"),
+        (("plan", "--ranks", "2"), "--heads"),
+        (("plan", "--ranks", "2", "--heads", "6"), "--kv-heads"),
+    ],
+    ids=["show", "blocks", "plan", "plan of fewer key heads"],
+)
+def test_commands_refuse_in_one_line(command: tuple[str, ...], option: str) -> None:
+    arguments = [*command, "--segment-lengths", "5,7,11", "--dilation-rates", "1,2,3", "--tokens", "13"]
+
+    def run(*more: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*arguments, *more])
+        return result.exit_code, result.output
+
+    message = f"error: {option} must be at least the branches=3 with --heads-rule=grouped, got 2\n"
+    assert run(option, "2", "--heads-rule", "grouped") == (2, message)
+    assert run(option, "2")[0] == 0
+    assert run(option, "3", "--heads-rule", "grouped")[0] == 0
