@@ -13,6 +13,7 @@ from flexdilated import backends, reference
 from flexdilated.backends.request import request_of
 from flexdilated.flexed import flexed
 from flexdilated.materialised import materialised
+from flexdilated.merge import accumulated
 from flexdilated.mixture import documents, mixture
 from flexdilated.mods import MaskMod, ScoreMod, check_mods
 from flexdilated.pattern import DilatedPattern
@@ -93,7 +94,8 @@ def dilated_attention(
     tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of
     the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
     that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
-    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
+    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them. Call backward outside of it, as torch asks:
+    inside, the sdpa engine's backward under `score_mod` or `mask_mod`, which is autograd's own, multiplies in half precision.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. That of `scaled_dot_product_attention` and `flex_attention`
     is `(B, H, N, D)`: transpose dims 1 and 2 of what was made for them. With as many heads as q in k and v, nothing can tell one
@@ -375,7 +377,7 @@ def _check(
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    check_scale(scale)
+    check_scale(scale, q.dtype)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
@@ -386,17 +388,20 @@ def _check(
         _check_cu_seqlens(cu_seqlens, q)
 
 
-def check_scale(scale: float | None) -> None:
-    """Refuse what scores cannot be multiplied by.
+def check_scale(scale: float | None, dtype: torch.dtype) -> None:
+    """Refuse what the scores of q in a dtype cannot be multiplied by.
 
     Raises:
-        ValueError: If it is not finite.
+        ValueError: If it is not finite, or not in the dtype of the scores.
         TypeError: If it is not a number or None.
     """
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale must be a number or None, got {scale!r}")
-    if scale is not None and not math.isfinite(scale):
+    if isinstance(scale, float) and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    scores = accumulated(dtype)
+    if scale is not None and abs(scale) > torch.finfo(scores).max:
+        raise ValueError(f"scale must be finite in {scores}, in which {dtype} is scored, got {scale}")
 
 
 def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:

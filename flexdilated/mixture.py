@@ -24,7 +24,7 @@ from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
-from flexdilated.transforms import is_transformed
+from flexdilated.transforms import is_mapped, is_transformed
 
 __all__ = ["Run", "as_pattern", "backward", "documents", "draw_seed", "forward", "mixture", "rows_contiguous", "spread"]
 
@@ -244,9 +244,15 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
 
     Raises:
         ValueError: If the borders do not rise from 0 to `num_tokens`.
+        NotImplementedError: If torch.func.vmap maps over them, outside of an operator that has been given each sample's.
     """
     if cu_seqlens is None:
         return ((0, num_tokens),)
+    if is_mapped(cu_seqlens):
+        raise NotImplementedError(
+            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "
+            "mapped borders; loop over the samples, or use backend='sdpa' without functions"
+        )
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
         shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]

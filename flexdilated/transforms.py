@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 
-__all__ = ["is_transformed"]
+__all__ = ["is_mapped", "is_transformed"]
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -42,4 +49,13 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     for x in tensors:  # noqa: SIM110 - a function of its own would be compiled, and see no tangents
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             return True
+    return False
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether torch.func.vmap maps over a tensor: its values then differ from sample to sample, and cannot be read."""
+    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
     return False

@@ -112,6 +112,9 @@ def test_scale_must_be_finite(at: int) -> None:
         feed(cache, inputs, 0, at)
     with pytest.raises(ValueError, match=r"^scale must be finite, got nan$"):
         cache.attend(*(x[:, at : at + 1] for x in inputs), scale=float("nan"))
+    single = make(LONGNET, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^scale must be finite in torch.float32, in which torch.float32 is scored, got 1e\+39$"):
+        single.attend(*(x[:, :1].float() for x in inputs), scale=1e39)
     with pytest.raises(TypeError, match=r"^scale must be a number or None, got True$"):
         cache.attend(*(x[:, at : at + 1] for x in inputs), scale=True)
 

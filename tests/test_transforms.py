@@ -176,6 +176,19 @@ def test_vmap_maps_masks_and_borders() -> None:
         vmap(lambda x: dilated_attention(q, k, v, SHORT, cu_seqlens=x))(torch.tensor([[0, 13], [0, 14]]))
 
 
+@pytest.mark.parametrize("options", [{"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= j}], ids=["read", "masked"])
+def test_mapped_borders_are_refused_where_they_would_be_read(options: dict[str, Any]) -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
+    borders = torch.tensor([[0, 5, 13], [0, 0, 13]])
+    loss = lambda q, x: dilated_attention(q, k, v, SHORT, cu_seqlens=x, **options).sum()  # noqa: E731
+    message = r"^cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, "
+    for call in (loss, grad(loss)):
+        with pytest.raises(NotImplementedError, match=message):
+            vmap(call, (None, 0))(q, borders)
+        expected = call(q, borders[0])
+        assert_close(vmap(call, (0, None))(q[None], borders[0])[0], expected)
+
+
 def test_vmap_within_vmap() -> None:
     q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
     qs, ks = torch.stack([q, -q]), torch.stack([k, 2 * k, 3 * k])
