@@ -102,7 +102,7 @@ def test_pieces_that_tile_come_first_and_hold_every_position_of_every_head_once(
 def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
     pattern: DilatedPattern, num_tokens: int, data: st.DataObject
 ) -> None:
-    num_heads = data.draw(st.integers(1, 11))
+    num_heads = max(data.draw(st.integers(1, 11)), least_heads(pattern))
     first = data.draw(st.integers(0, num_heads - 1))
     within = range(first, data.draw(st.integers(first + 1, num_heads)))
     documents = ((0, num_tokens),)
