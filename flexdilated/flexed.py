@@ -15,7 +15,7 @@ from flexdilated.hardware import without_autocast
 from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
-from flexdilated.mods import MaskMod, ScoreMod, refuse_zero_keys
+from flexdilated.mods import MaskMod, ScoreMod, refuse_dynamic, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
@@ -57,6 +57,7 @@ def flexed(
         NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
             where there is no lse.
     """
+    refuse_dynamic(q.shape[1], "backend='flex'")
     if key_padding_mask is not None:
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     options = _Options(is_causal, scale, score_mod, mask_mod, key_padding_mask)

@@ -18,7 +18,7 @@ from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mixture import documents
-from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_zero_keys
+from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_dynamic, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.transforms import is_transformed
@@ -55,6 +55,7 @@ def materialised(
     Raises:
         NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions.
     """
+    refuse_dynamic(q.shape[1], "score_mod and mask_mod")
     options = _Options(is_causal, scale, dropout_p, score_mod, mask_mod)
     spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
     plans = [plan_pieces(pattern, ((0, length),), k.shape[2], is_causal) for _, length in spans]
