@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdilated import backends, reference
 from flexdilated.backends.request import request_of
 from flexdilated.flexed import flexed
+from flexdilated.hardware import autocast_dtype
 from flexdilated.materialised import materialised
 from flexdilated.merge import accumulated
 from flexdilated.mixture import documents, mixture
@@ -333,10 +334,9 @@ def _is_dtensor(x: object) -> bool:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the dtype that autocast gives a matrix product; float64 is left alone, as there."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(q.device)
+    if dtype is None:
         return q, k, v
-    dtype = torch.get_autocast_dtype(device)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
 
@@ -424,6 +424,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape (num_documents + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise ValueError(f"cu_seqlens must hold values for q on {q.device}, got a tensor on meta")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens must come with q of batch size 1, got batch size {q.shape[0]}; pack the batch in one row")
 

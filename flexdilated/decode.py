@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.attention import check_scale, dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.hardware import without_autocast
+from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 from flexdilated.transforms import is_transformed
 
@@ -216,7 +216,8 @@ class DilatedKVCache:
             raise TypeError(f"indices must be int64, got {indices.dtype}")
         if indices.shape != (self.batch_size,):
             raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
-        if not torch.compiler.is_compiling() and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
+        reads = not torch.compiler.is_compiling() and holds_values(indices)
+        if reads and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
             raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
         indices = indices.to(self.device)
         tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
@@ -235,7 +236,10 @@ class DilatedKVCache:
         Raises:
             ValueError: If a length is below 0, has the wrong shape, or ends in a segment that is no longer stored.
             TypeError: If it is no integer.
+            NotImplementedError: If the cache holds no values, as on the meta device.
         """
+        if not holds_values(self._lengths) or (isinstance(length, Tensor) and not holds_values(length)):
+            raise NotImplementedError("length must be that of a cache with values, got a meta or fake tensor: its end is read")
         if isinstance(length, Tensor):
             if length.is_floating_point() or length.is_complex() or length.dtype == torch.bool:
                 raise TypeError(f"length must hold integers, got {length.dtype}")
@@ -308,7 +312,7 @@ class DilatedKVCache:
         inside = (lengths >= 0) & (lengths <= q.shape[1])
         if lengths.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
             torch._assert_async(inside.all(), f"lengths must be in [0, T={q.shape[1]}]")
-        elif not bool(inside.all()):
+        elif holds_values(lengths) and not bool(inside.all()):
             raise ValueError(f"lengths must be in [0, T={q.shape[1]}], got {lengths.tolist()}")
 
 
@@ -342,7 +346,7 @@ def _marked(k: Tensor, v: Tensor) -> _Tokens:
     largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
     is_marked = ~(largest < math.inf)  # NaN too
     # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
-    looks = k.shape[1] > BLOCK and not k.is_meta and not torch.compiler.is_compiling()
+    looks = k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k)
     if looks and not bool(is_marked.any()):
         return _Tokens(k, v, is_marked, is_plain=True)
     k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))

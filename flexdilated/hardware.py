@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["Hardware", "detect", "recommended_dtype", "simulate", "without_autocast"]
+__all__ = ["Hardware", "autocast_dtype", "detect", "holds_values", "recommended_dtype", "simulate", "without_autocast"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Hardware:
 def detect(device: torch.device | str) -> Hardware:
     """The hardware behind a torch device."""
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():  # fake tensors may lie on a device that is not there
         return _cuda(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _CPU
@@ -69,14 +71,28 @@ def recommended_dtype(hardware: Hardware) -> torch.dtype:
     return torch.float32
 
 
+def holds_values(x: Tensor) -> bool:
+    """Whether the elements of a tensor can be read: it is neither on the meta device nor fake.
+
+    What dynamo traces has values when it runs, and `is_fake` cannot be traced.
+    """
+    return not x.is_meta and (torch.compiler.is_dynamo_compiling() or not is_fake(x))
+
+
+def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
+    """The dtype that `torch.autocast` gives matrix products on a device; None where it is off, or unknown as on the meta device."""
+    device_type = torch.device(device).type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Tensor operations on a device in the dtypes of their inputs, whatever `torch.autocast` the caller is in.
 
     A backward runs under the autocast of whoever calls it, so it needs this as much as its forward.
     """
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 def _cuda(capability: tuple[int, int]) -> Hardware:

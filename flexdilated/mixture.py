@@ -20,7 +20,7 @@ from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.flex import GRID_LIMIT
 from flexdilated.backends.request import request_of
 from flexdilated.backends.sdpa import Dropout, Kernel, Options, differential
-from flexdilated.hardware import without_autocast
+from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
@@ -244,10 +244,16 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
 
     Raises:
         ValueError: If the borders do not rise from 0 to `num_tokens`.
-        NotImplementedError: If torch.func.vmap maps over them, outside of an operator that has been given each sample's.
+        NotImplementedError: If they hold no values, or torch.func.vmap maps over them, outside of an operator that has been given
+            each sample's.
     """
     if cu_seqlens is None:
         return ((0, num_tokens),)
+    if not holds_values(cu_seqlens):  # only operators, which say shapes without them, take such
+        raise NotImplementedError(
+            "cu_seqlens must hold values for this call, got a meta or fake tensor: score_mod, mask_mod, backend='flex' and "
+            "backend='reference' plan by them; use backend='sdpa' without functions"
+        )
     if is_mapped(cu_seqlens):
         raise NotImplementedError(
             "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "

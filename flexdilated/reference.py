@@ -109,8 +109,8 @@ def _branch(
     if is_causal:
         joined &= p[None, :] <= p[:, None]
     visible = joined[None] & ~ignored[:, None, None, :]  # (B, H, N, N)
-    tokens_alone = source[:num_tokens] == list(range(num_tokens)) and not joined[:, :num_tokens, num_tokens:].any()
-    if (score_mod or mask_mod) and not tokens_alone:
+    modified = score_mod is not None or mask_mod is not None
+    if modified and source != list(range(num_tokens)) and not _holds_tokens_alone(source, joined, num_tokens):
         raise NotImplementedError("score_mod and mask_mod must come without zero keys, got zero_padding=True")
 
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
@@ -127,6 +127,11 @@ def _branch(
     weights = torch.softmax(scores, dim=-1) * reached
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     return out[:, :num_tokens], lse[:, :, :num_tokens]
+
+
+def _holds_tokens_alone(source: list[int], joined: Tensor, num_tokens: int) -> bool:
+    """Whether every token is its own row, and sees no row of zeros."""
+    return source[:num_tokens] == list(range(num_tokens)) and not bool(joined[:, :num_tokens, num_tokens:].any())
 
 
 def _rows(pattern: DilatedPattern, branch: int, num_tokens: int) -> tuple[list[int], int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from flexdilated.hardware import autocast_dtype
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.pattern import DilatedPattern
 
@@ -185,7 +186,7 @@ class LongNetViT(nn.Module):
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must have shape (B, N, 2)={(*x.shape[:2], 2)}, got {tuple(coords.shape)}")
         weight = self.cls_token
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise TypeError(f"x must have the dtype of the model={weight.dtype} outside autocast, got {x.dtype}")
         half = coords.dtype.itemsize < 4 and coords.is_floating_point()
         if half or coords.is_complex() or coords.dtype == torch.bool:

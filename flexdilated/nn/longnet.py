@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.generate import Sampler
+from flexdilated.hardware import autocast_dtype, holds_values
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
@@ -256,8 +257,7 @@ class LongNetLM(nn.Module):
             NotImplementedError: If the pattern cannot be decoded.
         """
         config, weight = self.config, next(self.parameters())
-        device = weight.device.type
-        autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+        cast = autocast_dtype(weight.device)
         if isinstance(self.position, XPos):
             self.position.decode(torch.zeros(1, 1, dtype=torch.int64, device=weight.device), max_length=max_length)
         return tuple(
@@ -267,7 +267,7 @@ class LongNetLM(nn.Module):
                 num_kv_heads=config.num_kv_heads or config.num_heads,
                 head_dim=config.embed_dim // config.num_heads,
                 max_length=max_length,
-                dtype=torch.get_autocast_dtype(device) if autocast else weight.dtype,
+                dtype=weight.dtype if cast is None or weight.dtype == torch.float64 else cast,
                 device=weight.device,
             )
             for _ in self.layers
@@ -308,7 +308,7 @@ class LongNetLM(nn.Module):
 
         Raises:
             ValueError: If a number is out of range or a shape is wrong.
-            NotImplementedError: If the pattern cannot be decoded.
+            NotImplementedError: If the pattern cannot be decoded, or tokens or model hold no values (meta and fake tensors).
         """
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
         lengths = self._check_generate(tokens, max_new_tokens, lengths, stop_tokens, pad_token)
@@ -335,6 +335,8 @@ class LongNetLM(nn.Module):
         """The lengths of the prompts."""
         if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")
+        if not (holds_values(tokens) and holds_values(next(self.parameters()))):
+            raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
         for name, token in [("pad_token", pad_token), *((f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))]:

@@ -213,8 +213,8 @@ def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.de
         start: Tokens of the sequence before those at hand.
     """
     positions = torch.arange(start, start + num_tokens, device=device)
-    if cu_seqlens is None or cu_seqlens.numel() == 0:  # an empty tensor is refused where it is used
-        return positions
+    if cu_seqlens is None or cu_seqlens.numel() == 0 or (cu_seqlens.is_meta and device.type != "meta"):
+        return positions  # an empty tensor, or one without values, is refused where it is used
     starts = cu_seqlens.to(device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 

@@ -1,0 +1,178 @@
+"""Meta tensors and fake ones: shapes and dtypes of every call, without values; what reads values is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexdilated import (
+    DilatedAttention,
+    DilatedKVCache,
+    DilatedPattern,
+    LongNet,
+    LongNetConfig,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    dilated_attention,
+)
+from flexdilated.hardware import Hardware, detect, holds_values
+
+PATTERN = DilatedPattern((5, 13), (1, 3))
+VOCAB, WIDTH, HEADS = 29, 24, 4
+VALUELESS = ("meta", "fake")
+
+
+@contextlib.contextmanager
+def valueless(kind: str) -> Iterator[torch.device]:
+    """Where tensors are made that hold no values, and their device."""
+    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
+        yield torch.device("cpu" if kind == "fake" else "meta")
+
+
+def draw(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, device=device, dtype=dtype, requires_grad=True)
+
+
+def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + (q_idx - kv_idx) * 0.1
+
+
+def earlier(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx <= q_idx
+
+
+CALLS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+    "plain": lambda device: {},
+    "causal": lambda device: {"is_causal": True, "scale": -0.3},
+    "mask": lambda device: {"key_padding_mask": torch.zeros(2, 31, dtype=torch.bool, device=device)},
+    "dropout": lambda device: {"dropout_p": 0.25},
+    "functions": lambda device: {"score_mod": bias, "mask_mod": earlier},
+    "reference": lambda device: {"backend": "reference"},
+    "detached": lambda device: {"pattern": DilatedPattern((5, 13), (1, 3), detach_weights=True)},
+    "zero_padding": lambda device: {"pattern": DilatedPattern.torchscale((5, 13), (1, 3))},
+}
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_says_its_shapes(name: str, kind: str, dtype: torch.dtype) -> None:
+    with valueless(kind) as device:
+        q, k, v = (draw(2, 31, heads, 7, device=device, dtype=dtype) for heads in (6, 3, 3))
+        options = {"pattern": PATTERN, **CALLS[name](device)}
+        out, lse = dilated_attention(q, k, v, return_lse=True, **options)
+        wide = torch.promote_types(dtype, torch.float32)
+        assert (out.shape, out.dtype, out.device) == (q.shape, dtype, device)
+        assert (lse.shape, lse.dtype, lse.device) == ((2, 6, 31), wide, device)
+        assert not holds_values(out)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+        assert [(g.shape, g.dtype, g.device) for g in grads] == [(x.shape, dtype, device) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+def test_packed_documents_say_their_shapes(kind: str) -> None:
+    with valueless(kind) as device:
+        q = draw(1, 31, 6, 7, device=device)
+        out = dilated_attention(q, q, q, PATTERN, cu_seqlens=torch.empty(3, dtype=torch.int32, device=device))
+        assert torch.autograd.grad(out.sum(), q)[0].shape == out.shape == q.shape
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+def test_modules_say_their_shapes(kind: str) -> None:
+    with valueless(kind) as device, device:
+        x = draw(2, 31, WIDTH, device=device)
+        heads = x.unflatten(-1, (HEADS, -1))
+        mask = torch.zeros(2, 31)  # a float mask is looked into
+        assert DilatedAttention(PATTERN, is_causal=True)(heads, heads, heads).shape == heads.shape
+        module = MultiheadDilatedAttention(WIDTH, HEADS, PATTERN, num_kv_heads=2, dropout_p=0.1)
+        out, _ = module(x, x, x, key_padding_mask=mask)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == out.shape == x.shape
+        if kind == "meta":  # torch swaps no fake parameters, as LongNet does to move them
+            assert LongNet(WIDTH, HEADS, 1, 1, 31, segment_lengths=(5, 13), dilation_rates=(1, 3))(x, x).shape == x.shape
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+@pytest.mark.parametrize("position", ["rotary", "xpos"])
+def test_longnet_says_its_shapes(position: str, kind: str) -> None:
+    config = LongNetConfig(
+        vocab_size=VOCAB, embed_dim=WIDTH, num_layers=1, num_heads=HEADS, num_kv_heads=2, pattern=PATTERN, position=position
+    )
+    with valueless(kind) as device, device:
+        model = LongNetLM(config)
+        tokens = torch.zeros(2, 31, dtype=torch.int64)
+        logits = model(tokens, key_padding_mask=torch.zeros(2, 31, dtype=torch.bool))
+        assert (logits.shape, logits.device) == ((2, 31, VOCAB), device)
+        logits.sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        assert model(tokens[:1], cu_seqlens=torch.empty(4, dtype=torch.int64)).shape == (1, 31, VOCAB)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = torch.bfloat16 if kind == "fake" else torch.float32  # the meta device has no autocast
+            assert model(tokens).dtype == expected
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+@torch.no_grad()
+def test_a_cache_says_its_shapes(kind: str) -> None:
+    with valueless(kind) as device, device:
+        model = LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=WIDTH, num_layers=1, num_heads=HEADS, pattern=PATTERN))
+        caches = model.make_caches(2, max_length=999)
+        for num_tokens in (300, 1, 150):
+            tokens, lengths = torch.zeros(2, num_tokens, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+            assert model(tokens, caches=caches, lengths=lengths).shape == (2, num_tokens, VOCAB)
+        caches[0].reorder(torch.zeros(2, dtype=torch.int64))
+        assert caches[0].lengths.shape == (2,)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+@pytest.mark.parametrize("options", [{"score_mod": bias}, {"backend": "reference"}], ids=["functions", "reference"])
+def test_what_plans_by_borders_refuses_such_without_values(options: dict[str, Any], kind: str) -> None:
+    with valueless(kind) as device:
+        q = draw(1, 31, 6, 7, device=device)
+        borders = torch.empty(3, dtype=torch.int32, device=device)
+        with pytest.raises(NotImplementedError, match=r"cu_seqlens must hold values for this call, got a meta or fake tensor"):
+            dilated_attention(q, q, q, PATTERN, cu_seqlens=borders, **options)
+
+
+def test_borders_without_values_are_refused_beside_tokens_with_values() -> None:
+    q, borders = torch.zeros(1, 31, 6, 7), torch.empty(3, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=r"cu_seqlens must hold values for q on cpu, got a tensor on meta"):
+        dilated_attention(q, q, q, PATTERN, cu_seqlens=borders)
+    model = LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=WIDTH, num_layers=1, num_heads=HEADS, pattern=PATTERN))
+    with pytest.raises(ValueError, match=r"cu_seqlens must hold values for q on cpu, got a tensor on meta"):
+        model(torch.zeros(1, 31, dtype=torch.int64), cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_named_engines_refuse_the_meta_device(backend: str) -> None:
+    q = torch.zeros(1, 31, 6, 7, device="meta")
+    with pytest.raises(NotImplementedError, match=rf"backend '{backend}' cannot run this on meta: "):
+        dilated_attention(q, q, q, PATTERN, backend=backend)
+
+
+@pytest.mark.parametrize("kind", VALUELESS)
+@torch.no_grad()
+def test_what_reads_tokens_or_lengths_is_refused(kind: str) -> None:
+    with valueless(kind) as device, device:
+        model = LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=WIDTH, num_layers=1, num_heads=HEADS, pattern=PATTERN))
+        with pytest.raises(NotImplementedError, match="tokens and the model must hold values to draw from, got meta or fake ones"):
+            model.generate(torch.zeros(2, 3, dtype=torch.int64), max_new_tokens=2)
+        cache = DilatedKVCache(PATTERN, batch_size=2, num_kv_heads=2, head_dim=7)
+        with pytest.raises(NotImplementedError, match="length must be that of a cache with values, got a meta or fake tensor"):
+            cache.crop(1)
+
+
+def test_a_fake_gpu_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert detect("cuda") == Hardware("cuda")
+    with FakeTensorMode():
+        q = torch.zeros(1, 31, 6, 7, device="cuda")
+        assert dilated_attention(q, q, q, PATTERN).device.type == "cuda"
