@@ -207,9 +207,8 @@ def attend_local(
         q, k, v = _autocast(q, k, v)
         _check_dtypes(q, k, v)
         modified = score_mod is not None or mask_mod is not None
-        if modified:
-            check_mods(score_mod, mask_mod, q)
-        request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, wants_lse=return_lse)
+        learns = modified and check_mods(score_mod, mask_mod, q)
+        request = request_of(q, k, v, key_padding_mask, dropout_p, modified=modified, learns=learns, wants_lse=return_lse)
         if divides and request.transformed:
             raise NotImplementedError(
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"

@@ -17,13 +17,17 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> None:
+def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
     """Refuse what is not a score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
+
+    Returns:
+        Whether a gradient may be asked of what the score function holds; not told of traced functions.
 
     Raises:
         TypeError: If it is not callable, takes other arguments, or returns something other than a score or a bool.
         ValueError: If it does not give one value per pair, or needs tensors on another device than q.
     """
+    learns = False
     if not torch.compiler.is_compiling():  # then the functions are traced, and the tracer says what is wrong with them
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
         if score_mod is not None:
@@ -31,10 +35,12 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
             result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, zero, zero, zero, zero)
             if not result.is_floating_point():
                 raise TypeError(f"score_mod must return a floating-point score, got {result.dtype}")
+            learns = result.requires_grad
         if mask_mod is not None:
             result = _call("mask_mod", mask_mod, ("b", "h", "q_idx", "kv_idx"), zero, zero, zero, zero)
             if result.dtype != torch.bool:
                 raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {result.dtype}")
+    return learns
 
 
 def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Tensor) -> Tensor:
@@ -47,8 +53,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
     except ValueError:  # a builtin without a signature: calling it tells
         pass
     try:
-        with torch.no_grad():
-            result = function(*arguments)
+        result = function(*arguments)
     except RuntimeError as error:
         if "device" not in str(error):
             raise

@@ -382,3 +382,14 @@ def test_refuses_functions_beside_zero_keys() -> None:
     for backend in ("auto", "sdpa", "reference"):
         with pytest.raises(NotImplementedError, match=r"zero_padding=True"):
             dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), score_mod=lambda s, *_: s, backend=backend)
+
+
+def test_flex_refuses_on_a_cpu_what_learns_and_auto_does_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randn(2, requires_grad=True)
+    learned = {"score_mod": lambda s, b, h, i, j: s + table[h]}
+    with pytest.raises(
+        NotImplementedError, match=r"backend 'flex' cannot run this on cpu: .* no backward on CPU.*torch.no_grad\(\)"
+    ):
+        attend(backend="flex", **learned)
+    monkeypatch.setattr("flexdilated.backends.prefer", lambda request: ("flex", "sdpa"))
+    assert torch.autograd.grad(attend(**learned).square().sum(), table)[0].norm() > 0

@@ -52,9 +52,10 @@ def request_of(
     dropout_p: float,
     *,
     modified: bool = False,
+    learns: bool = False,
     wants_lse: bool = False,
 ) -> Request:
-    """What a call with these tensors asks: q `(B, N, H, D)`, k and v `(B, N, Hkv, D)`."""
+    """What a call with these tensors asks: q `(B, N, H, D)`, k and v `(B, N, Hkv, D)`; `learns`: its score function may too."""
     return Request(
         hardware=detect(q.device),
         dtype=q.dtype,
@@ -63,7 +64,7 @@ def request_of(
         masked=key_padding_mask is not None,
         dropout=dropout_p > 0.0,
         modified=modified,
-        differentiable=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        differentiable=torch.is_grad_enabled() and (learns or q.requires_grad or k.requires_grad or v.requires_grad),
         transformed=is_transformed(q, k, v),
         wants_lse=wants_lse,
         num_tokens=q.shape[1],

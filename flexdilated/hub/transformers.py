@@ -407,7 +407,12 @@ def _borders(mask: Tensor | None, q: Tensor, options: Mapping[str, Any]) -> Tens
     if mask is not None and found is None:
         raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
     for name, borders in (("cu_seq_lens_k", other), ("position_ids", found)):
-        if borders is None or borders is given or torch.compiler.is_compiling():
+        if borders is None or borders is given:
+            continue
+        if torch.compiler.is_compiling():  # documents told by position_ids are refused there
+            if given.shape != borders.shape:
+                raise ValueError(f"cu_seq_lens_q must have as many borders as {name}={borders.shape[0]}, got {given.shape[0]}")
+            torch._assert_async((given == borders).all(), f"cu_seq_lens_q must have the borders of {name}")
             continue
         if given.tolist() != borders.tolist():
             raise ValueError(f"cu_seq_lens_q must have the borders of {name}={borders.tolist()}, got {given.tolist()}")

@@ -245,6 +245,29 @@ def test_compiled_model_equals_eager(side: str) -> None:
         torch.testing.assert_close(gradients["_orig_mod." + parameter], gradient, **SINGLE)
 
 
+@torch.no_grad()
+def test_compiled_inference_equals_eager() -> None:
+    torch.compiler.reset()
+    model, tokens, mask = build("Llama", num_hidden_layers=1), draw_tokens(), mask_of([TOKENS, 17, 11], "left")
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits
+    logits = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **SINGLE)
+
+
+@torch.no_grad()
+def test_compiled_model_compares_the_borders_of_documents() -> None:
+    torch.compiler.reset()
+    model, tokens = build("Llama", num_hidden_layers=1), draw_tokens(1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    options = {"use_cache": False, "max_length_q": 15, "max_length_k": 15}
+    first, second = torch.tensor([0, 9, TOKENS], dtype=torch.int32), torch.tensor([0, 8, TOKENS], dtype=torch.int32)
+    expected = model(tokens, cu_seq_lens_q=first, cu_seq_lens_k=first, **options).logits
+    logits = compiled(tokens, cu_seq_lens_q=first, cu_seq_lens_k=first.clone(), **options).logits
+    torch.testing.assert_close(logits, expected, **SINGLE)
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q must have the borders of cu_seq_lens_k"):
+        compiled(tokens, cu_seq_lens_q=first, cu_seq_lens_k=second, **options)
+
+
 def test_compiled_model_refuses_positions_that_pack() -> None:
     torch.compiler.reset()
     compiled = torch.compile(build("Llama", num_hidden_layers=1), backend="aot_eager")
