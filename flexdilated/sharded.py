@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
@@ -57,13 +56,7 @@ def sharded(
 
     Raises:
         ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
-        NotImplementedError: Under forward-mode differentiation and the transforms of `torch.func`.
     """
-    try:
-        _refuse_transforms(q, k, v)
-    except NotImplementedError as error:
-        withdraw_from(group_name, str(error))
-        raise
     first_head, num_heads = within or (0, k.shape[2])
     differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
@@ -95,21 +88,6 @@ def sharded(
         keeps,
     )
     return out, lse
-
-
-def _refuse_transforms(*tensors: Tensor) -> None:
-    """Derivatives of one rank that depend on tensors of others, which its transform does not see."""
-    if torch.compiler.is_compiling():
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            "mesh must be None under the transforms of torch.func (vmap, grad, jvp, ...), got a mesh of several ranks; "
-            "call backward() on every rank"
-        )
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "mesh must be None under forward-mode differentiation, got a mesh of several ranks; call backward() on every rank"
-        )
 
 
 def withdraw_from(group_name: str, reason: str) -> None:
