@@ -117,11 +117,11 @@ def test_kinds_do_not_wear_out_one_another_s_recompilations() -> None:
 
 
 class Model(nn.Module):
-    """Attention with one fused projection, as models have it."""
+    """Attention whose q, k and v are views of products, as models have it."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, num_heads: int = 3) -> None:
         super().__init__()
-        self.attention = MultiheadDilatedAttention(48, 3, PATTERN, backend=backend)
+        self.attention = MultiheadDilatedAttention(48, num_heads, PATTERN, backend=backend)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, is_causal=True)[0]

@@ -113,10 +113,13 @@ def call(
     q, k, v = (_readable(x) for x in (q, k, v))
     if on_cpu:
         # It refuses inputs that require a gradient even under no_grad, and inputs that share a buffer, as one tensor given twice
-        # and, in a larger graph, the parts of one projection do.
+        # and, in a larger graph, the parts of one projection do. There it also takes a view of a product for a tensor of the
+        # product's two dims, and the compiler drops a copy in the strides of its source.
         traced = torch.compiler.is_compiling()
         shared = (traced, traced or k is q, traced or v is q or v is k)
-        q, k, v = (x.detach().clone() if copy else x.detach() for x, copy in zip((q, k, v), shared))
+        q, k, v = (
+            x.detach().clone(memory_format=torch.contiguous_format) if copy else x.detach() for x, copy in zip((q, k, v), shared)
+        )
     elif not TRUST_STRIDED_GRADIENTS and torch.is_grad_enabled():
         k, v = k.contiguous(), v.contiguous()
     run: Any = flex_attention
