@@ -128,9 +128,10 @@ class Model(nn.Module):
 
 
 @compiled
+@pytest.mark.parametrize("num_heads", [1, 3])
 @torch.no_grad()
-def test_a_compiled_model_runs_flex_without_a_graph_break() -> None:
-    model, peer, x = Model("flex").eval(), Model("sdpa").eval(), torch.randn(2, 300, 48)
+def test_a_compiled_model_runs_flex_without_a_graph_break(num_heads: int) -> None:
+    model, peer, x = Model("flex", num_heads).eval(), Model("sdpa", num_heads).eval(), torch.randn(2, 300, 48)
     peer.load_state_dict(model.state_dict())
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), peer(x), **SINGLE)
 

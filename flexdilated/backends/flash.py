@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.request import Request
-from flexdilated.backends.sdpa import Kernel, Options
+from flexdilated.backends.sdpa import Kernel, Options, aligned
 
 __all__ = ["KERNEL", "choose_kernel", "why_not"]
 
 LEAST_VERSION = (2, 7)  # the first whose entry points take the window as two numbers
 LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90
 MOST_HEAD_DIM = 248  # 256, less the column that a gradient of lse adds
-ALIGNMENT = 16  # bytes that the kernels load at once
 
 
 def _installed() -> tuple[int, ...] | None:
@@ -123,11 +122,7 @@ def _backward(
 
 def _readable(x: Tensor) -> Tensor:
     """`(batch, heads, rows, D)` as flash-attn takes it, `(batch, rows, heads, D)`: a view where every row begins aligned."""
-    x = x.transpose(1, 2)
-    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    if x.stride(-1) == 1 and all(step % ALIGNMENT == 0 for step in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return aligned(x.transpose(1, 2))
 
 
 def _interface() -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexdilated.backends.request import Request
 from flexdilated.merge import safe_lse
 
-__all__ = ["KERNELS", "Dropout", "Kernel", "Options", "choose_kernel", "differential", "why_not"]
+__all__ = ["KERNELS", "Dropout", "Kernel", "Options", "aligned", "choose_kernel", "differential", "why_not"]
 
 aten = torch.ops.aten
 
@@ -196,7 +196,7 @@ def _cpu_flash_backward(
 ALIGNMENT = 16  # bytes that they load at once, without a look at where a row begins
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x itself where all of its rows begin aligned, else a copy."""
     steps = (x.data_ptr(), *(stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
     if x.stride(-1) == 1 and all(step % ALIGNMENT == 0 for step in steps):
@@ -232,7 +232,7 @@ def _flash_why_not(request: Request) -> str | None:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q, k, v = (_aligned(x) for x in (q, k, v))
+    q, k, v = (aligned(x) for x in (q, k, v))
     result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, options.is_causal, False, scale=options.scale)
     return result[0], result[1]
 
@@ -240,7 +240,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only under dropout
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         dout,
@@ -277,7 +277,7 @@ def _cudnn_why_not(request: Request) -> str | None:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q, k, v = (_aligned(x) for x in (q, k, v))
+    q, k, v = (aligned(x) for x in (q, k, v))
     result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale)
     return result[0], result[1].view(q.shape[:3])  # cuDNN's lse has a trailing dim of 1
 
@@ -285,7 +285,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         dout,
@@ -328,7 +328,7 @@ def _efficient_bias(ignored: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-        *(_aligned(x) for x in (q, k, v)), _efficient_bias(options.ignored, q), True, 0.0, options.is_causal, scale=options.scale
+        *(aligned(x) for x in (q, k, v)), _efficient_bias(options.ignored, q), True, 0.0, options.is_causal, scale=options.scale
     )
     return out, lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
 
@@ -338,8 +338,8 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros((), dtype=torch.int64)  # read only under dropout
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        _aligned(dout),
-        *(_aligned(x) for x in (q, k, v)),
+        aligned(dout),
+        *(aligned(x) for x in (q, k, v)),
         _efficient_bias(options.ignored, q),
         # Half-precision kernels find row m of `out` at m * heads * D elements, whatever its strides say. `dout`, which they read
         # along with it, aten copies itself.
