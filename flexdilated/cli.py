@@ -401,9 +401,11 @@ def _ranks(
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    from flexdilated.distributed.start import of_this_start
+
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        store = next(rendezvous("env://", timeout=timeout))[0]
+        store = of_this_start(next(rendezvous("env://", timeout=timeout))[0], rank, count, timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),

@@ -1,0 +1,65 @@
+"""A part of a store that only the ranks of one start share.
+
+torchrun keeps one store for all its restarts, and its count of restarts is each host's own, so a rank that starts again could read
+an address or an error that a rank of the last start has left.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+PAUSE_SECONDS = 0.01  # between two looks
+
+
+def of_this_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store under a prefix that rank 0 has just drawn and every rank has just confirmed.
+
+    Raises:
+        torch.distributed.DistStoreError: if a rank does not come in time.
+    """
+    store = PrefixStore("start", store)
+    end = time.monotonic() + timeout.total_seconds()
+    mine = uuid.uuid4().hex
+    prefix = _call(store, mine, world_size, end) if rank == 0 else _answer(store, mine, rank, end)
+    return PrefixStore(prefix, store)
+
+
+def _call(store: Store, prefix: str, world_size: int, end: float) -> str:
+    """Rank 0: offer a prefix, wait until every other rank has answered to it, and read their names out."""
+    store.set("offer", prefix)
+    names = []
+    for rank in range(1, world_size):
+        while not (answer := _read(store, f"answer of {rank}")).startswith(prefix):
+            _pause(end, f"rank {rank}")
+        names.append(answer.removeprefix(prefix))
+    store.set("present", " ".join([prefix, *names]))
+    return prefix
+
+
+def _answer(store: Store, name: str, rank: int, end: float) -> str:
+    """Another rank: answer to every offer, until one comes back with this rank's name; an earlier start's cannot."""
+    answered = ""
+    while True:
+        offer = _read(store, "offer")
+        if offer != answered:
+            store.set(f"answer of {rank}", offer + name)
+            answered = offer
+        prefix, *present = _read(store, "present").split() or [""]
+        if name in present:
+            return prefix
+        _pause(end, "rank 0")
+
+
+def _read(store: Store, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _pause(end: float, absent: str) -> None:
+    if time.monotonic() > end:
+        raise dist.DistStoreError(f"{absent} has not come")
+    time.sleep(PAUSE_SECONDS)
