@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import typer
@@ -16,6 +18,9 @@ __all__ = ["EARLIER", "Command", "Group", "refuse"]
 # What an option was called, where a command was written for it: hidden, and taken for what it is called now.
 EARLIER = {"--batch": "--batch-size", "--num-heads": "--heads", "--pattern": "--preset", "--sequence-length": "--tokens"}
 
+# What the command that runs calls an argument of Python's: {"embed_dim": "--embed-dim", "num_heads": "--heads"}.
+_options: ContextVar[Mapping[str, str] | None] = ContextVar("_options", default=None)
+
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ends: 128 + SIGINT
 
 # click's, of which newer versions of typer hold a copy.
@@ -23,8 +28,10 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 def refuse(message: object) -> NoReturn:
-    """End the command with `error: <message>`."""
-    typer.echo(f"error: {' '.join(str(message).splitlines())}", err=True)
+    """End the command with `error: <message>`, in which arguments are called what the command's options are."""
+    options = _options.get() or {}
+    line = " ".join(str(message).splitlines())
+    typer.echo("error: " + re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda word: options.get(word[0], word[0]), line), err=True)
     raise typer.Exit(2)
 
 
@@ -32,16 +39,32 @@ class Command(TyperCommand):
     """A command that knows its options by their earlier names too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for parameter in self.params for name in parameter.opts}
-        earlier = {name: now for name, now in EARLIER.items() if name not in own and now in own}
+        earlier = self._earlier()
         read = []
+        given = set()
         for i, argument in enumerate(args):
             name, equals, value = argument.partition("=")
             if argument == "--":
                 read += args[i:]
                 break
+            given.add(name)
             read.append(earlier.get(name, name) + equals + value)
+        for name, now in earlier.items():
+            if {name, now} <= given:
+                refuse(f"{name} must not come with {now}, which is its name now")
         return super().parse_args(ctx, read)
+
+    def invoke(self, ctx: Any) -> Any:
+        names = {name: name for parameter in self.params for name in parameter.opts} | self._earlier()
+        token = _options.set({name.removeprefix("--").replace("-", "_"): now for name, now in names.items()})
+        try:
+            return super().invoke(ctx)
+        finally:
+            _options.reset(token)
+
+    def _earlier(self) -> dict[str, str]:
+        own = {name for parameter in self.params for name in parameter.opts}
+        return {name: now for name, now in EARLIER.items() if name not in own and now in own}
 
 
 class Group(TyperGroup):

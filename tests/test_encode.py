@@ -213,9 +213,9 @@ def assert_refuses(tiles: Path, weights: Path, message: str, *arguments: object)
         ({"features": torch.zeros(TILES, 11)}, "features must have --in-chans=7 elements per tile, as the weights expect, got 11"),
         ({"features": torch.zeros(TILES, 7).long()}, "features must be of float64, float32, bfloat16, float16, got int64"),
         ({"coords": torch.zeros(TILES, 2).half()}, "coords must be of float64, float32, int64, int32, "),
-        ({"coords": torch.full((TILES, 2), 29 * 256)}, "coords must lie in [0, slide_ngrids * tile_size=7424), got 7424 at coords"),
-        ({"coords": torch.full((TILES, 2), -1)}, "coords must lie in [0, slide_ngrids * tile_size=7424), got -1 at coords"),
-        ({"coords": torch.full((TILES, 2), torch.nan)}, "coords must lie in [0, slide_ngrids * tile_size=7424), got nan at coords"),
+        ({"coords": torch.full((TILES, 2), 29 * 256)}, "coords must lie in [0, --slide-ngrids * --tile-size=7424), got 7424 at"),
+        ({"coords": torch.full((TILES, 2), -1)}, "coords must lie in [0, --slide-ngrids * --tile-size=7424), got -1 at coords"),
+        ({"coords": torch.full((TILES, 2), torch.nan)}, "coords must lie in [0, --slide-ngrids * --tile-size=7424), got nan at"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".pt", ".npz"])
@@ -248,7 +248,7 @@ def test_encode_slide_refuses_embeddings_that_are_not_finite(
         (["--arch=large"], "--arch must be one of gigapath_slide_enc12l768d, "),
         (["--tile-size=0"], "--tile-size must be at least 1, got 0"),
         (["--slide-ngrids=-1"], "--slide-ngrids must be at least 1, got -1"),
-        (["--max-wsi-size=255"], "tile_size must be in [1, max_wsi_size=255], got 256"),
+        (["--max-wsi-size=255"], "--tile-size must be in [1, --max-wsi-size=255], got 256"),
         (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
         (["--output=/nowhere/a.pt"], "--output must be a file in a folder that can be written, got '/nowhere/a.pt'"),

@@ -185,6 +185,11 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: lm(tokens, lengths=torch.tensor([1, 2, 3])), ValueError, "lengths must come with caches, got no caches"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
+        (
+            lambda: lm(tokens, caches=caches[:1] * 2),
+            ValueError,
+            "caches must be different objects, got one for two",
+        ),
         (lambda: lm(tokens[:2], caches=caches), ValueError, "tokens must have the batch size of caches=3, got 2"),
         (
             lambda: lm(tokens, caches=caches, key_padding_mask=padding),
@@ -364,8 +369,8 @@ def test_command_prints_prompt_and_continuation(folder: Path, tmp_path: Path) ->
         (("--prompt", "a", "--prompt-file", "b"), "--prompt must come, or else --prompt-file, got both"),
         (("--prompt", ""), "--prompt must hold at least one byte, got none"),
         (("--prompt-file", "/nowhere"), "--prompt-file must be readable, got /nowhere: No such file or directory"),
-        (("--prompt", "a", "--top-p", "1.5"), "top_p must be in (0, 1], got 1.5"),
-        (("--prompt", "a", "--temperature", "0", "--top-k", "3"), "top_k must be None with temperature=0"),
+        (("--prompt", "a", "--top-p", "1.5"), "--top-p must be in (0, 1], got 1.5"),
+        (("--prompt", "a", "--temperature", "0", "--top-k", "3"), "--top-k must be None with temperature=0"),
         (("--prompt", "a", "--device", "abacus"), "--device must be one that torch can use here, got abacus"),
     ],
 )

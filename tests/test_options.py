@@ -97,7 +97,11 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
         (["plan", "--tokens=9", "--ranks=2", "--batch", "0"], "--batch-size must be in [1, 65536], got 0"),
         (["plan", "--tokens=9", "--ranks=2", "--pattern=longnet", "--dilation-rates=1"], "--dilation-rates must not be given with"),
         (["train", "--sequence-length=36", "--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
-        (["train", "--num-heads=5"], "embed_dim must be a multiple of 2 * num_heads=10, got 192"),
+        (["train", "--num-heads=5"], "--embed-dim must be a multiple of 2 * --heads=10, got 192"),
+        (["train", "--embed-dim", "7", "--heads=2"], "--embed-dim must be a multiple of 2 * --heads=4, got 7"),
+        (["show", "--num-heads=2", "--heads=3"], "--num-heads must not come with --heads, which is its name now"),
+        (["show", "--heads=3", "--num-heads", "2"], "--num-heads must not come with --heads, which is its name now"),
+        (["plan", "--tokens=9", "--ranks=2", "--segment-lengths=4", "--dilation-rates=0"], "--dilation-rates[0] must be in [1, "),
     ],
 )
 def test_earlier_spellings_are_taken_and_not_shown(arguments: list[str], message: str) -> None:

@@ -199,6 +199,8 @@ class LongNetLM(nn.Module):
                 raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
         elif len(caches) != len(self.layers):
             raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
+        elif len(set(map(id, caches))) < len(caches):
+            raise ValueError("caches must be different objects, got one for two layers; use make_caches")
         elif tokens.shape[0] != caches[0].batch_size:
             raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
         x = self.embedding(tokens)
