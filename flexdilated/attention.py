@@ -95,8 +95,8 @@ def dilated_attention(
     tokens; `lse = logsumexp_i lse_i`, `out = sum_i exp(lse_i - lse) out_i`. Equivalently: one softmax over the multiset union of
     the branches' keys. The last segment may be shorter; padding never takes part (but see `DilatedPattern.zero_padding`). A query
     that no key reaches has `out = 0`, `lse = -inf` and gradient 0. Gradients are exact, and only q, k, v, out and lse are kept.
-    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them. Call backward outside of it, as torch asks:
-    inside, the sdpa engine's backward under `score_mod` or `mask_mod`, which is autograd's own, multiplies in half precision.
+    Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them; it reaches no further, neither in the forward
+    nor in the backward.
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. That of `scaled_dot_product_attention` and `flex_attention`
     is `(B, H, N, D)`: transpose dims 1 and 2 of what was made for them. With as many heads as q in k and v, nothing can tell one

@@ -87,12 +87,15 @@ def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
     return None
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def without_autocast(device: torch.device, *, traced_before: bool = False) -> AbstractContextManager[object]:
     """Tensor operations on a device in the dtypes of their inputs, whatever `torch.autocast` the caller is in.
 
-    A backward runs under the autocast of whoever calls it, so it needs this as much as its forward.
+    A backward runs under the autocast of whoever calls it, so it needs this as much as its forward. A compiler may trace it where
+    there is none (`traced_before`).
     """
-    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+    if not traced_before and autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def _cuda(capability: tuple[int, int]) -> Hardware:

@@ -8,7 +8,7 @@ torch.func, which checkpoints nothing, the backward finds them all kept.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def _attend(
     """Attention of some queries `(B, S, C, G, group, rows, D)` over the keys of their segments, `(B, S, C, G, 1, R, D)`."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[4:6]
-    scores = (q.flatten(4, 5) @ k[:, :, :, :, 0].transpose(-1, -2)).unflatten(4, (group, rows)) * options.scale
+    scores = _multiply(q.flatten(4, 5), k[:, :, :, :, 0].transpose(-1, -2)).unflatten(4, (group, rows)) * options.scale
     scores, visible = modify(scores, b, h, q_idx, kv_idx, options.score_mod, options.mask_mod)
     for seen in (visible, kv_idx <= q_idx if options.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:
@@ -145,5 +145,47 @@ def _attend(
     weights = torch.exp(scores - lse) * reached
     if options.dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, options.dropout_p)
-    out = (weights.flatten(4, 5) @ v[:, :, :, :, 0]).unflatten(4, (group, rows))
+    out = _multiply(weights.flatten(4, 5), v[:, :, :, :, 0]).unflatten(4, (group, rows))
     return out, lse.masked_fill(~reached, -math.inf)[..., 0]
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of matrices with the same other dims, whose gradients are products in their dtype too.
+
+    Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
+    """
+    product: Any = _ProductWithTangent if is_transformed(a, b) else _Product
+    out: Tensor = product.apply(a, b)
+    return out
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        with without_autocast(dout.device, traced_before=True):
+            da = _multiply(dout, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
+            db = _multiply(a.transpose(-1, -2), dout) if ctx.needs_input_grad[1] else None
+        return da, db
+
+
+class _ProductWithTangent(_Product):
+    """For torch.func and forward mode; the compiler takes no Function that has a `jvp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        terms = [] if da is None else [_multiply(da, b)]
+        terms += [] if db is None else [_multiply(a, db)]
+        return sum(terms[1:], start=terms[0])

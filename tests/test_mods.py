@@ -227,6 +227,47 @@ def test_autocast_leaves_scores_in_float32() -> None:
     assert seen == {torch.float32}
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled", "func"])
+def test_autocast_leaves_the_backward_in_float32(how: str) -> None:
+    """Which runs under the autocast of whoever calls it."""
+    torch._dynamo.reset()
+    case, mods = Case(DilatedPattern((20,), (2,)), kv_heads=2, num_tokens=29), Mods("table", "thirds")
+    q, k, v, dout, dlse = case.tensors(torch.bfloat16)
+    assert dlse is not None
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        out, lse = with_lse(q, k, v, case.pattern, **case.options(), **mods.functions(table))
+        return (out * dout).double().sum() + torch.where(lse > -math.inf, lse * dlse, 0.0).sum()
+
+    call = torch.compile(loss, backend="aot_eager", fullgraph=True) if how == "compiled" else loss
+
+    def gradients() -> tuple[Tensor, ...]:
+        inputs = [x.detach().clone().requires_grad_(how != "func") for x in (q, k, v, mods.table(2).float())]
+        if how == "func":
+            found: tuple[Tensor, ...] = torch.func.grad(call, (0, 1, 2, 3))(*inputs)
+            return found
+        return torch.autograd.grad(call(*inputs), inputs)
+
+    expected = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients()
+    for a, e in zip(actual, expected):
+        assert torch.equal(a, e)
+
+
+def test_functions_are_differentiated_twice() -> None:
+    case, mods = Case(PATTERN, num_tokens=17, kv_heads=2, head_dim=2, group=2), Mods("softcap", "thirds")
+    q, k, v, dout, _ = case.tensors()
+    results = []
+    for attend in (with_lse, reference.dilated_attention):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs, PATTERN, **mods.functions(mods.table(4)))[0]
+        grads = torch.autograd.grad((out * dout).sum(), inputs, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), inputs))
+    for a, e in zip(*results):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
 class Biased(nn.Module):
     """A model with a learnable relative bias."""
 
