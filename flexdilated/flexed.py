@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +33,42 @@ class _Options(NamedTuple):
 
     def kind(self) -> tuple[Hashable, ...]:
         """What the functions made of these options depend on."""
-        functions = (
-            getattr(f, "__code__", f) for f in (self.score_mod, self.mask_mod)
-        )  # written in a forward, they are new each time
-        return self.is_causal, self.ignored is not None, *functions
+        return self.is_causal, self.ignored is not None, _code(self.score_mod), _code(self.mask_mod)
+
+
+def _code(function: Any) -> Hashable:
+    """What a callable shares with its like: written in a forward, functions are new each time, and objects need not be hashable."""
+    while isinstance(function, partial):
+        function = function.func
+    code: Hashable = getattr(function, "__code__", function.__class__)
+    return code
+
+
+@contextmanager
+def _in_their_names(options: _Options) -> Iterator[None]:
+    """What the compiler says of users' functions is said in their names.
+
+    Raises:
+        NotImplementedError: If they cannot be compiled, or would be at call after call.
+    """
+    if torch.compiler.is_compiling() or (options.score_mod is None and options.mask_mod is None):
+        yield
+        return
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # not loaded with the package
+
+    try:
+        yield
+    except FailOnRecompileLimitHit as error:
+        raise NotImplementedError(
+            "score_mod and mask_mod must hold what changes from call to call in tensors for backend='flex', which is compiled for "
+            f"each float, got more than {flex.GRAPHS_LIMIT} of them; hold torch.tensor(number), or use backend='sdpa'"
+        ) from error
+    except TorchDynamoException as error:
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise NotImplementedError(
+            f"score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: {said}; "
+            "use backend='sdpa'"
+        ) from error
 
 
 def flexed(
@@ -55,7 +89,7 @@ def flexed(
 
     Raises:
         NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
-            where there is no lse.
+            where there is no lse. If users' functions cannot be compiled, or hold ever new floats.
     """
     refuse_dynamic(q.shape[1], "backend='flex'")
     if key_padding_mask is not None:
@@ -67,7 +101,7 @@ def flexed(
     outs, lses = [], []
     for (start, _), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
         run = _fused if layout == "fused" else _packed
-        with without_autocast(q.device):
+        with without_autocast(q.device), _in_their_names(options):
             out, lse = run(q_d, k_d, v_d, pattern, start, options, want_lse)
         outs.append(out)
         lses.append(lse)

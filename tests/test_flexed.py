@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import flexdilated.flexed
@@ -114,6 +118,98 @@ def test_kinds_do_not_wear_out_one_another_s_recompilations() -> None:
         pattern = DilatedPattern((length,), (1,))
         out = dilated_attention(*x, pattern, backend="flex")
         torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
+
+
+# -- users' functions that hold numbers -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scaled:
+    """Not hashable, since it can be compared."""
+
+    rate: Any
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * self.rate
+
+    def method(self, score: Tensor, *index: Tensor) -> Tensor:
+        return score * self.rate
+
+
+def multiplied(rates: list[Any], score: Tensor, *index: Tensor) -> Tensor:
+    return score * rates[0]
+
+
+HELD: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "closure": lambda rate: {"score_mod": lambda s, b, h, i, j: s * rate},
+    "default": lambda rate: {"score_mod": lambda s, b, h, i, j, rate=rate: s * rate},
+    "partial": lambda rate: {"score_mod": partial(multiplied, [rate])},
+    "object": lambda rate: {"score_mod": Scaled(rate)},
+    "method": lambda rate: {"score_mod": Scaled(rate).method},
+    "mask": lambda rate: {"mask_mod": lambda b, h, i, j: (i - j).abs() < 9 * rate},
+    "window": lambda rate: {"mask_mod": (lambda window: lambda b, h, i, j: i - j < window)(int(10 * rate))},
+}
+CHANGING = (0.5, 0.75, 0.5, 0.3)
+
+
+def attend_with(options: dict[str, Any]) -> None:
+    x, pattern = torch.randn(3, 1, 40, 2, 16), DilatedPattern((13,), (1,))
+    out = dilated_attention(*x, pattern, backend="flex", **options)
+    torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern, **options)[0], **SINGLE)
+
+
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """The tracer and its guards alone, without inductor; counts graphs."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    return counter
+
+
+@compiled
+@pytest.mark.parametrize("name", ["closure", "mask"])
+def test_numbers_may_change_from_call_to_call(name: str) -> None:
+    for rate in CHANGING[:3]:
+        attend_with(HELD[name](rate))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_functions_written_anew_are_compiled_once_per_number(name: str, eagerly: CompileCounter) -> None:
+    for rate in (*CHANGING, *CHANGING):
+        attend_with(HELD[name](rate))
+    assert eagerly.frame_count <= len(set(CHANGING))
+
+
+@pytest.mark.parametrize("name", ["closure", "partial", "object"])
+def test_tensors_that_change_need_no_graphs(name: str, eagerly: CompileCounter) -> None:
+    for rate in CHANGING:
+        attend_with(HELD[name](torch.tensor(rate)))
+    assert eagerly.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["closure", "object"])
+def test_ever_new_numbers_are_refused(name: str, eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 3)
+    for rate in CHANGING:
+        attend_with(HELD[name](rate))
+    with pytest.raises(NotImplementedError, match=r"must hold what changes .* in tensors for backend='flex'.* got more than 3 of"):
+        attend_with(HELD[name](0.1))
+    attend_with(HELD[name](0.3))
+
+
+def test_scales_do_not_wear_out_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
+    for scale in CHANGING:
+        attend_with({"scale": scale})
+
+
+def test_functions_that_cannot_be_compiled_are_refused_in_their_names(eagerly: CompileCounter) -> None:
+    def reads(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * float(str(2.0 * s.new_ones(()).item()))
+
+    message = r"^score_mod and mask_mod must be functions that flex_attention compiles for backend='flex', got: .*backend='sdpa'$"
+    with pytest.raises(NotImplementedError, match=message):
+        attend_with({"score_mod": reads})
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -35,6 +35,9 @@ TRUST_STRIDED_GRADIENTS = False
 # Fewer than 128 queries would go to the decoding kernel, which has no backward and other limits.
 SHORT_QUERIES: dict[str, Any] = {"BACKEND": "TRITON"} if TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}
 
+# Graphs per kind of call: each new float that users' functions hold is one, and takes seconds. Models have some per layer.
+GRAPHS_LIMIT = 64
+
 _kinds = count()
 
 
@@ -52,6 +55,14 @@ def _compiled(kind: Hashable) -> Any:
 
     code = flex.__code__.replace(co_name=f"flex_{next(_kinds)}")
     return torch.compile(FunctionType(code, flex.__globals__), fullgraph=True)
+
+
+def _call_compiled(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that is compiled anew for each float that its functions hold: inductor has no symbols for them in these kernels."""
+    from torch._dynamo import config  # not loaded with the package
+
+    with config.patch(specialize_float=True, recompile_limit=GRAPHS_LIMIT):
+        return compiled(*args, **kwargs)
 
 
 def why_not(request: Request) -> str | None:
@@ -125,7 +136,8 @@ def call(
     run: Any = flex_attention
     if not torch.compiler.is_compiling():
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-        run = _compiled((kind, sizes, q.dtype, q.device.type, want_lse, torch.is_grad_enabled() and q.requires_grad))
+        options = (scale, want_lse, torch.is_grad_enabled() and q.requires_grad)
+        run = partial(_call_compiled, _compiled((kind, sizes, q.dtype, q.device.type, options)))
     result = run(
         q,
         k,
