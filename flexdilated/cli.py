@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
-import signal
-import socket
-import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -34,20 +26,21 @@ from flexdilated.hardware import detect, recommended_dtype
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
 from flexdilated.refusal import Command, Group, refuse
-from flexdilated.train import (
-    BYTES,
-    Corpus,
-    RankLostError,
-    Trainer,
-    TrainOptions,
-    UserError,
-    dense,
-    draw_losses,
-    latest_checkpoint,
-    load_corpus,
-    sample,
+from flexdilated.training import checkpoint
+from flexdilated.training.corpus import BYTES, Corpus, load_corpus
+from flexdilated.training.options import TrainOptions, UserError
+from flexdilated.training.ranks import (
+    STOP_SECONDS,
+    TIMEOUT_SECONDS,
+    is_rank,
+    leave,
+    rank_of,
+    started,
+    stop_deadline,
+    tells,
     wait_for_all,
 )
+from flexdilated.training.trainer import Trainer
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,9 +60,6 @@ for _command in (show, doctor, encode_slide, plan):
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
-TIMEOUT_SECONDS = 300  # of a rank that waits for the others
-TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
-STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
 
 
 def main() -> None:
@@ -77,32 +67,14 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if not _is_rank():
+        if not is_rank():
             raise
-        _leave(end.code if isinstance(end.code, int) else 0)
+        leave(end.code if isinstance(end.code, int) else 0)
     except BaseException:
-        if not _is_rank():
+        if not is_rank():
             raise
         traceback.print_exc()
-        _leave(1)
-
-
-def _is_rank() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process of a rank with its group alive, which nothing may destroy.
-
-    A thread of gloo needs the GIL to drop the tensors of its last message, some time after that message is complete. The group's
-    destructor joins that thread, and holds the GIL where the last to let go of the group is DDP's reducer or another object of C++:
-    a deadlock. A thread that asks for the GIL while the interpreter ends is ended inside a destructor, which aborts the process.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+        leave(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -162,7 +134,7 @@ def train(
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
     """
     try:
-        rank = _rank(context_parallel, timeout_seconds)
+        rank = rank_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
         place = _device(device) if context_parallel == 1 else _device_of_rank(device)
         pattern = DilatedPattern(_integers(segment_lengths, "--segment-lengths"), _integers(dilation_rates, "--dilation-rates"))
@@ -187,7 +159,7 @@ def train(
             for name, each in patterns.items()
         }
         corpus = load_corpus(text or [], sequence_length)
-        with _ranks(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as (mesh, store):
+        with started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as (mesh, store):
             resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
             ranks = "" if mesh is None else f" over {context_parallel} ranks"
             console.print(
@@ -272,7 +244,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
 def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: Store | None) -> Trainer:
     """Run a trainer to its end under a progress bar."""
     # The dense run, which comes second, may not have begun when the first was stopped.
-    if resume and (name == "dilated" or latest_checkpoint(trainer.folder) is not None):
+    if resume and (name == "dilated" or checkpoint.latest(trainer.folder) is not None):
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
@@ -294,10 +266,10 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: S
 
         def hang() -> None:
             error = trainer.lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop")
-            if store is not None and _tells(store, trainer.rank, error):
+            if store is not None and tells(store, trainer.rank, error):
                 typer.echo(f"error: {error}", err=True)
 
-        with nullcontext() if store is None else _stop_deadline(hang):
+        with nullcontext() if store is None else stop_deadline(hang):
             finished = trainer.run(report)
     if not finished:
         console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
@@ -332,9 +304,9 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
         raise UserError(f"{given[0]} must come without {given[1]}, got both")
     if resume:
         return True
-    earlier = [output / name for name in RUNS if latest_checkpoint(output / name) is not None]
+    earlier = [output / name for name in RUNS if checkpoint.latest(output / name) is not None]
     wait_for_all(mesh)  # every rank has looked before rank 0 discards or writes, and goes on when it has
-    if resume_if_any and latest_checkpoint(output / RUNS[0]) is not None:
+    if resume_if_any and checkpoint.latest(output / RUNS[0]) is not None:
         return True
     if earlier and not overwrite:
         raise UserError(f"--output must hold no earlier run, got {earlier[0]}; use --resume, --overwrite or another folder")
@@ -357,21 +329,6 @@ def _empty(folder: Path) -> None:
         raise UserError(f"--overwrite must be able to empty {folder}, got: {error}") from None
 
 
-def _rank(context_parallel: int, timeout_seconds: int | None) -> int:
-    """This process among those that torchrun started."""
-    torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
-    started = os.environ["WORLD_SIZE"] if torchrun else None
-    if started is None and context_parallel > 1:
-        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
-        raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
-    if started is not None and started != str(context_parallel):
-        hint = f"give --context-parallel {started}"
-        raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
-    if timeout_seconds is not None and context_parallel == 1:
-        raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
-    return int(os.environ["RANK"]) if context_parallel > 1 else 0
-
-
 def _device_of_rank(name: str) -> torch.device:
     """The CPU, or the GPU of this rank."""
     if name not in ("auto", "cpu", "cuda"):
@@ -386,99 +343,6 @@ def _device_of_rank(name: str) -> torch.device:
         raise UserError(f"--device cuda must find a GPU for LOCAL_RANK={local}, got {torch.cuda.device_count()}; use --device cpu")
     torch.cuda.set_device(local)
     return torch.device(kind, local)
-
-
-@contextmanager
-def _ranks(
-    count: int, rank: int, device: torch.device, timeout_seconds: int
-) -> Iterator[tuple[DeviceMesh, Store] | tuple[None, None]]:
-    """The mesh of the processes that torchrun started, and their store; neither for one. An error of several is told once."""
-    if count == 1:
-        yield None, None
-        return
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    from flexdilated.distributed.start import of_this_start
-
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        store = of_this_start(next(rendezvous("env://", timeout=timeout))[0], rank, count, timeout)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("group", store),
-            rank=rank,
-            world_size=count,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-    except dist.DistError as error:
-        text = str(error).splitlines()[0]
-        raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
-    except RuntimeError as error:  # of gloo or NCCL: no such network interface, no address of this host
-        text = str(error).splitlines()[0].rpartition("] ")[2]  # without the place in gloo's sources
-        raise UserError(f"all {count} ranks must be able to reach each other, got: {text}") from None
-    world = dist.group.WORLD
-    assert world is not None
-    try:
-        # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
-        yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
-    except (UserError, ValueError, TypeError) as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as another rank has ended
-        if _tells(store, rank, error):
-            refuse(error)
-        raise typer.Exit(2) from None
-    finally:
-        if device.type == "cuda":
-            world.shutdown()  # NCCL's peers may still read this process's memory
-
-
-@contextmanager
-def _stop_deadline(hang: Callable[[], None]) -> Iterator[None]:
-    """Call `hang` and end the process where a signal to stop has not ended the block in time.
-
-    The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
-    """
-    ended = threading.Event()
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        while byte := reader.recv(1):
-            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
-                hang()
-                os._exit(2)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        thread.join()
-        reader.close()
-
-
-def _tells(store: Store, rank: int, error: Exception) -> bool:
-    """Whether this rank prints an error: it is the lowest of those that have it and live."""
-    topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
-    end = time.monotonic() + TELLING_SECONDS
-    try:
-        store.set(f"error of rank {rank}", topic)
-        while rank and time.monotonic() < end:
-            for lower in range(rank):
-                key = f"error of rank {lower}"
-                if store.check([key]) and store.get(key).decode() == topic:
-                    return False
-            time.sleep(0.05)
-    except RuntimeError:  # the store went with its rank
-        pass
-    return True
 
 
 def _device(name: str) -> torch.device:
@@ -505,3 +369,40 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(f"{option} must be integers joined by commas, got {text!r}") from None
+
+
+def sample(model: LongNetLM, prompt: bytes, *, num_bytes: int, temperature: float, seed: int) -> bytes:
+    """`prompt` continued by `num_bytes` bytes drawn from the model."""
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = model.generate(tokens, max_new_tokens=num_bytes, temperature=temperature, generator=generator)
+    return prompt + bytes(drawn[0].tolist())
+
+
+def draw_losses(curves: dict[str, Trainer], path: Path) -> None:
+    """A picture of training and held-out bits per byte against bytes seen, one colour per run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for colour, (name, trainer) in zip(("#0072b2", "#d55e00"), curves.items()):
+        per_step = trainer.options.batch_size * trainer.options.sequence_length / 1e6
+        seen = [entry["step"] * per_step for entry in trainer.history]
+        axes.plot(seen, [entry["train"] for entry in trainer.history], color=colour, alpha=0.35, linewidth=1)
+        measured = [(entry["step"] * per_step, entry["held_out"]) for entry in trainer.history if "held_out" in entry]
+        label = f"{name}: {measured[-1][1]:.2f} bits per held-out byte"
+        axes.plot(*zip(*measured), color=colour, marker="o", markersize=4, label=label)
+    axes.set_xlabel("bytes seen (millions)")
+    axes.set_ylabel("bits per byte")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, dpi=150, format="png")
+    os.replace(part, path)
+
+
+def dense(pattern: DilatedPattern, sequence_length: int) -> DilatedPattern:
+    """Full attention as a pattern, for comparison."""
+    return DilatedPattern((max(sequence_length, *pattern.segment_lengths),), (1,))

@@ -22,6 +22,14 @@ def seed() -> int:
     return 2307
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to train on."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 101)
+    return path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flexdilated import LongNetLM, __version__
-from flexdilated.cli import app
-from flexdilated.train import latest_checkpoint
+from flexdilated.cli import app, draw_losses, sample
+from flexdilated.training import checkpoint
+from tests.training.runs import CONFIG, make_trainer
 
 SMALL = {
     "tokens": 37,
@@ -26,13 +28,6 @@ SMALL = {
     "dtype": "float32",
     "device": "cpu",
 }
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 101)
-    return path
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -84,7 +79,7 @@ def test_overwrite_empties_a_folder_behind_a_link(tmp_path: Path, text: Path) ->
     (tmp_path / "disk" / "checkpoint-99").mkdir()
     assert train(tmp_path / "run", text, "--overwrite")[0] == 0
     assert (tmp_path / "run" / "dilated").is_symlink()
-    assert latest_checkpoint(tmp_path / "disk") == tmp_path / "disk" / "checkpoint-4"
+    assert checkpoint.latest(tmp_path / "disk") == tmp_path / "disk" / "checkpoint-4"
 
 
 def test_resume_if_any_starts_and_goes_on(tmp_path: Path, text: Path) -> None:
@@ -116,10 +111,27 @@ def test_train_refuses_with_one_line_and_exit_code_2(tmp_path: Path, text: Path,
     assert code == 2
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
-    assert latest_checkpoint(tmp_path / "run" / "dilated") is None
+    assert checkpoint.latest(tmp_path / "run" / "dilated") is None
 
 
 def test_train_refuses_a_folder_it_cannot_write(tmp_path: Path, text: Path) -> None:
     code, _, err = train(text / "run", text)
     assert code == 2
     assert err.startswith("error: --output must be a folder that can be written, got ")
+
+
+def test_sample_continues_the_prompt_reproducibly() -> None:
+    torch.manual_seed(0)
+    model = LongNetLM(CONFIG)
+    written = sample(model, b"import ", num_bytes=11, temperature=0.7, seed=3)
+    assert written.startswith(b"import ")
+    assert len(written) == 18
+    assert written == sample(model, b"import ", num_bytes=11, temperature=0.7, seed=3)
+
+
+def test_picture_of_the_losses_is_written(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.run(lambda _: None)
+    draw_losses({"dilated": trainer, "dense": trainer}, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "loss.png.part").exists()

@@ -17,9 +17,10 @@ from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 import flexdilated
-from flexdilated import cli, doctor, draw, draw_blocks, draw_plan, encode, train
+from flexdilated import cli, doctor, draw, draw_blocks, draw_plan, encode
 from flexdilated.cli import app
 from flexdilated.refusal import EARLIER
+from flexdilated.training import checkpoint, corpus, ranks, trainer
 
 COMMANDS = {
     command.callback.__name__.replace("_", "-"): command.callback for command in app.registered_commands if command.callback
@@ -116,7 +117,7 @@ MODULES: dict[str, list[ModuleType]] = {
     "plan": [draw_plan],
     "encode-slide": [encode],
     "doctor": [doctor],
-    "train": [train],
+    "train": [checkpoint, corpus, ranks, trainer],
 }
 TORCHRUN = {"--nproc-per-node", "--max-restarts"}
 

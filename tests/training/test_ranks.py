@@ -24,8 +24,12 @@ from typer.testing import CliRunner
 import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from flexdilated.cli import app
-from flexdilated.train import STATE_FILE, Trainer, TrainOptions, UserError, latest_checkpoint, load_corpus
+from flexdilated.distributed import start
+from flexdilated.training.checkpoint import STATE_FILE, latest
+from flexdilated.training.options import UserError
+from flexdilated.training.trainer import Trainer
 from tests.distributed import processes
+from tests.training import runs
 
 DEADLINE = 900.0  # of a command, for a machine that is busy
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
@@ -49,13 +53,6 @@ SMALL = {
 }
 RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # what torchrun sets
 LONG: dict[str, int] = {"steps": 80, "eval-every": 80}  # time enough to be killed twice
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 101)
-    return path
 
 
 def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
@@ -126,8 +123,8 @@ def child_of(process: subprocess.Popen[str], rank: int) -> int | None:
 def signal_when_saved(process: subprocess.Popen[str], rank: int | None, number: int, folder: Path) -> None:
     """Send a signal to a rank, or to torchrun, soon after the next checkpoint."""
     end = time.monotonic() + DEADLINE
-    before = latest_checkpoint(folder)
-    while latest_checkpoint(folder) == before:
+    before = latest(folder)
+    while latest(folder) == before:
         assert time.monotonic() < end, "no checkpoint in time"
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -138,7 +135,7 @@ def signal_when_saved(process: subprocess.Popen[str], rank: int | None, number: 
 
 def history(folder: Path, *, steps: int) -> dict[str, torch.Tensor]:
     """Training and held-out losses of a run that has come to its end."""
-    checkpoint = latest_checkpoint(folder)
+    checkpoint = latest(folder)
     assert checkpoint is not None
     assert checkpoint.name == f"checkpoint-{steps}"
     entries = json.loads((checkpoint / STATE_FILE).read_text())["history"]
@@ -164,11 +161,11 @@ def test_losses_are_those_of_one_process_and_rank_0_alone_prints(tmp_path: Path,
 
 def killed(num_ranks: int, rank: int, run: Path, text: Path, *more: str) -> str:
     """Kill a rank of the long run after its next checkpoint, see that all end as they must, and return the checkpoint's step."""
-    before = latest_checkpoint(run / "dilated")
+    before = latest(run / "dilated")
     with started(num_ranks, run, text, *more, **LONG) as process:
         signal_when_saved(process, rank, signal.SIGKILL, run / "dilated")
         code, out, errors = ended(process)
-    checkpoint = latest_checkpoint(run / "dilated")
+    checkpoint = latest(run / "dilated")
     assert checkpoint not in (None, before)
     assert (code, out.count("saved in"), len(errors)) == (1, 0, 1), errors
     step = checkpoint.name.removeprefix("checkpoint-")
@@ -273,6 +270,7 @@ def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
     monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(start, "of_this_start", lambda store, *_: store)  # the other rank is not there to answer
     result = CliRunner().invoke(app, arguments(tmp_path / "run", text, "--context-parallel=2"))
     assert result.exit_code == 2
     assert re.fullmatch(r"error: all 2 ranks must be able to reach each other, got: [^\n]*nowhere[^\n]*\n", result.stderr)
@@ -325,23 +323,8 @@ PLAIN = LongNetConfig(**{**vars(CONFIG), "dropout_p": 0.0})
 
 
 def make_trainer(folder: Path, text: Path, mesh: DeviceMesh | None, config: LongNetConfig = CONFIG, **changes: object) -> Trainer:
-    values: dict[str, object] = {
-        "sequence_length": 36,
-        "batch_size": 2,
-        "steps": 5,
-        "learning_rate": 1e-3,
-        "warmup_steps": 2,
-        "weight_decay": 0.1,
-        "clip": 1.0,
-        "seed": 5,
-        "eval_every": 3,
-        "eval_sequences": 2,
-        "checkpoint_every": 2,
-        "dtype": "float32",
-        "compile": False,
-    }
-    options = TrainOptions(**{**values, **changes})  # type: ignore[arg-type]
-    return Trainer(config, options, load_corpus([text], options.sequence_length), folder, torch.device("cpu"), mesh=mesh)
+    sizes = {"sequence_length": 36, "batch_size": 2, "steps": 5, "learning_rate": 1e-3, "eval_sequences": 2}
+    return runs.make_trainer(folder, text, config=config, mesh=mesh, **{**sizes, **changes})
 
 
 def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: list[float]) -> None:
@@ -421,12 +404,12 @@ def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, t
 def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
     script = """
 import os, signal, time
-from flexdilated import cli
-cli.STOP_SECONDS = 0.2
+from flexdilated.training import ranks
+ranks.STOP_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
-with cli._stop_deadline(lambda: print("followed", flush=True)):
+with ranks.stop_deadline(lambda: print("followed", flush=True)):
     os.kill(os.getpid(), signal.SIGTERM)
-with cli._stop_deadline(lambda: print("hangs", flush=True)):
+with ranks.stop_deadline(lambda: print("hangs", flush=True)):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """

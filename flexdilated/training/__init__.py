@@ -1,0 +1,1 @@
+"""Training a byte-level LongNet on text, in one process or many."""

@@ -1,0 +1,235 @@
+"""The processes of one run, as torchrun starts them: their start, what they tell each other, their end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from flexdilated.training.options import RankLostError, UserError
+
+if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = [
+    "STOP_SECONDS",
+    "TIMEOUT_SECONDS",
+    "is_rank",
+    "leave",
+    "losses_of_ranks",
+    "mean",
+    "rank_of",
+    "span",
+    "started",
+    "stop_deadline",
+    "tells",
+    "wait_for_all",
+]
+
+TIMEOUT_SECONDS = 300  # of a rank that waits for the others
+TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
+STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
+
+
+# -- the start ----------------------------------------------------------------------------------------------------------------
+
+
+def rank_of(context_parallel: int, timeout_seconds: int | None) -> int:
+    """This process among those that torchrun started."""
+    torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    started = os.environ["WORLD_SIZE"] if torchrun else None
+    if started is None and context_parallel > 1:
+        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
+        raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
+    if started is not None and started != str(context_parallel):
+        hint = f"give --context-parallel {started}"
+        raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
+    if timeout_seconds is not None and context_parallel == 1:
+        raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
+    return int(os.environ["RANK"]) if context_parallel > 1 else 0
+
+
+@contextmanager
+def started(
+    count: int, rank: int, device: torch.device, timeout_seconds: int
+) -> Iterator[tuple[DeviceMesh, Store] | tuple[None, None]]:
+    """The mesh of the processes that torchrun started, and their store; neither for one.
+
+    An error that several of them raise goes on at the lowest rank; the others end with exit code 2 and say nothing.
+    """
+    if count == 1:
+        yield None, None
+        return
+    from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
+
+    store = _join(count, rank, device, timedelta(seconds=timeout_seconds))
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
+        yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
+    except (UserError, ValueError, TypeError) as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as another rank has ended
+        if tells(store, rank, error):
+            raise
+        raise SystemExit(2) from None
+    finally:
+        if device.type == "cuda":
+            world.shutdown()  # NCCL's peers may still read this process's memory
+
+
+def _join(count: int, rank: int, device: torch.device, timeout: timedelta) -> Store:
+    """Start the process group; returns the store of this start."""
+    from torch.distributed.distributed_c10d import PrefixStore  # not in every build, as above
+    from torch.distributed.rendezvous import rendezvous
+
+    from flexdilated.distributed.start import of_this_start
+
+    try:
+        store = of_this_start(next(rendezvous("env://", timeout=timeout))[0], rank, count, timeout)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=count,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        limit, text = f"{timeout.total_seconds():.0f}", str(error).splitlines()[0]
+        raise UserError(f"all {count} ranks must start within --timeout-seconds={limit}, got: {text}") from None
+    except RuntimeError as error:  # of gloo or NCCL: no such network interface, no address of this host
+        text = str(error).splitlines()[0].rpartition("] ")[2]  # without the place in gloo's sources
+        raise UserError(f"all {count} ranks must be able to reach each other, got: {text}") from None
+    return store
+
+
+# -- what ranks tell each other -----------------------------------------------------------------------------------------------
+
+
+def span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
+    """The least and the largest `value` of the ranks, or the only one."""
+    if mesh is None:
+        return (value,)
+    ends = torch.tensor([-value, value], device=mesh.device_type)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
+    least, largest = -int(ends[0]), int(ends[1])
+    return (least,) if least == largest else (least, largest)
+
+
+def mean(mesh: DeviceMesh | None, value: float) -> float:
+    """Of the ranks' values: the same number on each."""
+    if mesh is None:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.item() / mesh.size()
+
+
+def wait_for_all(mesh: DeviceMesh | None) -> None:
+    """Return when every rank has come here.
+
+    Raises:
+        RankLostError: If another rank ends.
+    """
+    with losses_of_ranks(mesh, lambda cause: RankLostError(f"a rank was lost before the others began: {cause}")):
+        span(mesh, 0)
+
+
+@contextmanager
+def losses_of_ranks(mesh: DeviceMesh | None, lost: Callable[[str], RankLostError]) -> Iterator[None]:
+    """Raise what `lost` makes of the cause where a collective fails: by the end or the silence of another rank."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        # gloo raises plain RuntimeErrors, which name a file of its sources.
+        told = "gloo" in str(error) or isinstance(error, TimeoutError)
+        if mesh is None or not (told or isinstance(error, dist.DistError)):
+            raise
+        raise lost(_cause_of(error)) from None
+
+
+def _cause_of(error: BaseException) -> str:
+    """What a collective says of its failure, without the place in its sources and without advice."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+
+
+def tells(store: Store, rank: int, error: Exception) -> bool:
+    """Whether this rank prints an error: it is the lowest of those that have it and live."""
+    topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
+    end = time.monotonic() + TELLING_SECONDS
+    try:
+        store.set(f"error of rank {rank}", topic)
+        while rank and time.monotonic() < end:
+            for lower in range(rank):
+                key = f"error of rank {lower}"
+                if store.check([key]) and store.get(key).decode() == topic:
+                    return False
+            time.sleep(0.05)
+    except RuntimeError:  # the store went with its rank
+        pass
+    return True
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_deadline(hang: Callable[[], None]) -> Iterator[None]:
+    """Call `hang` and end the process where a signal to stop has not ended the block in time.
+
+    The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
+    """
+    ended = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while byte := reader.recv(1):
+            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
+                hang()
+                os._exit(2)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process of a rank with its group alive, which nothing may destroy.
+
+    A thread of gloo needs the GIL to drop the tensors of its last message, some time after that message is complete. The group's
+    destructor joins that thread, and holds the GIL where the last to let go of the group is DDP's reducer or another object of C++:
+    a deadlock. A thread that asks for the GIL while the interpreter ends is ended inside a destructor, which aborts the process.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

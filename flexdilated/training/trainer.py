@@ -1,0 +1,295 @@
+"""The loop: a model, its optimizer and schedule, and where the run stands, in one process or many."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.nn.modes import evaluating
+from flexdilated.training import checkpoint
+from flexdilated.training.corpus import Corpus
+from flexdilated.training.options import RankLostError, TrainOptions, UserError
+from flexdilated.training.ranks import losses_of_ranks, mean, span
+
+if TYPE_CHECKING:  # one process needs no torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """A model, its optimizer and where the run stands.
+
+    With a mesh of P ranks each takes its own `sequence_length / P` bytes of every sequence and the parameters are the same on all:
+    losses and updates are those of one process, to rounding. Rank 0 alone writes; a checkpoint of P ranks serves any other P.
+
+    Args:
+        config: The model.
+        options: The run.
+        corpus: The text.
+        folder: Where checkpoints go; made if missing. Every rank reads it.
+        device: Where it runs.
+        mesh: The 1-D mesh over which the sequences are sharded. Default: one process.
+
+    Raises:
+        ValueError: If the mesh is not 1-D.
+        UserError: If the folder cannot be written, the ranks do not divide the sequence, or they differ in options or text.
+        RankLostError: If another rank ends.
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        options: TrainOptions,
+        corpus: Corpus,
+        folder: Path,
+        device: torch.device,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"mesh must have 1 axis, got {mesh.ndim}")
+        self.config, self.options, self.corpus, self.folder, self.device = config, options, corpus, folder, device
+        self.mesh = mesh
+        self._place = "before its first step"
+        self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        if options.sequence_length % self.num_ranks:
+            length = options.sequence_length
+            raise UserError(f"--tokens must be a multiple of --context-parallel={self.num_ranks}, got {length}")
+        checkpoint.ensure_writable(folder)
+        torch.manual_seed(options.seed)
+        self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=options.learning_rate,
+            betas=(0.9, 0.95),
+        )
+        self.loss: Callable[[Tensor], Tensor] = self._loss
+        if options.compile:
+            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
+        if mesh is not None:
+            with losses_of_ranks(mesh, self.lost):
+                digest = sha256(json.dumps(self._identity()).encode()).digest()
+                if len(span(mesh, int.from_bytes(digest[:7], "big"))) > 1:
+                    raise UserError("every rank must train with the same options and text, got different ones")
+                # The shards are equal, so the mean of the ranks' mean losses is the mean loss, and its gradient the mean of theirs:
+                # what DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
+                module = _LossModule(self.model, self.loss)
+                self.loss = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
+        self.step = 0
+        self.seconds = 0.0
+        self.history: list[dict[str, float]] = []
+
+    # -- one step
+
+    def _shard(self, tokens: Tensor) -> Tensor:
+        """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
+        length = self.options.sequence_length // self.num_ranks
+        return tokens[:, self.rank * length : (self.rank + 1) * length + 1].to(self.device)
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of the next byte, in nats."""
+        bfloat16 = self.options.dtype == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+            logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _learning_rate(self, step: int) -> float:
+        options = self.options
+        if step < options.warmup_steps:
+            return options.learning_rate * (step + 1) / options.warmup_steps
+        done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+        return options.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _advance(self) -> float:
+        """One optimizer step; returns bits per byte."""
+        # Dropout too is a function of the step, and of the rank, whose elements are others.
+        torch.manual_seed(self.options.seed * 1_000_003 + self.step + self.rank * 1_000_000_007)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.step)
+        loss = self.loss(self._shard(self.corpus.batch(self.step, self.options)))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        value = mean(self.mesh, float(loss.detach())) / math.log(2)
+        self._ensure_finite("loss", value)
+        self._ensure_finite("gradient's norm", mean(self.mesh, float(norm)))
+        self.optimizer.step()
+        self.step += 1
+        return value
+
+    def _ensure_finite(self, name: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        latest = checkpoint.latest(self.folder)
+        kept = "" if latest is None else f" (the checkpoint of step {checkpoint.step_of(latest)}, of finite losses, is kept)"
+        raise UserError(
+            f"the {name} must stay finite, got {value} at step {self.step}; "
+            f"start anew with a lower --learning-rate, by --overwrite or in another --output{kept}"
+        )
+
+    def _save_finite(self) -> None:
+        """Save, unless the loss of the next step is not finite: a run that diverges keeps its last checkpoint that can go on.
+
+        Every rank must call it.
+        """
+        self.model.eval()
+        with torch.no_grad():
+            value = float(self._loss(self._shard(self.corpus.batch(self.step, self.options))))
+        self.model.train()
+        self._ensure_finite("loss", mean(self.mesh, value))
+        self.save()
+
+    def evaluate(self) -> float:
+        """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
+        with evaluating(self.model), torch.no_grad():
+            losses = [float(self._loss(self._shard(tokens))) for tokens in self.corpus.held_out_batches(self.options)]
+        return mean(self.mesh, sum(losses) / len(losses)) / math.log(2)
+
+    # -- the whole run
+
+    def run(self, report: Callable[[Trainer], None]) -> bool:
+        """Train to the last step, calling `report` after every one; the checkpoint is written as often as the options say.
+
+        Ctrl-C or SIGTERM, at any rank, end the run after the step in progress and a checkpoint. Returns whether the last step is
+        done. Every rank must call it.
+
+        Raises:
+            UserError: If a loss is not finite, the checkpoint cannot be written, or the ranks stand at different steps.
+            RankLostError: If another rank ends. SIGTERM is ignored from then on: torchrun sends it to the ranks that are left.
+        """
+        self.model.train()
+        with _stop_requested() as stop, losses_of_ranks(self.mesh, self.lost):
+            steps = span(self.mesh, self.step)
+            if len(steps) > 1:
+                raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")
+            while self.step < self.options.steps:
+                self._place = f"in step {self.step + 1}"
+                start = time.perf_counter()
+                value = self._advance()
+                # The first step of a process compiles: it says nothing of the speed.
+                self.history.append({"step": self.step, "train": value, "seconds": time.perf_counter() - start})
+                if self.step % self.options.eval_every == 0 or self.step == self.options.steps:
+                    self.history[-1]["held_out"] = self.evaluate()
+                self.seconds += time.perf_counter() - start
+                report(self)
+                if span(self.mesh, int(stop()))[-1]:
+                    self._save_finite()
+                    break
+                if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
+                    self._save_finite()
+            self._place = f"after step {self.step}"
+            span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
+        return self.step == self.options.steps
+
+    def lost(self, cause: str) -> RankLostError:
+        """The error that tells of a lost rank: where this one stands, why, and what is kept."""
+        latest = checkpoint.latest(self.folder)
+        kept = "there is no checkpoint yet"
+        if latest is not None:
+            kept = f"the checkpoint of step {checkpoint.step_of(latest)} is whole: the same command with --resume goes on"
+        return RankLostError(f"a rank was lost {self._place}: {cause}; {kept}")
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Speed over the latest steps, compilation and measurements left out."""
+        times = sorted(entry["seconds"] for entry in self.history[-20:])
+        return self.options.batch_size * self.options.sequence_length / times[len(times) // 2]
+
+    @property
+    def held_out(self) -> float | None:
+        """The latest held-out bits per byte."""
+        return next((entry["held_out"] for entry in reversed(self.history) if "held_out" in entry), None)
+
+    # -- checkpoints
+
+    def _identity(self) -> dict[str, Any]:
+        return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16]}
+
+    def save(self) -> None:
+        """Write the folder `checkpoint-<step>`, at rank 0; earlier ones are removed when it is whole.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        if self.rank:
+            return
+        state = {"identity": self._identity(), "step": self.step, "seconds": self.seconds, "history": self.history}
+        checkpoint.save(self.folder, self.step, state, self._tensors(self.step))
+
+    def resume(self) -> None:
+        """Go on from the latest checkpoint in the folder, written by any number of ranks.
+
+        Raises:
+            UserError: If there is none, it is damaged, or it was written under another configuration.
+        """
+        path = checkpoint.latest(self.folder)
+        if path is None:
+            raise UserError(f"--resume must find a checkpoint, none in {self.folder}")
+        try:
+            state = checkpoint.read_state(path)
+            identity = dict(state["identity"])
+            step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
+            mine = json.loads(json.dumps(self._identity()))
+            for name, value in mine.items():
+                if identity.get(name) != value:
+                    raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}")
+            tensors = self._tensors(step)
+            checkpoint.read_tensors(tensors, path)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise UserError(f"--resume must find a whole checkpoint, got {path}: {error}".splitlines()[0]) from None
+        checkpoint.set_tensors(self.model, self.optimizer, tensors)
+        self.step, self.seconds, self.history = step, seconds, history
+
+    def _tensors(self, step: int) -> dict[str, Tensor]:
+        """What a checkpoint of a step keeps; asking for the state of an optimizer that has not begun would begin it."""
+        return checkpoint.tensors_of(self.model, self.optimizer if step > 0 else None)
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Signals ask to stop instead of stopping: a second one stops at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    except RankLostError:
+        previous[signal.SIGTERM] = signal.SIG_IGN  # torchrun's, which would come before what there is to say
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _LossModule(nn.Module):
+    """A loss and the model that it trains, as one module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(tokens)

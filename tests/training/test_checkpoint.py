@@ -1,0 +1,141 @@
+"""Checkpoints: whole or not there, never pickled, refused where they do not fit."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexdilated.training import checkpoint
+from flexdilated.training.options import UserError
+from tests.training.runs import contents, losses, make_trainer
+
+
+def test_resume_refuses_another_configuration(tmp_path: Path, text: Path) -> None:
+    make_trainer(tmp_path / "run", text).save()
+    with pytest.raises(UserError, match=r"--resume must use the checkpoint's seed=5, got 6"):
+        make_trainer(tmp_path / "run", text, seed=6).resume()
+    text.write_bytes(text.read_bytes() + b"!")
+    with pytest.raises(UserError, match=r"--resume must use the checkpoint's text="):
+        make_trainer(tmp_path / "run", text).resume()
+
+
+def test_resume_refuses_a_missing_or_damaged_checkpoint(tmp_path: Path, text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    with pytest.raises(UserError, match=r"--resume must find a checkpoint, none in"):
+        trainer.resume()
+    trainer.run(lambda _: None)
+    whole = contents(trainer.folder)
+    state, tensors = (next(name for name in whole if name.endswith(end)) for end in (checkpoint.STATE_FILE, ".safetensors"))
+
+    def damaged(name: str, content: bytes | None) -> None:
+        path = trainer.folder / name
+        path.unlink() if content is None else path.write_bytes(content)
+        again = make_trainer(tmp_path / "run", text)
+        with pytest.raises(UserError, match=r"--resume must find a whole checkpoint, got .*checkpoint-7: [^\n]+$"):
+            again.resume()
+        assert again.step == 0
+        path.write_bytes(whole[name])
+
+    for content in (None, b"", whole[tensors][:999], whole[tensors][:-1]):
+        damaged(tensors, content)
+    for content in (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff"):
+        damaged(state, content)
+    assert not [record for record in caplog.records if "NullHandler" not in record.name and record.levelno >= logging.WARNING]
+    make_trainer(tmp_path / "run", text).resume()
+
+
+def test_resume_refuses_the_tensors_of_another_model(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.save()
+    path = checkpoint.latest(trainer.folder)
+    assert path is not None
+    (tensors,) = path.glob("*.safetensors")
+    whole = {name: value.clone() for name, value in load_file(tensors).items()}  # the file, which changes, is mapped
+    bias = next(name for name in whole if name.endswith("bias"))
+    save_file({name: value for name, value in whole.items() if name != bias}, tensors)
+    with pytest.raises(UserError, match=rf"--resume must find a whole checkpoint, got .*{bias}"):
+        trainer.resume()
+    save_file(whole | {bias: whole[bias][:-1].clone()}, tensors)
+    with pytest.raises(UserError, match=rf"--resume must find a whole checkpoint, got .*{bias}"):
+        trainer.resume()
+
+
+def test_checkpoint_is_not_pickled(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path / "run", text, steps=2)
+    trainer.run(lambda _: None)
+    kinds = {Path(name).suffix for name in contents(trainer.folder)}
+    assert kinds == {".json", ".safetensors"}
+    for module in (pickle, torch):
+        monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("a checkpoint was unpickled"))
+    again = make_trainer(tmp_path / "run", text, steps=2)
+    again.resume()
+    assert losses(again) == losses(trainer)
+
+
+def test_latest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.step = 9
+    trainer.save()
+    (trainer.folder / ".checkpoint-11.part").mkdir()  # of a process killed while it wrote
+    (trainer.folder / "checkpoint-eleven").mkdir()
+    path = checkpoint.latest(trainer.folder)
+    assert path is not None
+    assert path.name == "checkpoint-9"
+    path.rename(trainer.folder / "checkpoint-10")
+    trainer.save()
+    assert checkpoint.latest(trainer.folder) == trainer.folder / "checkpoint-9"
+    trainer.save()  # of the same step again
+    assert sorted(path.name for path in trainer.folder.iterdir()) == ["checkpoint-9", "checkpoint-eleven"]
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, text: Path) -> None:
+    plain, saved = make_trainer(tmp_path / "plain", text), make_trainer(tmp_path / "saved", text)
+    saved.save()
+    resumed = make_trainer(tmp_path / "saved", text)
+    resumed.resume()
+    for trainer in (plain, saved, resumed):
+        trainer.run(lambda _: None)
+    assert losses(saved) == losses(resumed) == losses(plain)
+
+
+def test_failed_save_keeps_the_old_checkpoint(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.save()
+    before = contents(trainer.folder)
+
+    def broken(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        written(tensors, folder)
+        raise OSError("No space left on device")
+
+    written = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", broken)
+    for trainer.step in (0, 1):
+        with pytest.raises(UserError, match=r"the checkpoint must be writable, got .*No space left"):
+            trainer.save()
+        assert contents(trainer.folder) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_told_in_one_line(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    written = checkpoint.write_tensors
+
+    def full(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        (folder / "model-00001-of-00001.safetensors").symlink_to("/dev/full")
+        written(tensors, folder)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(UserError, match=r"^the checkpoint must be writable, got .*checkpoint-0: [^\n]*No space left[^\n]*$"):
+        trainer.save()
+    assert contents(trainer.folder) == {}
+
+
+def test_unwritable_folder_is_refused(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--output must be a folder that can be written, got .*file"):
+        make_trainer(tmp_path / "file" / "run", text)

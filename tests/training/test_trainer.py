@@ -1,0 +1,113 @@
+"""The loop: schedule, losses, exact resumption, stops, what ends a run."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexdilated.training.options import UserError
+from flexdilated.training.trainer import Trainer
+from tests.training.runs import losses, make_trainer
+
+
+def test_learning_rate_warms_up_and_ends_at_a_tenth(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text, steps=11)
+    rates = [trainer._learning_rate(step) for step in range(11)]
+    assert rates[:3] == pytest.approx([1.5e-3, 3e-3, 3e-3])
+    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert 0.1 * 3e-3 <= rates[-1] < 0.15 * 3e-3
+
+
+def test_loss_falls_and_is_in_bits_per_byte(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text, steps=40, eval_every=40, learning_rate=1e-2)
+    assert trainer.run(lambda _: None)
+    assert trainer.history[0]["train"] > 6.0
+    assert trainer.held_out is not None
+    assert trainer.held_out < 4.0
+    with torch.no_grad():
+        trainer.model.eval()
+        nats = [trainer._loss(tokens).item() for tokens in trainer.corpus.held_out_batches(trainer.options)]
+    assert trainer.held_out == pytest.approx(sum(nats) / len(nats) / math.log(2))
+
+
+def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, text: Path) -> None:
+    whole = make_trainer(tmp_path / "whole", text)
+    assert whole.run(lambda _: None)
+
+    first = make_trainer(tmp_path / "parts", text)
+    assert not first.run(lambda trainer: os.kill(os.getpid(), signal.SIGINT) if trainer.step == 3 else None)
+    assert first.step == 3
+    second = make_trainer(tmp_path / "parts", text)
+    second.resume()
+    assert second.step == 3
+    assert second.run(lambda _: None)
+    assert losses(second) == losses(whole)
+    for a, b in zip(second.model.parameters(), whole.model.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_second_signal_stops_at_once(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+
+    def twice(_: Trainer) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(twice)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_infinite_loss_ends_the_run_before_the_update(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    with torch.no_grad():
+        trainer.model.layer_norm.weight.fill_(math.nan)
+    weights = trainer.model.embedding.weight.clone()
+    with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
+        trainer.run(lambda _: None)
+    assert torch.equal(trainer.model.embedding.weight, weights)
+
+
+def test_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path, text: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+    trainer.model.embedding.weight.register_hook(lambda grad: grad * math.inf)
+    weights = trainer.model.layer_norm.weight.clone()
+    with pytest.raises(UserError, match=r"^the gradient's norm must stay finite, got (nan|inf) at step 0; start anew with a lower"):
+        trainer.run(lambda _: None)
+    assert torch.equal(trainer.model.layer_norm.weight, weights)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_diverged_run_keeps_the_last_checkpoint_that_can_go_on(tmp_path: Path, text: Path, is_stopped: bool) -> None:
+    trainer = make_trainer(tmp_path / "run", text)
+
+    def diverge(now: Trainer) -> None:
+        if now.step == 4:  # when a checkpoint is due
+            with torch.no_grad():
+                now.model.layer_norm.weight.fill_(math.nan)
+            if is_stopped:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    advice = r"start anew with a lower --learning-rate, by --overwrite or in another --output"
+    kept = r"\(the checkpoint of step 2, of finite losses, is kept\)"
+    with pytest.raises(UserError, match=rf"^the loss must stay finite, got nan at step 4; {advice} {kept}$"):
+        trainer.run(diverge)
+    again = make_trainer(tmp_path / "run", text)
+    again.resume()
+    assert again.step == 2
+    assert again.run(lambda _: None)
+
+
+def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path) -> None:
+    plain = make_trainer(tmp_path / "plain", text, steps=3)
+    low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16", compile=True)
+    plain.run(lambda _: None)
+    low.run(lambda _: None)
+    for a, b in zip(plain.history, low.history):
+        assert a["train"] == pytest.approx(b["train"], rel=0.05)  # dropout differs under compilation
