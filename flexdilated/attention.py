@@ -22,7 +22,7 @@ from flexdilated.pattern import DilatedPattern
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["EXCHANGES", "attend_local", "check_scale", "dilated_attention"]
+__all__ = ["EXCHANGES", "attend_local", "check_dense", "check_scale", "dilated_attention"]
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
 # Said where shapes suggest that tokens and heads have changed places.
@@ -314,7 +314,7 @@ def _shard_lengths(
         if exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         return ()
-    if not isinstance(q, Tensor) or q.dim() != 4:
+    if not isinstance(q, Tensor) or q.is_nested or q.dim() != 4:
         return ()  # refused with the other arguments
     if q.device.type != mesh.device_type:
         raise ValueError(f"q must be on the device of mesh={mesh.device_type}, got {q.device}")
@@ -356,6 +356,7 @@ def _check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape (B, N, H, D), got {tuple(x.shape)}")
         if x.dtype not in DTYPES:
@@ -387,6 +388,18 @@ def _check(
         _check_cu_seqlens(cu_seqlens, q)
 
 
+def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:
+    """Refuse tensors whose elements do not lie in strides.
+
+    Raises:
+        NotImplementedError: If x is nested (the error ends in `nested`), sparse, or in another such layout.
+    """
+    if x.is_nested:
+        raise NotImplementedError(f"{name} must be a dense tensor, got a nested one; {nested}")
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{name} must be a dense tensor, got layout {x.layout}; use to_dense()")
+
+
 def check_scale(scale: float | None, dtype: torch.dtype) -> None:
     """Refuse what the scores of q in a dtype cannot be multiplied by.
 
@@ -406,6 +419,7 @@ def check_scale(scale: float | None, dtype: torch.dtype) -> None:
 def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}")
     if mask.shape != q.shape[:2]:
@@ -419,6 +433,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     """What can be said without reading it; its values are checked where they are read, before any work."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.attention import check_scale, dilated_attention
+from flexdilated.attention import check_dense, check_scale, dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
@@ -279,6 +279,7 @@ class DilatedKVCache:
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, x in (("q", q), ("k", k), ("v", v)):
+            check_dense(name, x, nested="pad the sequences and give their lengths")
             if x.dim() != 4:
                 raise ValueError(f"{name} must have shape (B, T, H, D), got {tuple(x.shape)}")
             if (x.shape[0], x.shape[3]) != (self.batch_size, self.head_dim):

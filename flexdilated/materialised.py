@@ -21,7 +21,7 @@ from flexdilated.mixture import documents
 from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_dynamic, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
-from flexdilated.transforms import is_transformed
+from flexdilated.transforms import is_transformed, may_draw
 
 __all__ = ["materialised"]
 
@@ -144,7 +144,8 @@ def _attend(
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     weights = torch.exp(scores - lse) * reached
     if options.dropout_p > 0.0:
-        weights = torch.nn.functional.dropout(weights, options.dropout_p)
+        with may_draw():
+            weights = torch.nn.functional.dropout(weights, options.dropout_p)
     out = _multiply(weights.flatten(4, 5), v[:, :, :, :, 0]).unflatten(4, (group, rows))
     return out, lse.masked_fill(~reached, -math.inf)[..., 0]
 
@@ -154,7 +155,10 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
     Autograd's own would be in that of `torch.autocast` where a backward is called inside it.
     """
-    product: Any = _ProductWithTangent if is_transformed(a, b) else _Product
+    transformed = is_transformed(a, b)
+    if transformed and torch.compiler.is_compiling():
+        return a @ b
+    product: Any = _ProductWithTangent if transformed else _Product
     out: Tensor = product.apply(a, b)
     return out
 

@@ -24,7 +24,7 @@ from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
-from flexdilated.transforms import is_mapped, is_transformed
+from flexdilated.transforms import is_mapped, is_transformed, refuse_traced_derivatives
 
 __all__ = ["Run", "as_pattern", "backward", "documents", "draw_seed", "forward", "mixture", "rows_contiguous", "spread"]
 
@@ -59,7 +59,9 @@ def mixture(
     """
     seed = draw_seed(dropout_p)
     first_head, num_heads = within or (0, k.shape[2])
-    attend: Any = _Mixture.apply if is_transformed(q, k, v) else _forward_op
+    refuse_traced_derivatives()
+    transformed = is_transformed(q, k, v) and not torch.compiler.is_compiling()
+    attend: Any = _Mixture.apply if transformed else _forward_op
     out, lse = attend(
         q,
         k,
@@ -509,6 +511,8 @@ def _map(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, 
 
     Packed documents and dropout, whose batch is one call, are computed one after another.
     """
+    if torch.compiler.is_compiling():  # where code is left uncompiled, the compiler tries this function, and fails in Functions
+        raise NotImplementedError("operators must be mapped by torch.func outside compiled code, got a trace; use _forward_op")
     tensors, options = inputs[:-NUM_OPTIONS], inputs[-NUM_OPTIONS:]
     if tensors[-2] is None and tensors[-1] is None:  # cu_seqlens and seed
         joined, batch = [], 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch._C._functorch import (
@@ -12,9 +14,13 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-__all__ = ["is_mapped", "is_transformed"]
+__all__ = ["is_mapped", "is_transformed", "may_draw", "refuse_traced_derivatives"]
+
+
+_BATCHED_GRADIENTS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # torch.func.vmap has another
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -31,7 +37,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
                 "dilated_attention must not be compiled under forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad): "
                 "call it without torch.compile, or use reverse mode"
             )
-        return False
+        return torch._C._are_functorch_transforms_active()
     if torch._C._are_functorch_transforms_active():
         top = peek_interpreter_stack()
         if top is None or top.key() != TransformType.Functionalize:
@@ -50,6 +56,33 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             return True
     return False
+
+
+def refuse_traced_derivatives() -> None:
+    """Refuse to trace an operator under torch.func, but for one `vmap`: the compiler takes no derivative into an operator there.
+
+    Raises:
+        NotImplementedError: In such code. Where the compiler may, it then leaves that code uncompiled.
+    """
+    if not (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return
+    innermost = retrieve_current_functorch_interpreter()
+    if innermost.key() != TransformType.Vmap or innermost.level() > 1:
+        raise NotImplementedError(
+            "dilated_attention must not be compiled under torch.func.grad, vjp, jacrev or nested transforms, got a call traced "
+            "inside one: leave fullgraph=True out, use torch.autograd, or use backend='reference'"
+        )
+
+
+def may_draw() -> AbstractContextManager[object]:
+    """Random numbers of a fixed seed may be drawn in here, also in a backward under `torch.autograd.grad(is_grads_batched=True)`.
+
+    That refuses every random operation, though numbers drawn again for each gradient are those of the forward.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    guard: AbstractContextManager[object] = torch._C._ExcludeDispatchKeyGuard(_BATCHED_GRADIENTS)
+    return guard
 
 
 def is_mapped(x: Tensor) -> bool:

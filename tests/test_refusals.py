@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
 
@@ -145,3 +145,43 @@ def test_options_are_keyword_only() -> None:
     x = torch.ones(1, 17, 3, 5)
     with pytest.raises(TypeError, match="positional"):
         dilated_attention(x, x, x, PATTERN, True)  # type: ignore[call-overload]
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(5, 2, 3), torch.randn(7, 2, 3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_refuses_nested_tensors(layout: torch.layout) -> None:
+    x, message = nested(layout), r"^q must be a dense tensor, got a nested one; pack .* as cu_seqlens$"
+    with pytest.raises(NotImplementedError, match=message):
+        dilated_attention(x, x, x, PATTERN)
+    with pytest.raises(NotImplementedError, match=message):
+        attention_map(x, x, PATTERN, queries=0)
+    cache = DilatedKVCache(PATTERN, batch_size=2, num_kv_heads=2, head_dim=3)
+    with pytest.raises(NotImplementedError, match=r"^q must be a dense tensor, got a nested one; pad .* give their lengths$"):
+        cache.attend(x, x, x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_padding_mask", "cu_seqlens"])
+def test_refuses_sparse_tensors(name: str) -> None:
+    x = torch.randn(1, 5, 2, 3)
+    given: dict[str, Any] = {
+        "q": x,
+        "k": x,
+        "v": x,
+        "key_padding_mask": torch.zeros(1, 5, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, 5]),
+    }
+    given[name] = given[name].to_sparse()
+    message = rf"^{name} must be a dense tensor, got layout torch.sparse_coo; use to_dense\(\)$"
+    with pytest.raises(NotImplementedError, match=message):
+        dilated_attention(pattern=PATTERN, **given)
+
+
+def test_modules_refuse_sparse_tensors() -> None:
+    x = torch.randn(1, 5, 6)
+    for name, given in (("query", (x.to_sparse(), x, x)), ("value", (x, x, x.to_sparse()))):
+        with pytest.raises(NotImplementedError, match=f"^{name} must be a dense tensor, got layout torch.sparse_coo; use to_dense"):
+            MultiheadDilatedAttention(6, 2, PATTERN)(*given)

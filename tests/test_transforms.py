@@ -298,6 +298,58 @@ def test_compiled_code_never_drops_a_tangent() -> None:
         torch.compile(lambda q: jvp(call, (q,), (q,)), fullgraph=True, backend="aot_eager")(q)
 
 
+SCORED: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s * 0.7 + 0.01 * (i - j)}
+# Per name: what torch.func makes of a call, and whether the operators can be traced in it.
+TRANSFORMED: dict[str, tuple[Callable[[Attend], Attend], bool]] = {
+    "grad": (lambda call: grad(lambda q: call(q).square().sum()), False),
+    "jacrev": (lambda call: jacrev(lambda q: call(q).sum(dim=1)), False),
+    "vmap": (lambda call: lambda q: vmap(call)(torch.stack([q, 2 * q])), True),
+    "vmap_grad": (lambda call: lambda q: vmap(grad(lambda q: call(q).square().sum()))(torch.stack([q, 2 * q])), False),
+    "grad_vmap": (lambda call: grad(lambda q: vmap(call)(torch.stack([q, 2 * q])).square().sum()), False),
+}
+ONE = DilatedPattern((7,), (2,))
+
+
+@pytest.mark.filterwarnings("ignore:.*There is a performance drop")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the tracer
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in TRANSFORMED), *((name, SCORED) for name in ("grad", "vmap", "vmap_grad"))]
+)
+def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v, _, _ = Case(ONE, num_tokens=11, kv_heads=2).tensors()
+    transform, is_traced = TRANSFORMED[name]
+    call = transform(lambda q: dilated_attention(q, k, v, ONE, **options))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    if is_traced or options:
+        assert_close(compiled(q), call(q))
+        return
+    with pytest.raises(Exception, match=r"must not be compiled under torch.func.grad, .*leave fullgraph=True out.*'reference'"):
+        compiled(q)
+    torch._dynamo.reset()
+    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
+
+
+@pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])
+def test_compiled_jacobians_of_forward_mode_are_left_uncompiled(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v, _, _ = Case(ONE, num_tokens=7, kv_heads=1, head_dim=1).tensors()
+    call = jacfwd(lambda q: dilated_attention(q, k, v, ONE, **options))
+    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("options", [{}, SCORED, {"cu_seqlens": torch.tensor([0, 3, 11])}], ids=["whole", "scored", "documents"])
+def test_gradients_in_batches_are_those_of_each(options: dict[str, Any], dropout_p: float) -> None:
+    q, k, v, _, _ = Case(SHORT, num_tokens=11, kv_heads=2).tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = dilated_attention(*leaves, SHORT, dropout_p=dropout_p, **options)
+    douts = torch.randn(3, *out.shape, dtype=out.dtype)
+    batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    assert_close(batched, tuple(torch.stack(xs) for xs in zip(*each)))
+
+
 def test_flex_refuses_transforms() -> None:
     q, k, v, _, _ = Case(SHORT).tensors(torch.float32)
     call = lambda q: dilated_attention(q, k, v, SHORT, backend="flex")  # noqa: E731

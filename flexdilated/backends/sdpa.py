@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexdilated.backends.request import Request
 from flexdilated.merge import safe_lse
+from flexdilated.transforms import may_draw
 
 __all__ = ["KERNELS", "Dropout", "Kernel", "Options", "aligned", "choose_kernel", "differential", "why_not"]
 
@@ -389,7 +390,8 @@ def _math_masks(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) ->
     def apply(weights: Tensor, seed: int) -> Tensor:
         generator = torch.Generator(device=q.device).manual_seed(seed)
         # In float32 whatever the default dtype: it may be another in the backward, and a coarse one drops too many.
-        kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
+        with may_draw():
+            kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
         return weights * kept / (1.0 - dropout.p)
 
     return [partial(apply, seed=dropout.seed + start) for start in starts]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.attention import EXCHANGES, dilated_attention
+from flexdilated.attention import EXCHANGES, check_dense, dilated_attention
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.mods import MaskMod, ScoreMod
@@ -346,10 +346,7 @@ class MultiheadDilatedAttention(nn.Module):
         elif lengths is not None:
             raise ValueError("lengths must come with cache, got no cache; use key_padding_mask")
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.is_nested:
-                raise NotImplementedError(
-                    f"{name} must be a dense tensor, got a nested one; build nn.TransformerEncoder with enable_nested_tensor=False"
-                )
+            check_dense(name, x, nested="build nn.TransformerEncoder with enable_nested_tensor=False")
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}) or (N, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None and key_padding_mask.is_floating_point():
