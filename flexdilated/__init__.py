@@ -3,8 +3,8 @@
 from flexdilated.attention import dilated_attention as dilated_attention
 from flexdilated.convert import convert as convert
 from flexdilated.decode import DilatedKVCache as DilatedKVCache
+from flexdilated.draw.map import draw_attention_map as draw_attention_map
 from flexdilated.maps import attention_map as attention_map
-from flexdilated.maps import draw_attention_map as draw_attention_map
 from flexdilated.masks import create_dilated_block_mask as create_dilated_block_mask
 from flexdilated.masks import dilated_mask_mod as dilated_mask_mod
 from flexdilated.masks import dilated_score_mod as dilated_score_mod

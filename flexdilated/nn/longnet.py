@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
-from flexdilated.generate import Sampler
 from flexdilated.hardware import autocast_dtype, holds_values
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
+from flexdilated.nn.sampling import Sampler
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 

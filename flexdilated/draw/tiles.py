@@ -10,21 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
 from flexdilated.blocks import BlockLists, HeadBranch, block_lists, head_branches
 from flexdilated.pattern import DilatedPattern, num_kept
 
-__all__ = ["EXPLANATION", "Cell", "HeadTiles", "Tally", "all_heads", "describe_heads", "head_tiles", "tile_table"]
-
-
-EXPLANATION = """\
-waste = visited tiles x pairs per tile / useful pairs
-useful pairs: (query, key), one that m branches join counted m times
-raw: one mask over the sequence as it is, where such a pair is computed once
-packed: one mask per branch over its kept rows, segment after segment"""
+__all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
 
 
 class Cell(IntEnum):
@@ -180,9 +171,6 @@ def _gather(counts: Tensor, indices: Tensor, group: int) -> NDArray[np.int64]:
     return torch.stack(rows).numpy()
 
 
-# -- in words -----------------------------------------------------------------------------------------------------------------
-
-
 def all_heads(found: Sequence[HeadTiles]) -> Tally:
     """The sum over all heads."""
 
@@ -191,28 +179,3 @@ def all_heads(found: Sequence[HeadTiles]) -> Tally:
 
     first = found[0].each
     return Tally(first.block_size, *(total(name) for name in Tally._fields[1:]))
-
-
-def describe_heads(heads: Sequence[int]) -> str:
-    """`0-3`, `0, 4`, or `0, 4, ..., 28 (8 heads)`."""
-    if len(heads) > 2 and heads[-1] - heads[0] == len(heads) - 1:
-        return f"{heads[0]}-{heads[-1]}"
-    if len(heads) > 4:
-        return f"{heads[0]}, {heads[1]}, ..., {heads[-1]} ({len(heads)} heads)"
-    return ", ".join(map(str, heads))
-
-
-def tile_table(found: Sequence[HeadTiles]) -> Table:
-    """A row for heads that are alike, with the numbers of each single one of them; then the sum over all heads."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    table.add_column("\nhead", no_wrap=True)
-    for name in ("partial\ntiles", "full\ntiles", "density\n", "packed\ntiles", "useful\npairs", "waste,\nraw", "waste,\npacked"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [(f"each of {describe_heads(of.heads)}" if len(of.heads) > 1 else str(of.heads[0]), of.each) for of in found]
-    num_heads = sum(len(of.heads) for of in found)
-    if num_heads > 1:
-        rows.append((f"all {num_heads}", all_heads(found)))
-    for name, tally in rows:
-        tiles = (f"{tally.partial:,}", f"{tally.full:,}", tally.density, f"{tally.packed:,}", f"{tally.pairs:,}")
-        table.add_row(name, *tiles, tally.waste_raw, tally.waste_packed)
-    return table

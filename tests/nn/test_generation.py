@@ -1,30 +1,25 @@
-"""Drawing tokens, generation by the model, and the command."""
+"""The model with caches, and what it generates."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
-from flexdilated.cli import app
-from flexdilated.generate import Sampler
 from flexdilated.nn.position import XPos
+from flexdilated.nn.sampling import Sampler
 from tests.tolerances import SINGLE
 
 NESTED = DilatedPattern((4, 8), (1, 2))
 RAGGED = DilatedPattern((5, 7), (1, 2), offsets="interleaved")
 GROUPED = DilatedPattern((3, 6), (1, 2), heads="grouped")
 TOKENS, VOCAB = 29, 17
-LOGITS = torch.tensor([[0.0, 3.0, 2.0, 1.0], [1.0, -2.0, 1.5, 0.5]])
 
 
 def model(**options: object) -> LongNetLM:
@@ -35,79 +30,6 @@ def model(**options: object) -> LongNetLM:
 
 def draw_tokens(batch: int = 3, tokens: int = TOKENS) -> Tensor:
     return torch.randint(VOCAB, (batch, tokens))
-
-
-def frequencies(sampler: Sampler, draws: int = 4000) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    tokens = sampler.draw(LOGITS[:1].expand(draws, -1), generator=generator)
-    return torch.bincount(tokens, minlength=4) / draws
-
-
-# -- drawing ------------------------------------------------------------------------------------------------------------------
-
-
-def test_probabilities_are_those_of_the_scaled_logits() -> None:
-    torch.testing.assert_close(Sampler(temperature=0.5).probabilities(LOGITS), torch.softmax(LOGITS * 2, -1), **SINGLE)
-
-
-def test_top_k_keeps_the_k_likeliest() -> None:
-    expected = torch.softmax(torch.tensor([[-math.inf, 3.0, 2.0, -math.inf], [1.0, -math.inf, 1.5, -math.inf]]), -1)
-    torch.testing.assert_close(Sampler(top_k=2).probabilities(LOGITS), expected, **SINGLE)
-    torch.testing.assert_close(Sampler(top_k=9).probabilities(LOGITS), torch.softmax(LOGITS, -1), **SINGLE)
-
-
-def test_top_p_keeps_the_fewest_that_reach_it() -> None:
-    weights = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
-    for top_p, kept in ((0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [1, 2, 3]), (0.95, [0, 1, 2, 3])):
-        expected = torch.zeros(1, 4)
-        expected[0, kept] = weights[0, kept] / weights[0, kept].sum()
-        torch.testing.assert_close(Sampler(top_p=top_p).probabilities(weights.log()), expected, **SINGLE)
-
-
-def test_top_p_counts_what_top_k_leaves() -> None:
-    weights = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
-    # 0.5 of the 0.75 that top_k leaves is 0.67.
-    kept = Sampler(top_k=2, top_p=0.6).probabilities(weights.log())
-    torch.testing.assert_close(kept, torch.tensor([[0.0, 1.0, 0.0, 0.0]]), **SINGLE)
-
-
-def test_draw_follows_the_probabilities() -> None:
-    sampler = Sampler(temperature=1.3, top_k=3)
-    torch.testing.assert_close(frequencies(sampler), sampler.probabilities(LOGITS)[0], atol=0.03, rtol=0.0)
-    assert torch.equal(frequencies(sampler), frequencies(sampler))
-
-
-def test_temperature_zero_takes_the_likeliest_and_tiny_ones_do_not_overflow() -> None:
-    for temperature in (0, 1e-30):
-        assert Sampler(temperature=temperature).draw(LOGITS).tolist() == [1, 2]
-    assert Sampler(temperature=1e-30).draw(LOGITS.bfloat16()).dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"temperature": -0.1}, ValueError, "temperature must be finite and at least 0, got -0.1"),
-        ({"temperature": math.nan}, ValueError, "temperature must be finite and at least 0, got nan"),
-        ({"temperature": None}, TypeError, "temperature must be a number, got None"),
-        ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
-        ({"top_k": 1.5}, TypeError, "top_k must be an integer, got 1.5"),
-        ({"top_p": 0.0}, ValueError, "top_p must be in (0, 1], got 0.0"),
-        ({"top_p": 1.1}, ValueError, "top_p must be in (0, 1], got 1.1"),
-        (
-            {"temperature": 0, "top_k": 2},
-            ValueError,
-            "top_k must be None with temperature=0, which takes the likeliest token, got 2",
-        ),
-    ],
-)
-def test_sampler_rejects_wrong_numbers(options: dict[str, object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        Sampler(**options)
-
-
-def test_sampler_has_no_probabilities_without_temperature() -> None:
-    with pytest.raises(ValueError, match=r"^temperature must be above 0 for probabilities, got 0$"):
-        Sampler(temperature=0).probabilities(LOGITS)
 
 
 # -- the model with caches ----------------------------------------------------------------------------------------------------
@@ -325,77 +247,3 @@ def test_generate_rejects_shifted_positions() -> None:
     with pytest.raises(NotImplementedError, match=r"^pattern must not shift positions in decoding"):
         lm.generate(draw_tokens(), max_new_tokens=2)
     lm.generate(draw_tokens(tokens=3), max_new_tokens=5)
-
-
-# -- the command --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model(vocab_size=256).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["generate", *(str(argument) for argument in arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def test_command_prints_prompt_and_continuation(folder: Path, tmp_path: Path) -> None:
-    prompt = "naïve "
-    code, out, err = run("--model", folder, "--prompt", prompt, "--bytes", 19, "--seed", 3, "--top-k", 40, "--top-p", 0.9)
-    assert (code, err) == (0, "")
-    drawn = LongNetLM.from_pretrained(folder).generate(
-        torch.tensor([list(prompt.encode())]),
-        max_new_tokens=19,
-        temperature=0.7,
-        top_k=40,
-        top_p=0.9,
-        generator=torch.Generator().manual_seed(3),
-    )
-    assert out == prompt + bytes(drawn[0].tolist()).decode("utf-8", "replace") + "\n"
-    (tmp_path / "prompt.txt").write_text(prompt, encoding="utf-8")
-    again = run("--model", folder, "--prompt-file", tmp_path / "prompt.txt", "--bytes", 19, "--seed=3", "--top-k=40", "--top-p=0.9")
-    assert again == (code, out, err)
-    assert run("--model", folder, "--prompt", prompt, "--bytes", 19, "--seed", 4)[1] != out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--prompt must come, or else --prompt-file, got neither"),
-        (("--prompt", "a", "--prompt-file", "b"), "--prompt must come, or else --prompt-file, got both"),
-        (("--prompt", ""), "--prompt must hold at least one byte, got none"),
-        (("--prompt-file", "/nowhere"), "--prompt-file must be readable, got /nowhere: No such file or directory"),
-        (("--prompt", "a", "--top-p", "1.5"), "--top-p must be in (0, 1], got 1.5"),
-        (("--prompt", "a", "--temperature", "0", "--top-k", "3"), "--top-k must be None with temperature=0"),
-        (("--prompt", "a", "--device", "abacus"), "--device must be one that torch can use here, got abacus"),
-    ],
-)
-def test_command_refuses_in_one_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
-    code, out, err = run("--model", folder, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
-
-
-def test_command_refuses_models_it_cannot_read(folder: Path, tmp_path: Path) -> None:
-    model(vocab_size=17).save_pretrained(tmp_path / "words")
-    for where, message in (
-        (tmp_path, "--model must be a folder that `flexdilated train` wrote: "),
-        (tmp_path / "words", "--model must be a model of bytes, with vocab_size=256, got vocab_size=17"),
-    ):
-        code, _, err = run("--model", where, "--prompt", "a")
-        assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith(f"error: {message}")
-    config = (folder / "config.json").read_text()
-    for text in ("{", config.replace('"num_layers": 2', '"num_layers": 3')):
-        (folder / "config.json").write_text(text)
-        code, _, err = run("--model", folder, "--prompt", "a")
-        assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith(f"error: --model must hold a whole model, got {folder}: ")
-    (folder / "config.json").write_text(config)
-    (folder / "model.safetensors").write_bytes(b"half")
-    assert run("--model", folder, "--prompt", "a")[2].startswith("error: --model must hold a whole model")

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from flexdilated.cli import app
-from flexdilated.encode import EMBEDDINGS
+from flexdilated.cli.encode_slide import EMBEDDINGS
 from flexdilated.hub import gigapath
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
+from tests.commands import invoke
 from tests.tolerances import SINGLE, assert_twice_naive
 
 EMBED, DEPTH, IN_CHANS, TILES = 64, 2, 7, 53
@@ -72,10 +71,7 @@ def write(path: Path, **arrays: Tensor) -> Path:
 def run(tiles: object, *arguments: object) -> tuple[int, str, str]:
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", *sizes]
-    result = CliRunner().invoke(app, ["encode-slide", str(tiles), *fixed, *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return invoke("encode-slide", tiles, *fixed, *arguments)
 
 
 def encode(tiles: Path, weights: Path, *arguments: object) -> dict[str, Tensor]:

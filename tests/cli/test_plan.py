@@ -1,54 +1,31 @@
-"""`flexdilated plan`: the traffic of each strategy, what the command prints, draws and refuses."""
+"""`flexdilated plan`: what it prints, in words and in JSON, writes and refuses."""
 
 import json
 import struct
-from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from flexdilated import DilatedPattern
+from flexdilated.cli.plan import _bytes
 from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, context_plan
-from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.draw_plan import OTHERS, Layer, Strategy, _bytes, draw_traffic, plan, strategies, traffic_by_ranks
-
-app = typer.Typer()
-app.command()(plan)
+from flexdilated.distributed.strategies import OTHERS
+from tests.commands import invoke
 
 MILLION = 1 << 20
-SMALL = DilatedPattern((7, 13, 31), (1, 2, 5))
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
+def plan(*arguments: object) -> tuple[int, str, str]:
+    return invoke("plan", *arguments)
 
 
 def ask(*arguments: object) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON answer, and its strategies by name."""
-    code, text = run(*arguments, "--json")
-    assert code == 0, text
+    code, text, err = plan(*arguments, "--json")
+    assert code == 0, err
     answer = json.loads(text)
     return answer, {row["name"]: row for row in answer["strategies"]}
-
-
-def layer(**changes: Any) -> Layer:
-    values: dict[str, Any] = {
-        "pattern": SMALL,
-        "tokens": 61,
-        "ranks": 3,
-        "heads": 12,
-        "kv_heads": 6,
-        "head_dim": 5,
-        "dtype": "float32",
-        "batch": 2,
-        "is_causal": False,
-    }
-    return Layer(**(values | changes))
 
 
 # -- the numbers --------------------------------------------------------------------------------------------------------------
@@ -80,63 +57,6 @@ def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses
     assert answer["is_local"] is (gather == 0)
     assert (rows["gather"]["rows_per_head"] == 0) is (gather == 0)
     assert all(row["imbalance"] >= 1.0 for row in rows.values())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("kv_heads", [6, 12])
-def test_traffic_of_the_others_equals_a_simulation(ranks: int, kv_heads: int) -> None:
-    of = layer(ranks=ranks, kv_heads=kv_heads)
-    found = {each.name: each for each in strategies(of)}
-    shards = even_shard_lengths(of.tokens, ranks)
-    row = of.batch * of.head_dim * 4
-    # The ring: K|V of a shard hops from rank to rank; in backward so does the sum of its dK|dV, from the next rank on.
-    forward, backward, gathered, reduced = (np.zeros(ranks, np.int64) for _ in range(4))
-    for home, size in enumerate(shards):
-        for hop in range(1, ranks):
-            forward[(home + hop) % ranks] += size * kv_heads * 2 * row
-            backward[(home + hop) % ranks] += size * kv_heads * 2 * row
-            backward[(home + 1 + hop) % ranks] += size * kv_heads * 2 * row
-        for other in range(ranks):
-            if other != home:
-                gathered[other] += size * kv_heads * 2 * row
-                reduced[home] += size * kv_heads * 2 * row
-    for name, expected in (("ring-all", (forward, backward)), ("all-gather", (gathered, reduced))):
-        np.testing.assert_array_equal(found[name].forward, expected[0])
-        np.testing.assert_array_equal(found[name].backward, expected[1])
-    # Ulysses: every element of a token and head moves from the rank of the token to that of the head, or back.
-    there, back = (np.zeros((2, ranks), np.int64) for _ in range(2))  # q and k, v; forward and backward
-    for sender, size in enumerate(shards):
-        for receiver in range(ranks):
-            if sender != receiver:
-                there[:, receiver] += size * np.array([of.heads, 2 * kv_heads]) // ranks * row
-                back[:, sender] += size * np.array([of.heads, 2 * kv_heads]) // ranks * row
-    np.testing.assert_array_equal(found["ulysses"].forward, there.sum(axis=0) + back[0])
-    np.testing.assert_array_equal(found["ulysses"].backward, there[0] + back.sum(axis=0))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rule", ["all", "grouped"])
-def test_every_strategy_scores_the_same_pairs(rule: Literal["all", "grouped"], is_causal: bool) -> None:
-    of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads=rule), is_causal=is_causal, ranks=3)
-    total = of.pattern.count_pairs(of.tokens, of.kv_heads, is_causal=is_causal)
-    for each in strategies(of):
-        assert each.pairs is not None
-        assert each.pairs.shape == (3,)
-        assert each.pairs.sum() == total, each.name
-
-
-def test_pairs_of_ulysses_are_those_of_its_heads() -> None:
-    of = layer(pattern=DilatedPattern((7, 13, 31), (1, 2, 5), heads="grouped"), ranks=3, kv_heads=6)
-    pairs = next(each.pairs for each in strategies(of) if each.name == "ulysses")
-    lengths = zip(of.pattern.branches, range(3))
-    expected = [2 * _pairs_of_one_head(length, rate, branch % rate, of.tokens) for (length, rate), branch in lengths]
-    assert pairs is not None
-    assert pairs.tolist() == expected
-
-
-def _pairs_of_one_head(length: int, rate: int, offset: int, tokens: int) -> int:
-    kept = [p // length for p in range(tokens) if p % length % rate == offset]
-    return sum(kept.count(segment) ** 2 for segment in set(kept))
 
 
 @pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
@@ -206,7 +126,7 @@ def test_ulysses_says_why_it_cannot_be() -> None:
         _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", heads, "--kv-heads", kv_heads)
         assert rows["ulysses"]["why_not"] == f"{reason} must be a multiple of --ranks=8"
         assert all(rows["ulysses"][key] is None for key in ("bytes_forward", "rows_per_head", "memory_bytes", "imbalance"))
-    code, text = run("--tokens", 4096, "--ranks", 8)
+    code, text, _ = plan("--tokens", 4096, "--ranks", 8)
     assert code == 0
     assert "Ulysses: --heads=12 must be a multiple of --ranks=8" in text
     _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", 16, "--kv-heads", 8)
@@ -225,7 +145,7 @@ def test_a_billion_tokens_on_1024_ranks() -> None:
 
 
 def test_plan_prints_the_table() -> None:
-    code, text = run("--tokens", MILLION, "--ranks", 8, "--preset", "longnet", "--heads", 16)
+    code, text, _ = plan("--tokens", MILLION, "--ranks", 8, "--preset", "longnet", "--heads", 16)
     assert code == 0
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert lines["gather (auto)"][2:] == [*["0", "B"] * 6, "0", "2.16", "GB", "1.00"]
@@ -247,7 +167,7 @@ def test_plan_prints_what_it_chooses_by(budget: int) -> None:
     moved = {name: rows[name]["bytes_both"]["busiest"] for name in ours}
     best = min(fitting, key=moved.__getitem__) if fitting else min(ours, key=lambda name: rows[name]["message_bytes"])
     assert answer["auto"] == best
-    text = run(*options)[1]
+    text = plan(*options)[1]
     assert {"both", "messages"} <= set(text.split())
     row = next(line for line in text.splitlines() if line.startswith(f"{best} (auto)"))
     assert _bytes(rows[best]["bytes_both"]["busiest"]) in row
@@ -255,73 +175,15 @@ def test_plan_prints_what_it_chooses_by(budget: int) -> None:
 
 
 def test_plan_says_how_uneven_shards_are() -> None:
-    code, text = run("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch-size", 3, "--causal")
+    code, text, _ = plan("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch-size", 3, "--causal")
     assert code == 0
     assert "100,003 tokens on 8 ranks, shards: 3 of 12,501 and 5 of 12,500 tokens" in text
     assert "8 query and 2 key/value heads of 64, blocked offsets, causal, bfloat16, batch 3" in text
 
 
-# -- the picture --------------------------------------------------------------------------------------------------------------
-
-
-def test_traffic_by_ranks_is_that_of_each_number_of_ranks() -> None:
-    lines = traffic_by_ranks(layer(ranks=6))
-    assert [ranks for ranks, _ in lines["gather"]] == [2, 4, 6]
-    assert [ranks for ranks, _ in lines["ulysses"]] == [2, 6]  # 4 divides 12 heads, but not 6
-    for ranks in (2, 4, 6):
-        for each in strategies(layer(ranks=ranks), with_pairs=False):
-            if each.forward is not None and each.backward is not None:
-                assert (ranks, (each.forward + each.backward).max()) in lines[each.name]
-    assert [ranks for ranks, _ in traffic_by_ranks(layer(ranks=1))["gather"]] == [1]
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        layer(ranks=1),
-        layer(ranks=2),
-        layer(ranks=17, tokens=10_007),
-        layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()),
-        layer(ranks=96, tokens=10**7, pattern=DilatedPattern((2**20,), (1,)), dtype="float64", batch=4096, heads=1024, kv_heads=32),
-        layer(ranks=4, pattern=DilatedPattern(tuple(range(10**9, 10**9 + 10)), (10**8,) * 10)),
-    ],
-    ids=lambda of: f"{of.tokens} on {of.ranks}",
-)
-def test_picture_has_no_text_on_text(of: Layer) -> None:
-    figure = draw_traffic(of)
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    low, high = axes.get_ylim()
-    ticks = [label for label, at in zip(axes.get_yticklabels(), axes.get_yticks()) if low <= at <= high]
-    texts = [*figure.texts, *figure.legends, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_xticklabels()]
-    extents = [text.get_window_extent() for text in texts] + [axes.bbox]
-    for a, b in combinations(extents, 2):
-        assert a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0, (a, b)
-    for extent in extents:
-        assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
-        assert 0 <= extent.y0 < extent.y1 <= figure.bbox.height
-
-
-def test_picture_shows_zero_on_a_line_of_its_own() -> None:
-    figure = draw_traffic(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))
-    figure.canvas.draw()
-    (axes,) = figure.axes
-    drawn = {str(line.get_label()).split(":")[0]: line for line in axes.lines}
-    zero = axes.get_yticks()[0]
-    assert axes.get_yticklabels()[0].get_text() == "0"
-    values = dict(traffic_by_ranks(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))["gather"])
-    assert 0 in values.values()
-    assert max(values.values()) > 0
-    shown = dict(zip(*(np.asarray(x).tolist() for x in drawn["ours, gather"].get_data())))
-    assert shown == {ranks: number or zero for ranks, number in values.items()}
-    assert zero < min(number for number in values.values() if number)
-    assert axes.get_ylim()[0] < zero
-    assert [drawn[name].get_linestyle() for name in ("ours, gather", "ring of everything")] == ["-", "--"]
-
-
 def test_plan_writes_a_png(tmp_path: Path) -> None:
     output = tmp_path / "plan.png"
-    code, text = run("--tokens", 10_007, "--ranks", 8, "--output", output, "--json")
+    code, text, _ = plan("--tokens", 10_007, "--ranks", 8, "--output", output, "--json")
     assert code == 0
     assert json.loads(text)["ranks"] == 8
     data = output.read_bytes()
@@ -355,8 +217,8 @@ REFUSED = [
         ("--segment-lengths", ",".join(["4"] * 11), "--dilation-rates", ",".join(["1"] * 11)),
         "--segment-lengths must have at most 10 entries, got 11",
     ),
-    (("--segment-lengths", "4,8"), "dilation_rates must hold one rate per segment length=2, got (1, 2, 4)"),
-    (("--segment-lengths", "4", "--dilation-rates", "5"), "dilation_rates[0] must be in [1, segment_lengths[0]=4], got 5"),
+    (("--segment-lengths", "4,8"), "--dilation-rates must hold one rate per segment length=2, got (1, 2, 4)"),
+    (("--segment-lengths", "4", "--dilation-rates", "5"), "--dilation-rates[0] must be in [1, --segment-lengths[0]=4], got 5"),
     (
         ("--tokens", 2**40, "--batch-size", 65536),
         "--tokens must be such that all messages have fewer than 2**62 bytes, got 1099511627776",
@@ -380,26 +242,22 @@ REFUSED = [
 def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> None:
     base: dict[object, object] = {"--tokens": 64, "--ranks": 2}
     base |= dict(zip(changes[::2], changes[1::2]))
-    result = CliRunner().invoke(app, [str(x) for pair in base.items() for x in pair])
-    assert result.exit_code == 2
-    assert result.stdout == "" or "--output" in changes
-    assert result.stderr.startswith(f"error: {message}"), result.stderr
-    assert result.stderr.count("\n") == 1
+    code, out, err = plan(*(x for pair in base.items() for x in pair))
+    assert code == 2
+    assert out == "" or "--output" in changes
+    assert err.startswith(f"error: {message}"), err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("changes", [("--tokens", "many"), ("--preset", "dense"), ("--ranks", "1.5"), ("--heads-rule", "some")])
 def test_plan_refuses_what_is_no_number_or_name(changes: tuple[str, str]) -> None:
     base = {"--tokens": "64", "--ranks": "2"} | dict([changes])
-    code, text = run(*(x for pair in base.items() for x in pair))
+    code, _, err = plan(*(x for pair in base.items() for x in pair))
     assert code == 2
-    assert changes[0] in text
+    assert changes[0] in err
 
 
 def test_plan_accepts_the_boundaries() -> None:
     for changes in ({"--tokens": 1}, {"--ranks": 1}, {"--ranks": 4096}, {"--heads": 1}, {"--kv-heads": 12}, {"--head-dim": 1}):
         base = {"--tokens": 64, "--ranks": 2} | changes
         assert ask(*(x for pair in base.items() for x in pair))[1]["gather"]["why_not"] is None
-
-
-def test_strategy_says_whether_it_is_ours() -> None:
-    assert [Strategy(name).is_ours for name in ("ring", "ring-all")] == [True, False]

@@ -1,10 +1,9 @@
-"""The command line."""
+"""`flexdilated train`: options in, a run under a progress bar, models, picture and sample out."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,76 +14,31 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from safetensors import SafetensorError
 
-from flexdilated import __version__
-from flexdilated.doctor import doctor
-from flexdilated.draw import show
-from flexdilated.draw_plan import plan
-from flexdilated.encode import encode_slide
+from flexdilated.cli.generate import continued
+from flexdilated.cli.options import CudaDeviceOption, device_named, integers
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.draw.figure import write
+from flexdilated.draw.losses import draw_losses
 from flexdilated.hardware import detect, recommended_dtype
-from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.nn.longnet import LongNetConfig
 from flexdilated.pattern import DilatedPattern
-from flexdilated.refusal import Command, Group, refuse
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import (
-    STOP_SECONDS,
-    TIMEOUT_SECONDS,
-    is_rank,
-    leave,
-    rank_of,
-    started,
-    stop_deadline,
-    tells,
-    wait_for_all,
-)
+from flexdilated.training.ranks import STOP_SECONDS, TIMEOUT_SECONDS, rank_of, started, stop_deadline, tells, wait_for_all
 from flexdilated.training.trainer import Trainer
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="flexdilated",
-    cls=Group,
-    help="Dilated attention (LongNet) for PyTorch: train a model, draw a pattern, check this machine.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for _command in (show, doctor, encode_slide, plan):
-    app.command(cls=Command)(_command)
+__all__ = ["train"]
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 
 
-def main() -> None:
-    """The entry point of `flexdilated`."""
-    try:
-        app()
-    except SystemExit as end:
-        if not is_rank():
-            raise
-        leave(end.code if isinstance(end.code, int) else 0)
-    except BaseException:
-        if not is_rank():
-            raise
-        traceback.print_exc()
-        leave(1)
-
-
-@app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.command(cls=Command)
 def train(
     text: Annotated[
         list[Path] | None,
@@ -118,7 +72,7 @@ def train(
     eval_every: Annotated[int, typer.Option(min=1, help="Steps between measurements on held-out text.")] = 20,
     eval_sequences: Annotated[int, typer.Option(min=1, help="Held-out sequences per measurement.")] = 8,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 40,
-    device: Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")] = "auto",
+    device: CudaDeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where it is fast.")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
     context_parallel: Annotated[int, typer.Option(min=1, help="Processes that share every sequence, started by torchrun.")] = 1,
@@ -136,8 +90,8 @@ def train(
     try:
         rank = rank_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
-        place = _device(device) if context_parallel == 1 else _device_of_rank(device)
-        pattern = DilatedPattern(_integers(segment_lengths, "--segment-lengths"), _integers(dilation_rates, "--dilation-rates"))
+        place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
+        pattern = DilatedPattern(integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates))
         options = TrainOptions(
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -153,7 +107,7 @@ def train(
             dtype=_dtype(dtype, place),
             compile=compiled,
         )
-        patterns = {"dilated": pattern} | ({"dense": dense(pattern, sequence_length)} if dense_too else {})
+        patterns = {"dilated": pattern} | ({"dense": _dense(pattern, sequence_length)} if dense_too else {})
         configs = {
             name: LongNetConfig(vocab_size=BYTES, embed_dim=embed_dim, num_layers=layers, num_heads=heads, pattern=each)
             for name, each in patterns.items()
@@ -177,68 +131,7 @@ def train(
     except RuntimeError as error:
         if not compiled or "compiler" not in str(error).lower():
             raise
-        refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({str(error).splitlines()[0]})")
-
-
-@app.command(cls=Command)
-def generate(
-    model: Annotated[
-        Path, typer.Option(help="Folder of a byte-level model, as `flexdilated train` writes it (runs/longnet/dilated).")
-    ],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File whose text to continue.")] = None,
-    num_bytes: Annotated[int, typer.Option("--bytes", min=1, help="Bytes to write after the prompt.")] = 240,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Divides the logits; 0 takes the likeliest byte.")] = 0.7,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest bytes.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest bytes that together reach this probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bytes drawn.")] = 0,
-    device: Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")] = "auto",
-) -> None:
-    """Continue a text with a trained model, and print both. Time and memory per byte do not grow with the length of the text."""
-    try:
-        read = _prompt(prompt, prompt_file)
-        loaded = _model(model, _device(device))
-        drawn = loaded.generate(
-            torch.tensor([list(read)], device=loaded.embedding.weight.device),
-            max_new_tokens=num_bytes,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=torch.Generator().manual_seed(seed),
-        )
-    except (UserError, ValueError, TypeError, NotImplementedError) as error:
-        refuse(error)
-    typer.echo((read + bytes(drawn[0].tolist())).decode("utf-8", "replace"))
-
-
-def _model(folder: Path, device: torch.device) -> LongNetLM:
-    try:
-        model = LongNetLM.from_pretrained(folder, device=device)
-    except FileNotFoundError as error:
-        raise UserError(f"--model must be a folder that `flexdilated train` wrote: {error}") from None
-    except (OSError, ValueError, TypeError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"--model must hold a whole model, got {folder}: {str(error).splitlines()[0]}") from None
-    if model.config.vocab_size != BYTES:
-        raise UserError(f"--model must be a model of bytes, with vocab_size={BYTES}, got vocab_size={model.config.vocab_size}")
-    return model
-
-
-def _prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
-    if (prompt is None) == (prompt_file is None):
-        raise UserError(f"--prompt must come, or else --prompt-file, got {'neither' if prompt is None else 'both'}")
-    if prompt_file is None:
-        read, name = (prompt or "").encode(), "--prompt"
-    else:
-        name = "--prompt-file"
-        try:
-            read = prompt_file.read_bytes()
-        except OSError as error:
-            raise UserError(f"--prompt-file must be readable, got {prompt_file}: {error.strerror}") from None
-    if not read:
-        raise UserError(f"{name} must hold at least one byte, got none")
-    return read
+        refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
 
 
 def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: Store | None) -> Trainer:
@@ -284,10 +177,11 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
         trainer.model.save_pretrained(trainer.folder)
         speed, minutes = f"{trainer.bytes_per_second / 1e3:.1f}", f"{trainer.seconds / 60:.1f}"
         table.add_row(name, f"{trainer.held_out:.3f}", speed, minutes)
-    draw_losses(trainers, output / "loss.png")
     model, options = trainers["dilated"].model, trainers["dilated"].options
+    histories = {name: trainer.history for name, trainer in trainers.items()}
+    write(draw_losses(histories, bytes_per_step=options.batch_size * options.sequence_length), output / "loss.png")
     prompt = bytes(corpus.held_out[:PROMPT_BYTES].tolist())
-    written = sample(model, prompt, num_bytes=SAMPLE_BYTES, temperature=0.7, seed=options.seed)
+    written = continued(model, prompt, num_bytes=SAMPLE_BYTES, temperature=0.7, seed=options.seed)
     (output / "sample.txt").write_bytes(written)
     console.print(table)
     console.print("sample (prompt in bold):")
@@ -335,7 +229,7 @@ def _device_of_rank(name: str) -> torch.device:
         raise UserError(
             f"--device must be 'auto', 'cpu' or 'cuda' (a rank takes cuda:LOCAL_RANK) with --context-parallel, got {name}"
         )
-    kind = _device(name).type
+    kind = device_named(name, auto=["cuda"]).type
     if kind == "cpu":
         return torch.device(kind)
     local = int(os.environ["LOCAL_RANK"])
@@ -343,17 +237,6 @@ def _device_of_rank(name: str) -> torch.device:
         raise UserError(f"--device cuda must find a GPU for LOCAL_RANK={local}, got {torch.cuda.device_count()}; use --device cpu")
     torch.cuda.set_device(local)
     return torch.device(kind, local)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device must be one that torch can use here, got {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def _dtype(name: str, device: torch.device) -> str:
@@ -364,45 +247,6 @@ def _dtype(name: str, device: torch.device) -> str:
     return "bfloat16" if recommended_dtype(detect(device)) == torch.bfloat16 else "float32"
 
 
-def _integers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"{option} must be integers joined by commas, got {text!r}") from None
-
-
-def sample(model: LongNetLM, prompt: bytes, *, num_bytes: int, temperature: float, seed: int) -> bytes:
-    """`prompt` continued by `num_bytes` bytes drawn from the model."""
-    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = model.generate(tokens, max_new_tokens=num_bytes, temperature=temperature, generator=generator)
-    return prompt + bytes(drawn[0].tolist())
-
-
-def draw_losses(curves: dict[str, Trainer], path: Path) -> None:
-    """A picture of training and held-out bits per byte against bytes seen, one colour per run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for colour, (name, trainer) in zip(("#0072b2", "#d55e00"), curves.items()):
-        per_step = trainer.options.batch_size * trainer.options.sequence_length / 1e6
-        seen = [entry["step"] * per_step for entry in trainer.history]
-        axes.plot(seen, [entry["train"] for entry in trainer.history], color=colour, alpha=0.35, linewidth=1)
-        measured = [(entry["step"] * per_step, entry["held_out"]) for entry in trainer.history if "held_out" in entry]
-        label = f"{name}: {measured[-1][1]:.2f} bits per held-out byte"
-        axes.plot(*zip(*measured), color=colour, marker="o", markersize=4, label=label)
-    axes.set_xlabel("bytes seen (millions)")
-    axes.set_ylabel("bits per byte")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, dpi=150, format="png")
-    os.replace(part, path)
-
-
-def dense(pattern: DilatedPattern, sequence_length: int) -> DilatedPattern:
+def _dense(pattern: DilatedPattern, sequence_length: int) -> DilatedPattern:
     """Full attention as a pattern, for comparison."""
     return DilatedPattern((max(sequence_length, *pattern.segment_lengths),), (1,))

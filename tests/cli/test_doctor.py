@@ -6,28 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import Tensor
-from typer.testing import CliRunner
 
-import flexdilated.doctor
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.sdpa import KERNELS
-from flexdilated.doctor import DTYPES, QUANTITIES, SWITCHES, TOLERANCES, Engine, doctor
+from flexdilated.cli import doctor, selfcheck
+from flexdilated.cli.options import DTYPES
+from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
 from flexdilated.hardware import simulate
-
-app = typer.Typer()
-app.command()(doctor)
+from tests.commands import invoke
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
+def run(*arguments: str) -> tuple[int, str, str]:
+    return invoke("doctor", *arguments)
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    code, text = run("--device", "cpu", "--json")
+    code, text, _ = run("--device", "cpu", "--json")
     assert code == 0
     return json.loads(text)
 
@@ -45,7 +41,7 @@ def test_doctor_names_the_machine(report: dict[str, Any]) -> None:
 def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> None:
     listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["engines"]}
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]
-    assert listed == {(*kernel, str(dtype).removeprefix("torch.")) for kernel in kernels for dtype in DTYPES}
+    assert listed == {(*kernel, dtype) for kernel in kernels for dtype in DTYPES}
     flash = next(row for row in report["engines"] if row["kernel"] == "cpu_flash")
     functions = "it has no score_mod or mask_mod"
     assert flash["why_not"] == {"plain": None, "masked": None, "dropout": "it has no dropout", "functions": functions}
@@ -78,8 +74,8 @@ def test_doctor_tells_the_layouts_of_flex(report: dict[str, Any]) -> None:
 
 
 def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.doctor, "DTYPES", (torch.float64,))
-    code, text = run("--device", "cpu")
+    monkeypatch.setattr(selfcheck, "DTYPES", {"float64": torch.float64})
+    code, text, _ = run("--device", "cpu")
     assert code == 0
     assert torch.__version__ in text
     assert "it runs on CUDA only" in text
@@ -92,16 +88,9 @@ def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> No
     assert torch.get_num_threads() == report["machine"]["threads"]
 
 
-def test_doctor_takes_the_best_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cuda, mps, expected in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=cuda: available)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda available=mps: available)
-        assert flexdilated.doctor._default_device() == expected
-
-
 @pytest.mark.gpu
 def test_doctor_passes_every_check_on_cuda() -> None:
-    code, text = run("--device", "cuda", "--json")
+    code, text, _ = run("--device", "cuda", "--json")
     assert code == 0, text
     assert {"efficient", "math"} <= {row["kernel"] for row in json.loads(text)["checks"]}
 
@@ -110,9 +99,9 @@ def test_doctor_passes_every_check_on_cuda() -> None:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    attend = flexdilated.doctor.dilated_attention
-    monkeypatch.setattr(flexdilated.doctor, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(flexdilated.doctor, "dilated_attention", lambda *args, **kwargs: change(attend, *args, **kwargs))
+    attend = selfcheck.dilated_attention
+    monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(selfcheck, "dilated_attention", lambda *args, **kwargs: change(attend, *args, **kwargs))
 
 
 def scaled_output(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +128,7 @@ def nan(attend: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 )
 def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, change: Any, quantity: str) -> None:
     plant(monkeypatch, change)
-    code, text = run("--device", "cpu", "--json")
+    code, text, _ = run("--device", "cpu", "--json")
     assert code == 1
     report = json.loads(text)
     assert report["passed"] is False
@@ -151,7 +140,7 @@ def test_doctor_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch, change:
 
 def test_doctor_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, scaled_output)
-    code, text = run("--device", "cpu")
+    code, text, _ = run("--device", "cpu")
     assert code == 1
     assert "FAIL sdpa math float32, packed documents, blocked offsets, causal: out 1.0e-03" in text
     assert "0 of 48 checks pass, 48 FAIL" in text
@@ -162,17 +151,17 @@ def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("no kernel image is available\nfor this device")
 
     plant(monkeypatch, fail)
-    code, text = run("--device", "cpu")
+    code, text, _ = run("--device", "cpu")
     assert code == 1
     assert "not causal: RuntimeError: no kernel image is available\n" in text
-    code, text = run("--device", "cpu", "--json")
+    code, text, _ = run("--device", "cpu", "--json")
     assert code == 1
     assert json.loads(text)["checks"][0]["worst"]["out"] is None
 
 
 def test_doctor_fails_when_nothing_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.doctor, "_engines", lambda: [Engine("reference")])
-    code, text = run("--device", "cpu")
+    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("reference")])
+    code, text, _ = run("--device", "cpu")
     assert code == 1
     assert "0 of 0 checks pass" in text
 
@@ -182,13 +171,13 @@ def test_doctor_fails_when_nothing_can_be_checked(monkeypatch: pytest.MonkeyPatc
 
 def test_switches_cover_every_kernel_of_the_sdpa_engine() -> None:
     assert set(SWITCHES) == {kernel.name for kernel in KERNELS}
-    assert set(TOLERANCES) == set(DTYPES)
+    assert set(TOLERANCES) == set(DTYPES.values())
 
 
 def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     flash = Engine("sdpa", "flash")
-    assert flexdilated.doctor._why(flexdilated.doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
-    assert flexdilated.doctor._why(flexdilated.doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
+    assert doctor._why(doctor._reasons(flash, simulate("cpu"))) == "it runs on CUDA only"
+    assert doctor._why(doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
         "float32: it has no float32 kernel there",
         "bfloat16, float16 masked: it has no key padding mask",
         "bfloat16, float16 dropout: its attention dropout is not used here: the math kernel's is",
@@ -199,33 +188,24 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
 
 def test_table_fits_every_kind_of_gpu() -> None:
     for name in ("sm_60", "sm_75", "sm_90", "mps"):
-        table = flexdilated.doctor._engine_table(simulate(name))
-        assert table.row_count == len(flexdilated.doctor._engines())
+        table = doctor._engine_table(simulate(name))
+        assert table.row_count == len(selfcheck.engines())
 
 
 # -- what it refuses ----------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_rejects_an_unknown_device() -> None:
-    code, text = run("--device", "bogus")
-    assert code == 2
-    assert text.startswith("error: --device must be a device that torch can use here, got 'bogus': ")
-    assert text.count("\n") == 1
+    code, out, err = run("--device", "bogus")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --device must be a device that torch can use here, got 'bogus': ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("arguments", [("--device", "cuda"), ("--device", "cuda:99", "--json")])
 def test_doctor_rejects_an_absent_device(arguments: tuple[str, ...]) -> None:
-    code, text = run(*arguments)
-    assert code == 2
-    assert text.startswith(f"error: --device must be a device that torch can use here, got '{arguments[1]}': ")
-    assert text.count("\n") == 1
-
-
-def test_doctor_writes_errors_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught:
-        doctor(device="bogus")
-    assert caught.value.exit_code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: --device")
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --device must be a device that torch can use here, got '{arguments[1]}': ")
+    assert err.count("\n") == 1

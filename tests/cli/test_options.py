@@ -13,14 +13,16 @@ from types import ModuleType, NoneType
 from typing import NamedTuple, get_args, get_type_hints
 
 import pytest
+import torch
 from typer.models import OptionInfo
-from typer.testing import CliRunner
 
 import flexdilated
-from flexdilated import cli, doctor, draw, draw_blocks, draw_plan, encode
-from flexdilated.cli import app
-from flexdilated.refusal import EARLIER
+from flexdilated.cli import app, doctor, encode_slide, generate, plan, show, train
+from flexdilated.cli.options import device_named
+from flexdilated.cli.refusal import EARLIER
+from flexdilated.distributed import strategies
 from flexdilated.training import checkpoint, corpus, ranks, trainer
+from tests.commands import invoke
 
 COMMANDS = {
     command.callback.__name__.replace("_", "-"): command.callback for command in app.registered_commands if command.callback
@@ -70,13 +72,6 @@ def spellings(*commands: str) -> set[str]:
     return {name for command in commands for option in options(command) for name in option.spellings}
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"TERMINAL_WIDTH": "160"}).invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_one_thing_has_one_spelling_type_and_default() -> None:
     seen: dict[str, Option] = {}
     for command in COMMANDS:
@@ -106,18 +101,19 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
     ],
 )
 def test_earlier_spellings_are_taken_and_not_shown(arguments: list[str], message: str) -> None:
-    code, _, err = run(*arguments)
+    code, _, err = invoke(*arguments)
     assert code == 2
     assert err.startswith(f"error: {message}")
-    assert not set(EARLIER) & set(re.findall(r"--[a-z-]+", run(arguments[0], "--help")[1]))
+    assert not set(EARLIER) & set(re.findall(r"--[a-z-]+", invoke(arguments[0], "--help")[1]))
 
 
 MODULES: dict[str, list[ModuleType]] = {
-    "show": [draw, draw_blocks],
-    "plan": [draw_plan],
-    "encode-slide": [encode],
+    "show": [show],
+    "plan": [plan, strategies],
+    "encode-slide": [encode_slide],
     "doctor": [doctor],
-    "train": [checkpoint, corpus, ranks, trainer],
+    "train": [train, checkpoint, corpus, ranks, trainer],
+    "generate": [generate],
 }
 TORCHRUN = {"--nproc-per-node", "--max-restarts"}
 
@@ -135,13 +131,17 @@ def test_messages_name_options_that_the_command_has(command: str) -> None:
         assert mentioned(inspect.getsource(module)) <= own | TORCHRUN
 
 
-def test_messages_of_training_and_generating_name_options_that_one_of_them_has() -> None:
-    assert mentioned(inspect.getsource(cli)) <= spellings("train", "generate") | TORCHRUN | {"--version"}
+def test_auto_is_the_first_kind_of_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, mps, best, without_mps in ((True, True, "cuda", "cuda"), (False, True, "mps", "cpu"), (False, False, "cpu", "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=cuda: available)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda available=mps: available)
+        assert device_named("auto", auto=["cuda", "mps"]) == torch.device(best)
+        assert device_named("auto", auto=["cuda"]) == torch.device(without_mps)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unknown_option_is_refused_with_one_line(command: str) -> None:
-    code, out, err = run(command, "--abacus", "7")
+    code, out, err = invoke(command, "--abacus", "7")
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"error: No such option: --abacus\b[^\n]*; see .* {command} --help\n", err)
 
@@ -165,14 +165,14 @@ def test_unknown_option_is_refused_with_one_line(command: str) -> None:
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    code, out, err = run(*arguments)
+    code, out, err = invoke(*arguments)
     assert (code, out) == (2, "")
     assert re.match(f"error: {message}", err), err
     assert err.count("\n") == 1
 
 
 def test_no_arguments_are_help() -> None:
-    code, out, err = run()
+    code, out, err = invoke()
     assert (code, err) == (0, "")
     assert "encode-slide" in out
 
@@ -181,8 +181,8 @@ def test_interrupted_command_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draw_plan, "strategies", interrupt)
-    assert run("plan", "--tokens", 9, "--ranks", 2) == (130, "", "error: stopped by Ctrl-C\n")
+    monkeypatch.setattr(plan, "strategies", interrupt)
+    assert invoke("plan", "--tokens", 9, "--ranks", 2) == (130, "", "error: stopped by Ctrl-C\n")
 
 
 def start(*arguments: str, stdout: int) -> tuple[int, str]:
@@ -217,7 +217,7 @@ def test_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]
 
 
 def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     text = "\n".join(path.read_text() for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))))
     lines = re.findall(r"^    .*?flexdilated ([a-z-]+)(.*)$", text, flags=re.MULTILINE)
     assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}

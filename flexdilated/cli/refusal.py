@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["EARLIER", "Command", "Group", "refuse"]
+__all__ = ["EARLIER", "Command", "Group", "first_line", "refuse"]
 
 # What an option was called, where a command was written for it: hidden, and taken for what it is called now.
 EARLIER = {"--batch": "--batch-size", "--num-heads": "--heads", "--pattern": "--preset", "--sequence-length": "--tokens"}
@@ -33,6 +33,11 @@ def refuse(message: object) -> NoReturn:
     line = " ".join(str(message).splitlines())
     typer.echo("error: " + re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda word: options.get(word[0], word[0]), line), err=True)
     raise typer.Exit(2)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, or its name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class Command(TyperCommand):

@@ -1,4 +1,4 @@
-"""The slide encoder as a command: a file of tile embeddings and coordinates in, a file with the slide embedding out."""
+"""`flexdilated encode-slide`: a file of tile embeddings and coordinates in, a file with the slide embedding out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +17,10 @@ import torch
 import typer
 from torch import Tensor
 
-from flexdilated.doctor import _check_device, _default_device
+from flexdilated.cli.options import device_named, dtype_named, spelled, writing
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.draw.figure import replaced
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
-from flexdilated.refusal import refuse
 
 __all__ = ["COORDINATES", "EMBEDDINGS", "encode_slide"]
 
@@ -30,7 +30,7 @@ COORDINATES = "coords"
 
 TILE_FILES = (".pt", ".h5", ".npz")
 OUTPUTS = (".pt", ".npz")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPUTED = ("float32", "bfloat16", "float16")
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Half precision does not hold the pixels of a slide: float16 ends at 65504, bfloat16 is exact to 256.
@@ -99,8 +99,7 @@ def encode_slide(
 
     The output holds slide_embed, (1, embed_dim), in float32.
     """
-    if dtype not in DTYPES:
-        refuse(f"--dtype must be one of {', '.join(DTYPES)}, got '{dtype}'")
+    computed = dtype_named(dtype, COMPUTED)
     if arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
     sizes = {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids, "--max-wsi-size": max_wsi_size}
@@ -117,8 +116,7 @@ def encode_slide(
     if output is None:
         output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
     _check_output(output, [path for path in (tiles, weights) if path is not None], overwrite=overwrite)
-    place = _default_device() if device == "auto" else device
-    _check_device(place)
+    place = device_named(device, auto=["cuda", "mps"])
 
     key, x, coords = _read(tiles, in_chans)
     try:
@@ -143,7 +141,7 @@ def encode_slide(
     source = "RANDOM weights" if weights is None else f"'{weights}'"
     typer.echo(f"{x.shape[1]:,} tiles of {x.shape[2]:,} elements, '{key}' of '{tiles}'")
     typer.echo(f"{num_parameters:,} parameters of {arch}, {source}; {place} in {dtype}")
-    embeddings, seconds, memory = _encode(model, x, coords, place, DTYPES[dtype], all_layers=all_layers)
+    embeddings, seconds, memory = _encode(model, x, coords, place, computed, all_layers=all_layers)
     _check_finite(embeddings, dtype)
     typer.echo(f"encoded in {seconds:.2f} s, {memory}")
     _save(embeddings, output)
@@ -160,7 +158,7 @@ def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
     except ImportError:
         refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install 'flexdilated[slides]'")
     except DAMAGED as error:
-        refuse(f"TILES must be a whole {path.suffix.lower()} file without pickled objects, got '{path}': {_first_line(error)}")
+        refuse(f"TILES must be a whole {path.suffix.lower()} file without pickled objects, got '{path}': {first_line(error)}")
     keys = [key for key in EMBEDDINGS if key in found]
     if len(keys) != 1 or COORDINATES not in found:
         refuse(
@@ -220,7 +218,7 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         refuse(f"{name} must be a dense array, got {'no array' if value is None else type(value).__name__}")
     if value.dtype not in dtypes:
-        refuse(f"{name} must be of {_listed(dtypes)}, got {_spelled(value.dtype)}")
+        refuse(f"{name} must be of {_listed(dtypes)}, got {spelled(value.dtype)}")
     return value.detach()
 
 
@@ -231,14 +229,14 @@ def _load(model: LongNetViT, path: Path) -> None:
     try:
         load_weights(model, path)
     except DAMAGED as error:
-        refuse(f"--weights must be a whole checkpoint that fits --arch and --in-chans, got '{path}': {_first_line(error)}")
+        refuse(f"--weights must be a whole checkpoint that fits --arch and --in-chans, got '{path}': {first_line(error)}")
 
 
 def _encode(
-    model: LongNetViT, x: Tensor, coords: Tensor, place: str, dtype: torch.dtype, *, all_layers: bool
+    model: LongNetViT, x: Tensor, coords: Tensor, place: torch.device, dtype: torch.dtype, *, all_layers: bool
 ) -> tuple[dict[str, Tensor], float, str]:
     """The embeddings `(1, embed_dim)` by name, float32, on the CPU; the seconds that the encoder ran; the memory in words."""
-    is_cuda = torch.device(place).type == "cuda"
+    is_cuda = place.type == "cuda"
     try:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(place)
@@ -249,7 +247,7 @@ def _encode(
             layers = [layer.float().cpu() for layer in model(x, coords, all_layer_embed=all_layers)]  # waits for the device
         seconds = time.perf_counter() - start
     except torch.OutOfMemoryError as error:
-        refuse(f"--device={place} must have the memory for {x.shape[1]:,} tiles in {_spelled(dtype)}: {_first_line(error)}")
+        refuse(f"--device={place} must have the memory for {x.shape[1]:,} tiles in {spelled(dtype)}: {first_line(error)}")
     except (ValueError, TypeError, NotImplementedError) as error:  # coordinates outside the grid, a dtype without a kernel
         refuse(error)
     memory = f"peak memory {torch.cuda.max_memory_allocated(place) / 2**30:.2f} GiB on {place}" if is_cuda else _process_memory()
@@ -294,31 +292,14 @@ def _check_output(output: Path, inputs: list[Path], *, overwrite: bool) -> None:
 
 
 def _save(embeddings: dict[str, Tensor], output: Path) -> None:
-    """Write the file beside its final name, then rename it: a reader never sees half of it."""
     buffer = io.BytesIO()
     if output.suffix.lower() == ".npz":
         np.savez(buffer, **{name: embedding.numpy() for name, embedding in embeddings.items()})  # type: ignore[arg-type]
     else:
         torch.save(embeddings, buffer)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.part")
-    try:
-        with partial.open("xb") as file:
-            file.write(buffer.getbuffer())
-        partial.replace(output)
-    except OSError as error:
-        refuse(f"--output must be a file that can be written, got '{output}': {error.strerror or error}")
-    finally:
-        with suppress(OSError):  # there is none after the rename
-            partial.unlink()
+    with writing(output), replaced(output) as file:
+        file.write(buffer.getbuffer())
 
 
 def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(_spelled, dtypes))
-
-
-def _spelled(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ", ".join(map(spelled, dtypes))

@@ -1,0 +1,47 @@
+"""The command line: its commands, and the entry point of the process."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Annotated
+
+import typer
+
+from flexdilated import __version__
+from flexdilated.cli import doctor, encode_slide, generate, plan, show, train
+from flexdilated.cli.refusal import Command, Group
+from flexdilated.training.ranks import is_rank, leave
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="flexdilated",
+    cls=Group,
+    help="Dilated attention (LongNet) for PyTorch: train a model, draw a pattern, check this machine.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _command in (show.show, doctor.doctor, encode_slide.encode_slide, plan.plan, train.train, generate.generate):
+    app.command(cls=Command)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of `flexdilated`."""
+    try:
+        app()
+    except SystemExit as end:
+        if not is_rank():
+            raise
+        leave(end.code if isinstance(end.code, int) else 0)
+    except BaseException:
+        if not is_rank():
+            raise
+        traceback.print_exc()
+        leave(1)

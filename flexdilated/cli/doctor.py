@@ -1,0 +1,254 @@
+"""`flexdilated doctor`: what this machine can run and why not, and whether it computes the right numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flexdilated import __version__
+from flexdilated.backends import Request
+from flexdilated.cli.options import DTYPES, device_named, spelled
+from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
+from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
+from flexdilated.hardware import Hardware, detect, recommended_dtype
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["doctor"]
+
+CALLS = ("plain", "masked", "dropout", "functions")
+HEAD_DIM = 64
+LAYOUT_TOKENS = tuple(4**i for i in range(5, 11))  # 1,024 to 1,048,576
+
+
+def doctor(
+    device: Annotated[
+        str,
+        typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what this machine can run and why not, and check every kernel against the definition. Exit code 1 if a check fails."""
+    place = device_named(device, auto=["cuda", "mps"])
+    hardware = detect(place)
+    machine = _machine(place, hardware)
+    console = Console()
+    if not as_json:
+        console.print(_machine_table(machine))
+        console.print(_engine_table(hardware))
+        console.print(_layout_table())
+    reports = self_check(place, hardware)
+    if as_json:
+        typer.echo(json.dumps(_as_json(machine, hardware, reports), indent=2, allow_nan=False))
+    else:
+        _print_reports(console, reports)
+    if not all_passed(reports):
+        raise typer.Exit(1)
+
+
+# -- the machine --------------------------------------------------------------------------------------------------------------
+
+
+def _machine(device: torch.device, hardware: Hardware) -> dict[str, Any]:
+    """Facts by name, as JSON types."""
+    capability = None if hardware.capability is None else ".".join(map(str, hardware.capability))
+    return {
+        "flexdilated": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "devices": _devices(),
+        "device": str(device),
+        "capability": capability,
+        "threads": torch.get_num_threads(),
+        "has_fast_bfloat16": hardware.has_fast_bfloat16,
+        "recommended_dtype": spelled(recommended_dtype(hardware)),
+    }
+
+
+def _devices() -> list[str]:
+    devices = [f"cpu: {platform.processor() or platform.machine()}"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return devices
+
+
+def _table(title: str) -> Table:
+    """A table narrow enough for a terminal of 80 columns."""
+    return Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+
+
+def _machine_table(machine: dict[str, Any]) -> Table:
+    table = _table("machine")
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in machine.items():
+        table.add_row(name.replace("_", " "), Text(_worded(value)))
+    return table
+
+
+def _worded(value: object) -> str:
+    if isinstance(value, list):
+        return "\n".join(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
+
+
+# -- what can run -------------------------------------------------------------------------------------------------------------
+
+
+def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
+    return Request(
+        hardware=hardware,
+        dtype=dtype,
+        head_dim=HEAD_DIM,
+        masked=call == "masked",
+        dropout=call == "dropout",
+        modified=call == "functions",  # score_mod, mask_mod
+        differentiable=True,
+        wants_lse=True,
+    )
+
+
+def _reasons(engine: Engine, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
+    return {(dtype, call): engine.why_not(_request(hardware, dtype, call)) for dtype in DTYPES.values() for call in CALLS}
+
+
+def _engine_table(hardware: Hardware) -> Table:
+    table = _table(f"what can run on {hardware}, head dim {HEAD_DIM}: of the engines that can, the first is used")
+    table.add_column("engine", no_wrap=True)
+    for dtype in DTYPES.values():
+        table.add_column(spelled(dtype), no_wrap=True)
+    table.add_column("why not", overflow="fold")
+    for engine in engines():
+        reasons = _reasons(engine, hardware)
+        cells = []
+        for dtype in DTYPES.values():
+            able = [call for call in CALLS if reasons[dtype, call] is None]
+            cells.append(
+                Text("yes", "green") if len(able) == len(CALLS) else Text("\n".join(able) or "no", "yellow" if able else "dim")
+            )
+        table.add_row(str(engine), *cells, Text(_why(reasons)))
+    return table
+
+
+def _why(reasons: dict[tuple[torch.dtype, str], str | None]) -> str:
+    """Each distinct reason once, after the dtypes and calls that it holds for, unless it holds for all of them."""
+    lines = []
+    for reason in dict.fromkeys(reason for reason in reasons.values() if reason is not None):
+        where = [key for key, value in reasons.items() if value == reason]
+        dtypes = list(dict.fromkeys(dtype for dtype, _ in where))
+        calls = list(dict.fromkeys(call for _, call in where))
+        limits = []
+        if len(dtypes) < len(DTYPES):
+            limits.append(", ".join(map(spelled, dtypes)))
+        if len(calls) < len(CALLS):
+            limits.append(", ".join(calls))
+        lines.append(f"{' '.join(limits)}: {reason}" if limits else reason)
+    return "\n".join(lines)
+
+
+def _layouts() -> list[dict[str, Any]]:
+    """What the flex engine would do on a GPU with LongNet's branches, 12 heads of 64 elements in bfloat16, causal."""
+    pattern, rows = DilatedPattern.longnet(), []
+    for num_tokens in LAYOUT_TOKENS:
+        call = Call(batch=1, num_tokens=num_tokens, num_heads=12, num_kv_heads=12, head_dim=HEAD_DIM, element=2, is_causal=True)
+        packed, fused = packed_cost(pattern, call), fused_cost(pattern, call)
+        costs = {"packed": packed._asdict(), "fused": fused._asdict()}
+        rows.append({"tokens": num_tokens, **costs, "layout": choose_layout(pattern, call)})
+    return rows
+
+
+def _layout_table() -> Table:
+    table = _table(
+        "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16)"
+    )
+    for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
+        table.add_column(column, justify="left" if column == "choice" else "right")
+    for row in _layouts():
+        packed, fused = row["packed"], row["fused"]
+        numbers = (
+            row["tokens"],
+            packed["tiles"],
+            fused["tiles"],
+            packed["launches"],
+            packed["bytes"] // 2**20,
+            fused["bytes"] // 2**20,
+        )
+        table.add_row(*(f"{n:,}" for n in numbers), row["layout"])
+    return table
+
+
+# -- the numbers --------------------------------------------------------------------------------------------------------------
+
+
+def _print_reports(console: Console, reports: list[Report]) -> None:
+    table = _table("self-check: largest error / largest element, against the definition")
+    for column in ("engine", "dtype", "cases", *QUANTITIES, "allowed", "result"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("engine", "dtype", "result") else "right")
+    for report in reports:
+        errors = [f"{report.worst[name]:.0e}" for name in QUANTITIES]
+        result = Text("pass", "green") if report.passed else Text("FAIL", "bold red")
+        dtype = spelled(report.dtype)
+        table.add_row(str(report.engine), dtype, str(len(report.checks)), *errors, f"{report.tolerance:.0e}", result)
+    console.print(table)
+    for report in reports:
+        for check in report.checks:
+            if not check.passed:
+                what = check.raised or ", ".join(
+                    f"{name} {error:.1e}" for name, error in check.errors.items() if not error <= report.tolerance
+                )
+                console.print(Text(f"FAIL {report.engine} {spelled(report.dtype)}, {check.case}: {what}"), soft_wrap=True)
+    failed = sum(not check.passed for report in reports for check in report.checks)
+    total = sum(len(report.checks) for report in reports)
+    console.print(Text(f"{total - failed} of {total} checks pass" + (f", {failed} FAIL" if failed else "")))
+
+
+def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report]) -> dict[str, Any]:
+    """The report in JSON types. A reason of null: it can run. An error of null: not a finite number."""
+    rows = [
+        {
+            "backend": engine.backend,
+            "kernel": engine.kernel,
+            "dtype": spelled(dtype),
+            "why_not": {call: reasons[dtype, call] for call in CALLS},
+        }
+        for engine in engines()
+        for reasons in (_reasons(engine, hardware),)
+        for dtype in DTYPES.values()
+    ]
+    checks = [
+        {
+            "backend": report.engine.backend,
+            "kernel": report.engine.kernel,
+            "dtype": spelled(report.dtype),
+            "tolerance": report.tolerance,
+            "worst": {name: _finite(error) for name, error in report.worst.items()},
+            "passed": report.passed,
+            "cases": [
+                {**asdict(check), "errors": {name: _finite(error) for name, error in check.errors.items()}}
+                for check in report.checks
+            ],
+        }
+        for report in reports
+    ]
+    return {"machine": machine, "engines": rows, "layouts": _layouts(), "checks": checks, "passed": all_passed(reports)}
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None

@@ -1,0 +1,193 @@
+"""What several commands ask for: each option with its one spelling, what it means, and how it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.draw.figure import write
+from flexdilated.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "DTYPES",
+    "MAX_LENGTH",
+    "CausalOption",
+    "CudaDeviceOption",
+    "HeadsRule",
+    "HeadsRuleOption",
+    "OffsetsOption",
+    "OffsetsRule",
+    "Preset",
+    "check_picture",
+    "check_range",
+    "device_named",
+    "dtype_named",
+    "integers",
+    "pattern_named",
+    "print_table",
+    "save_picture",
+    "spelled",
+    "writing",
+]
+
+MAX_LENGTH = 2**40  # of a segment; positions are 64-bit integers
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+# -- patterns -----------------------------------------------------------------------------------------------------------------
+
+
+class HeadsRule(str, Enum):
+    """`DilatedPattern.heads` as the command line spells it."""
+
+    ALL = "all"
+    GROUPED = "grouped"
+
+
+class OffsetsRule(str, Enum):
+    """`DilatedPattern.offsets` as the command line spells it."""
+
+    BLOCKED = "blocked"
+    INTERLEAVED = "interleaved"
+
+
+class Preset(str, Enum):
+    """Published patterns."""
+
+    LONGNET = "longnet"
+    GIGAPATH = "gigapath"
+
+    def published(self) -> DilatedPattern:
+        return DilatedPattern.longnet() if self is Preset.LONGNET else DilatedPattern.gigapath()
+
+
+HeadsRuleOption = Annotated[
+    HeadsRule, typer.Option(help="all: every head runs every branch. grouped: each branch has its own group of heads.")
+]
+OffsetsOption = Annotated[
+    OffsetsRule, typer.Option(help="Which residue head h of H keeps at rate r. blocked: h // ceil(H / r). interleaved: h mod r.")
+]
+CausalOption = Annotated[bool, typer.Option("--causal/--no-causal", help="Whether a query sees no key after itself.")]
+
+
+def pattern_named(
+    segment_lengths: str | None,
+    dilation_rates: str | None,
+    preset: Preset | None,
+    *,
+    default_lengths: str,
+    divisor: int = 1,
+    heads_rule: HeadsRule,
+    offsets: OffsetsRule,
+    heads: int,
+    counted: str = "--heads",
+) -> DilatedPattern:
+    """The pattern that the options name, for so many heads by the option `counted`; lengths are divided by `divisor`."""
+    try:
+        if preset is None:
+            lengths = integers("--segment-lengths", default_lengths if segment_lengths is None else segment_lengths)
+            rates = integers("--dilation-rates", "1,2,4" if dilation_rates is None else dilation_rates)
+            pattern = DilatedPattern(lengths, rates)
+        else:
+            for option, text in (("--segment-lengths", segment_lengths), ("--dilation-rates", dilation_rates)):
+                if text is not None:
+                    refuse(f"{option} must not be given with --preset={preset.value}, got {text}")
+            pattern = preset.published()
+        if divisor != 1:
+            pattern = DilatedPattern(tuple(length // divisor for length in pattern.segment_lengths), pattern.dilation_rates)
+        pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        refuse(error)
+    if heads_rule is HeadsRule.GROUPED and heads < len(pattern.branches):
+        refuse(f"{counted} must be at least the branches={len(pattern.branches)} with --heads-rule=grouped, got {heads}")
+    return pattern
+
+
+def integers(option: str, text: str) -> tuple[int, ...]:
+    """Integers separated by commas."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        refuse(f"{option} must be integers separated by commas, got '{text}'")
+    if max(values) > MAX_LENGTH:
+        refuse(f"{option} must be at most {MAX_LENGTH}, got {max(values)}")
+    return values
+
+
+def check_range(option: str, value: int, most: int) -> None:
+    """Refuse a number that is not in [1, most]."""
+    if not 1 <= value <= most:
+        refuse(f"{option} must be in [1, {most}], got {value}")
+
+
+# -- where and in which dtype -------------------------------------------------------------------------------------------------
+
+CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")]
+
+
+def device_named(name: str, *, auto: Sequence[str]) -> torch.device:
+    """The device of a name; of "auto" the first kind of `auto` that is there, else the CPU."""
+    if name == "auto":
+        is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        return torch.device(next((kind for kind in auto if is_there[kind]), "cpu"))
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch's word for a build without CUDA
+        refuse(f"--device must be a device that torch can use here, got '{name}': {first_line(error)}")
+    return device
+
+
+def dtype_named(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtype:
+    """The dtype of a name, one of `choices`."""
+    if name not in choices:
+        refuse(f"--dtype must be one of {', '.join(choices)}, got '{name}'")
+    return DTYPES[name]
+
+
+def spelled(dtype: torch.dtype) -> str:
+    """As an option spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+# -- what comes out -----------------------------------------------------------------------------------------------------------
+
+
+def check_picture(output: Path | None) -> None:
+    """Refuse a name that is not one of a picture."""
+    if output is not None and output.suffix.lower() != ".png":
+        refuse(f"--output must end in .png, got '{output}'")
+
+
+def save_picture(figure: Figure, output: Path) -> None:
+    """Write a picture, or refuse."""
+    with writing(output):
+        write(figure, output)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table as wide as its numbers are, which are never cut."""
+    table.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.print(table, soft_wrap=True)
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Refuse where the file cannot be written in the block."""
+    try:
+        yield
+    except OSError as error:
+        refuse(f"--output must be a file that can be written, got '{output}': {error.strerror or error}")

@@ -1,0 +1,309 @@
+"""`flexdilated plan`: what a sharded sequence costs each rank, as a table, JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flexdilated.cli import options
+from flexdilated.cli.refusal import refuse
+from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, ContextPlan
+from flexdilated.distributed.sharding import even_shard_lengths
+from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, shard_sizes, strategies
+from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
+
+__all__ = ["plan"]
+
+LABELS = {
+    "gather": "gather",
+    "ring": "ring",
+    "heads": "heads",
+    "ring-all": "ring of everything",
+    "all-gather": "all-gather of K and V",
+    "ulysses": "Ulysses",
+}
+
+MAX_RANKS = 4096
+MAX_RANK_PAIRS = 2**23  # that share a segment, over branches: more take minutes and gigabytes
+MAX_BRANCHES = 10  # rows that branches share are counted by inclusion and exclusion
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 4096
+MAX_BATCH = 2**16
+LIMIT = 2**62  # counts are 64-bit integers
+
+EXPLANATION = f"""\
+received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
+both: forward and backward together; messages: what a forward holds of them at once, on the rank that holds most
+rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
+memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
+work: (query, key) pairs of the busiest rank / mean over ranks
+auto takes the least of both at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages;
+  never heads where the busiest rank would score more than {IDLE_LIMIT} times the pairs
+ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
+all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
+Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""
+
+
+def plan(
+    tokens: Annotated[int, typer.Option(help=f"Sequence length N in tokens, 1 to {options.MAX_LENGTH}.")],
+    ranks: Annotated[
+        int, typer.Option(help=f"Ranks P that share the sequence, 1 to {MAX_RANKS}: contiguous shards, as equal as can be.")
+    ],
+    preset: Annotated[
+        options.Preset | None,
+        typer.Option(help="A published pattern, at its published lengths, instead of lengths and rates."),
+    ] = None,
+    segment_lengths: Annotated[
+        str | None,
+        typer.Option(help="Tokens per segment of each branch, comma separated. Default, without --preset: 2048,4096,8192."),
+    ] = None,
+    dilation_rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Every r-th token of a segment is kept: one rate per segment length, comma separated. "
+            "Default, without --preset: 1,2,4."
+        ),
+    ] = None,
+    heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,
+    offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
+    heads: Annotated[int, typer.Option(help=f"Query heads H, 1 to {MAX_HEADS}.")] = 12,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; they divide --heads. Default: as many as --heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help=f"Elements per head, 1 to {MAX_HEAD_DIM}.")] = 64,
+    dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
+    batch: Annotated[int, typer.Option("--batch-size", help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
+    causal: options.CausalOption = False,
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes that the messages of an exchange may take on a rank, for the choice of auto. "
+            "Default: that of exchange='auto', twice q, k, v and out of the largest shard."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Also draw the bytes received per rank against the number of ranks, 1 to P, in this .png file.",
+        ),
+    ] = None,
+) -> None:
+    """What a sequence sharded over P ranks costs per rank and layer: bytes received, memory, work. For our exchanges and others.
+
+    JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
+    memory_budget; is_local (no rank needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list
+    of: name, is_ours, is_auto, why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and
+    bytes_both (busiest rank, mean), message_bytes (of the rank that holds most; auto chooses by it and by bytes_both, busiest),
+    rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers, total), fits_budget, pairs (busiest, mean),
+    imbalance.
+    """
+    options.check_picture(output)
+    for option, value, most in (
+        ("--tokens", tokens, options.MAX_LENGTH),
+        ("--ranks", ranks, MAX_RANKS),
+        ("--heads", heads, MAX_HEADS),
+        ("--head-dim", head_dim, MAX_HEAD_DIM),
+        ("--batch-size", batch, MAX_BATCH),
+    ):
+        options.check_range(option, value, most)
+    counted = "--heads" if kv_heads is None else "--kv-heads"  # by which the pattern groups
+    kv_heads = heads if kv_heads is None else kv_heads
+    if not 1 <= kv_heads <= heads or heads % kv_heads:
+        refuse(f"--kv-heads must divide --heads={heads}, got {kv_heads}")
+    options.dtype_named(dtype)
+    if memory_budget is not None and memory_budget < 0:
+        refuse(f"--memory-budget must be at least 0 bytes, got {memory_budget}")
+    pattern = options.pattern_named(
+        segment_lengths,
+        dilation_rates,
+        preset,
+        default_lengths="2048,4096,8192",
+        heads_rule=heads_rule,
+        offsets=offsets,
+        heads=kv_heads,
+        counted=counted,
+    )
+    layer = Layer(
+        pattern=pattern,
+        tokens=tokens,
+        ranks=ranks,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch=batch,
+        is_causal=causal,
+    )
+    _check_counts(layer)
+
+    found = strategies(layer)
+    whole = layer_plan(layer)
+    sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
+    budget = whole.default_budget(**sizes) if memory_budget is None else memory_budget
+    auto = whole.choose(budget=budget, **layer.sizes)
+    report = _report(layer, whole, found, budget, auto)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, allow_nan=False))
+    else:
+        _print(Console(), layer, report)
+    if output is not None:
+        options.save_picture(draw_traffic(layer), output)
+
+
+def _check_counts(layer: Layer) -> None:
+    """Refuse what would not fit 64-bit integers, or would need the memory of all pairs of too many ranks."""
+    largest = -(-layer.tokens // layer.ranks)
+    elements = layer.tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.batch
+    if 4 * elements * max(layer.head_dim, 8) * layer.itemsize >= LIMIT:
+        refuse(f"--tokens must be such that all messages have fewer than 2**62 bytes, got {layer.tokens}")
+    if len(layer.pattern.branches) > MAX_BRANCHES:
+        refuse(f"--segment-lengths must have at most {MAX_BRANCHES} entries, got {len(layer.pattern.branches)}")
+    filled = min(layer.ranks, layer.tokens)
+    shared = sum(filled * min(filled, w // largest + 2) for w in layer.pattern.segment_lengths)
+    if shared > MAX_RANK_PAIRS:
+        refuse(
+            f"--ranks must be such that at most {MAX_RANK_PAIRS} pairs of them share a segment, "
+            f"got {layer.ranks} with segments of {max(layer.pattern.segment_lengths)} over shards of {largest}"
+        )
+    pairs, multiple = 0, math.lcm(*layer.pattern.dilation_rates)
+    for length, rate in layer.pattern.branches:
+        w = min(length, layer.tokens)
+        n, rows = largest // rate + 1, w // rate + 1
+        # Of one branch at most: all heads of the own rows; or whole heads of two segments at the shard's ends.
+        pairs += 3 * layer.kv_heads * n * rows + 2 * rows * rows * (w > largest)
+    if pairs >= LIMIT:
+        refuse(
+            f"--tokens must be such that a rank scores fewer than 2**62 pairs, got {layer.tokens} with --ranks={layer.ranks}; "
+            "use more ranks or shorter segments"
+        )
+    if max(layer.tokens, multiple) * max(layer.pattern.dilation_rates) >= LIMIT:
+        refuse(f"--dilation-rates must have a least common multiple that is small enough to count with, got {multiple}")
+
+
+def _report(layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget: int, auto: str) -> dict[str, Any]:
+    """The answer in JSON types."""
+    return {
+        "tokens": layer.tokens,
+        "ranks": layer.ranks,
+        "pattern": layer.pattern.to_dict(),
+        "heads": layer.heads,
+        "kv_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "dtype": layer.dtype,
+        "batch": layer.batch,
+        "causal": layer.is_causal,
+        "shards": {"largest": max(whole.shard_lengths), "smallest": min(whole.shard_lengths)},
+        "memory_budget": budget,
+        "is_local": whole.is_local,
+        "auto": auto,
+        "strategies": [_row(layer, whole, each, budget, auto) for each in found],
+    }
+
+
+def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": each.name,
+        "is_ours": each.is_ours,
+        "is_auto": each.name == auto,
+        "why_not": each.why_not,
+    }
+    moved = ("bytes_forward", "bytes_backward", "bytes_both", "message_bytes")
+    numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
+    if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
+        return row | dict.fromkeys(numbers)
+    tokens = shard_sizes(whole) * layer.batch
+    gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
+    tensors = gradients + tokens * layer.heads * layer.lse_size
+    total = tensors + gradients + each.buffers
+    busiest = int(total.argmax())
+    mean = _mean(each.pairs)
+    values = (
+        {"busiest": int(each.forward.max()), "mean": _mean(each.forward)},
+        {"busiest": int(each.backward.max()), "mean": _mean(each.backward)},
+        {"busiest": int((each.forward + each.backward).max()), "mean": _mean(each.forward) + _mean(each.backward)},
+        int(each.buffers.max()),
+        float(each.rows.max()) / layer.kv_heads,
+        {
+            "tensors": int(tensors[busiest]),
+            "gradients": int(gradients[busiest]),
+            "buffers": int(each.buffers[busiest]),
+            "total": int(total[busiest]),
+        },
+        int(each.buffers.max()) <= budget,
+        {"busiest": int(each.pairs.max()), "mean": mean},
+        int(each.pairs.max()) / mean,
+    )
+    return row | dict(zip(numbers, values))
+
+
+def _mean(counts: Counts) -> float:
+    return sum(counts.tolist()) / len(counts)
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------------
+
+
+def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
+    for i, line in enumerate(_title(layer)):
+        console.print(Text(line, style="bold" if i == 0 else ""), soft_wrap=True)
+    if report["is_local"]:
+        console.print(Text("every segment lies inside one shard: our exchanges move nothing"), soft_wrap=True)
+    console.print()
+    options.print_table(console, _table(report))
+    for row in report["strategies"]:
+        if row["why_not"] is not None:
+            console.print(Text(f"{LABELS[row['name']]}: {row['why_not']}"), soft_wrap=True)
+    console.print(Text(f"\nmemory budget of the messages: {_bytes(report['memory_budget'])}\n{EXPLANATION}"), soft_wrap=True)
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("received per rank,\nbytes per layer", no_wrap=True)
+    received = ("forward\nbusiest", "forward\nmean", "backward\nbusiest", "backward\nmean", "both\nbusiest", "messages\n")
+    columns = (*received, "rows\nper head", "memory\n", "work\n")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report["strategies"]:
+        name = LABELS[row["name"]] + (" (auto)" if row["is_auto"] else "")
+        style = "bold" if row["is_auto"] else "" if row["is_ours"] else "dim"
+        if row["why_not"] is not None:
+            table.add_row(Text(name, style), *["-"] * len(columns))
+            continue
+        moved = [_bytes(row[key][of]) for key in ("bytes_forward", "bytes_backward") for of in ("busiest", "mean")]
+        moved += [_bytes(row["bytes_both"]["busiest"]), _bytes(row["message_bytes"])]
+        memory, work = _bytes(row["memory_bytes"]["total"]), f"{row['imbalance']:.2f}"
+        table.add_row(
+            Text(name, style), *moved, f"{row['rows_per_head']:,.0f}", memory, work, end_section=row["name"] == EXCHANGES[-1]
+        )
+    return table
+
+
+def _title(layer: Layer) -> list[str]:
+    shards = even_shard_lengths(layer.tokens, layer.ranks)
+    longer = sum(size > shards[-1] for size in shards)
+    shard = (
+        f"each of {shards[0]:,}" if not longer else f"{longer:,} of {shards[0]:,} and {layer.ranks - longer:,} of {shards[-1]:,}"
+    )
+    return [
+        f"{layer.tokens:,} tokens on {layer.ranks:,} rank{'s' * (layer.ranks > 1)}, shards: {shard} tokens",
+        *layer_lines(layer),
+    ]
+
+
+def _bytes(number: float) -> str:
+    """Three digits or more, with a unit of a power of 1,000."""
+    power = 0
+    while power < len(UNITS) - 1 and number >= 999.5:
+        number, power = number / 1000, power + 1
+    digits = f"{number:,.0f}" if number >= 99.95 or not power else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+    return f"{digits} {UNITS[power]}"

@@ -1,0 +1,280 @@
+"""The self-check: every kernel that can run here, on small calls, against the definition."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flexdilated import reference
+from flexdilated.attention import dilated_attention
+from flexdilated.backends import BACKENDS, Request, why_not
+from flexdilated.backends.sdpa import KERNELS
+from flexdilated.cli.options import DTYPES
+from flexdilated.cli.refusal import first_line
+from flexdilated.hardware import Hardware
+from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
+
+__all__ = ["QUANTITIES", "Engine", "Report", "all_passed", "engines", "self_check"]
+
+QUANTITIES = ("out", "lse", "dq", "dk", "dv")
+
+# The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in
+# float32 and float64 the rounding of sums of some hundred terms.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 16 * 2.0**-11, torch.bfloat16: 16 * 2.0**-8}
+
+# The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa engine as the only choice.
+SWITCHES = {
+    "cpu_flash": SDPBackend.FLASH_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the tables: a backend, or one kernel of the sdpa backend."""
+
+    backend: str
+    kernel: str | None = None
+
+    def __str__(self) -> str:
+        return self.backend if self.kernel is None else f"{self.backend} {self.kernel}"
+
+    def why_not(self, request: Request) -> str | None:
+        """The reason why it cannot run a request, or None."""
+        if self.kernel is None:
+            return why_not(self.backend, request)
+        return next(kernel.why_not(request) for kernel in KERNELS if kernel.name == self.kernel)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small call, by numbers that fix its tensors."""
+
+    name: str
+    pattern: DilatedPattern
+    batch: int
+    num_tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    is_causal: bool
+    ignored: float | None  # share of keys that key_padding_mask ignores
+    borders: tuple[int, ...] | None  # cu_seqlens
+    seed: int
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout and dlse on the CPU, rounded to `dtype`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = self.kv_heads * self.group
+        q, k, v, dout = (
+            torch.randn(self.batch, self.num_tokens, num, self.head_dim, generator=generator).to(dtype)
+            for num in (heads, self.kv_heads, self.kv_heads, heads)
+        )
+        return q, k, v, dout, torch.randn(self.batch, heads, self.num_tokens, generator=generator)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        if self.ignored is not None:
+            generator = torch.Generator().manual_seed(self.seed + 1)
+            options["key_padding_mask"] = (torch.rand(self.batch, self.num_tokens, generator=generator) < self.ignored).to(device)
+        if self.borders is not None:
+            options["cu_seqlens"] = torch.tensor(self.borders, dtype=torch.int32, device=device)
+        return options
+
+
+@dataclass(frozen=True)
+class Check:
+    """One case by one engine in one dtype: the relative error of each quantity, or what the engine raised."""
+
+    case: str
+    errors: dict[str, float]
+    raised: str | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All cases by one engine in one dtype."""
+
+    engine: Engine
+    dtype: torch.dtype
+    tolerance: float
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The largest error of each quantity over the cases that ran."""
+        return {name: max((check.errors[name] for check in self.checks if check.errors), default=math.inf) for name in QUANTITIES}
+
+
+def engines() -> list[Engine]:
+    """Every backend in the order of `backend="auto"`, sdpa by its kernels, in their order."""
+    return [
+        engine
+        for backend in BACKENDS
+        for engine in ([Engine(backend, kernel.name) for kernel in KERNELS] if backend == "sdpa" else [Engine(backend)])
+    ]
+
+
+def _cases() -> list[Case]:
+    """Random small calls, the same ones every time: every kind under both offset rules, causal and not."""
+    draw = random.Random(2307)
+    kinds = (
+        "plain",
+        "grouped-query heads",
+        "heads grouped by branch",
+        "key padding mask",
+        "packed documents",
+        "torchscale's rules",
+    )
+    cases = []
+    for kind in kinds:
+        for offsets in OFFSETS:
+            for is_causal in (False, True):
+                num_tokens = draw.randint(17, 61)
+                lengths = [draw.randint(3, num_tokens + 5) for _ in range(draw.randint(2, 3))]
+                pattern = DilatedPattern(
+                    tuple(lengths),
+                    tuple(draw.randint(1, min(length, 7)) for length in lengths),
+                    heads=HEADS[kind == "heads grouped by branch"],
+                    offsets=offsets,
+                    zero_padding=kind == "torchscale's rules",
+                    detach_weights=kind == "torchscale's rules",
+                )
+                packed = kind == "packed documents"
+                cases.append(
+                    Case(
+                        name=f"{kind}, {offsets} offsets, {'causal' if is_causal else 'not causal'}",
+                        pattern=pattern,
+                        batch=1 if packed else 2,
+                        num_tokens=num_tokens,
+                        kv_heads=draw.randint(3, 5),
+                        group=draw.randint(2, 3) if kind == "grouped-query heads" else 1,
+                        head_dim=draw.choice((16, 24, 32)),
+                        is_causal=is_causal,
+                        ignored=0.3 if kind == "key padding mask" else None,
+                        borders=(0, *sorted(draw.sample(range(1, num_tokens), 2)), num_tokens) if packed else None,
+                        seed=draw.randint(0, 2**31),
+                    )
+                )
+    return cases
+
+
+def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
+    """Every engine that can run, in every dtype, on every case that it accepts."""
+    with _one_thread():
+        return _reports(device, hardware)
+
+
+def _reports(device: torch.device, hardware: Hardware) -> list[Report]:
+    cases = _cases()
+    reports = []
+    for dtype in DTYPES.values():
+        expected: dict[str, dict[str, Tensor]] = {}
+        for engine in engines():
+            if engine.backend == "reference":
+                continue
+            checks = []
+            for case in cases:
+                if engine.why_not(_case_request(case, hardware, dtype)) is not None:
+                    continue
+                if case.name not in expected:
+                    expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
+                checks.append(_check(case, dtype, device, engine, expected[case.name]))
+            if checks:
+                reports.append(Report(engine, dtype, TOLERANCES[dtype], tuple(checks)))
+    return reports
+
+
+def _case_request(case: Case, hardware: Hardware, dtype: torch.dtype) -> Request:
+    return Request(
+        hardware=hardware,
+        dtype=dtype,
+        head_dim=case.head_dim,
+        group=case.group,
+        masked=case.ignored is not None,
+        dropout=False,
+        differentiable=True,
+        wants_lse=True,
+    )
+
+
+def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:
+    try:
+        with _only(engine):
+            actual = _differentiate(case, dtype, device, engine.backend)
+    except RuntimeError as error:  # a kernel that this machine lacks after all: the thing to report, not to die of
+        return Check(case.name, {}, f"{type(error).__name__}: {first_line(error)}", passed=False)
+    errors = {name: _relative_error(actual[name], expected[name]) for name in QUANTITIES}
+    return Check(case.name, errors, None, passed=all(error <= TOLERANCES[dtype] for error in errors.values()))
+
+
+def _differentiate(case: Case, dtype: torch.dtype, device: torch.device, backend: str) -> dict[str, Tensor]:
+    """`out, lse, dq, dk, dv` on the CPU; by the oracle in float64, whatever the dtype that the inputs are rounded to."""
+    q, k, v, dout, dlse = (x.to(device) for x in case.tensors(dtype))
+    if backend == "reference":
+        q, k, v = (x.double() for x in (q, k, v))
+    for x in (q, k, v):
+        x.requires_grad_()
+    if backend == "reference":
+        out, lse = reference.dilated_attention(q, k, v, case.pattern, **case.options(device))
+    else:
+        out, lse = dilated_attention(q, k, v, case.pattern, backend=backend, return_lse=True, **case.options(device))
+    reached = lse > -math.inf
+    loss = (out * dout.to(out.dtype)).sum(dtype=lse.dtype) + (lse.masked_fill(~reached, 0.0) * dlse.to(lse.dtype)).sum()
+    grads = torch.autograd.grad(loss, (q, k, v))
+    return {name: x.detach().cpu().double() for name, x in zip(QUANTITIES, (out, lse, *grads))}
+
+
+def all_passed(reports: list[Report]) -> bool:
+    """Whether something was checked and nothing failed."""
+    return bool(reports) and all(report.passed for report in reports)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within it, torch computes on one thread: tensors this small gain nothing from more, and on a busy machine lose much."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _only(engine: Engine) -> Iterator[None]:
+    """Within it, a call runs on this engine and no other."""
+    if engine.kernel is None:
+        yield
+        return
+    with sdpa_kernel(SWITCHES[engine.kernel]):
+        yield
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error as a share of the largest finite element; infinite where one is NaN or infinite and the other is not."""
+    if actual.shape != expected.shape:
+        return math.inf
+    finite = expected.isfinite()
+    if not torch.equal(actual[~finite], expected[~finite]) or not bool(actual[finite].isfinite().all()):
+        return math.inf
+    largest = expected[finite].abs().max().item() if bool(finite.any()) else 1.0
+    error = (actual - expected)[finite].abs().max().item() if bool(finite.any()) else 0.0
+    return error / largest if largest > 0.0 else error

@@ -1,0 +1,174 @@
+"""What a layer over a sharded sequence costs each rank: by our exchanges, and by what other systems do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.sharding import even_shard_lengths
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["OTHERS", "Counts", "Layer", "Strategy", "layer_plan", "shard_sizes", "strategies", "traffic_by_ranks"]
+
+Counts = NDArray[np.int64]
+
+OTHERS = ("ring-all", "all-gather", "ulysses")  # ring attention; an all-gather of K and V; two all-to-alls to shards of heads
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer over a sharded sequence, in plain numbers."""
+
+    pattern: DilatedPattern
+    tokens: int
+    ranks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # as torch calls it
+    batch: int
+    is_causal: bool
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def lse_size(self) -> int:
+        return 8 if self.dtype == "float64" else 4
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keywords of `ContextPlan.bytes_received`."""
+        return {"head_dim": self.head_dim, "itemsize": self.itemsize, "batch": self.batch, "lse_size": self.lse_size}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What one way of moving rows costs: arrays `(ranks,)`, or why it cannot be."""
+
+    name: str
+    why_not: str | None = None
+    forward: Counts | None = None  # bytes received
+    backward: Counts | None = None
+    rows: NDArray[np.float64] | None = None  # of K and V received in a forward, over all key/value heads
+    buffers: Counts | None = None  # bytes of the messages held at once in a forward
+    pairs: Counts | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name in EXCHANGES
+
+
+def layer_plan(layer: Layer) -> ContextPlan:
+    """The plan of a layer over shards as equal as can be, one document long."""
+    shards, documents = even_shard_lengths(layer.tokens, layer.ranks), ((0, layer.tokens),)
+    return context_plan(layer.pattern, shards, layer.kv_heads, range(layer.kv_heads), layer.group, documents, layer.is_causal)
+
+
+def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
+    """The exchanges of `EXCHANGES`, then `OTHERS`.
+
+    The others, for shards of `n` of `N` tokens on `P` ranks, each with `n` rows of q, k, v and the plan's byte sizes:
+    ring-all receives `N - n` rows of K|V forward, the same again backward, and the dK|dV of `P - 1` shards: the sum of a shard
+    starts at the next rank and goes round until it is home. all-gather receives the same rows at once, and backward `P - 1` partial
+    sums of the dK|dV of its own shard. ulysses receives `(N - n) / P` of q, k, v in heads and `n (1 - 1/P)` of out; backward
+    `(N - n) / P` of dout and `n (1 - 1/P)` of dq, dk, dv.
+
+    Args:
+        layer: The numbers.
+        with_pairs: Whether to count pairs, which takes longest.
+    """
+    plan = layer_plan(layer)
+    ours = [_ours(plan, layer, exchange) for exchange in EXCHANGES]
+    found = [*ours, *_all_keys(plan, layer), _ulysses(plan, layer)]
+    if not with_pairs:
+        return found
+    # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries.
+    pairs = {name: plan.pairs(name) for name in ("gather", "heads")}
+    pairs |= dict.fromkeys(("ring", "ring-all", "all-gather"), pairs["gather"])
+    if found[-1].why_not is None:
+        pairs["ulysses"] = _ulysses_pairs(layer)
+    return [replace(each, pairs=pairs.get(each.name)) for each in found]
+
+
+def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
+    forward, backward = plan.bytes_received(exchange, **layer.sizes)
+    kv, q, out = (plan.traffic(exchange, kind).received(layer.ranks) for kind in KINDS)
+    buffers = plan.buffer_bytes(exchange, **layer.sizes)
+    return Strategy(exchange, None, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
+
+
+def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
+    """Every rank gets the keys and values of all."""
+    n, several = shard_sizes(plan), layer.ranks > 1
+    others = (layer.tokens - n) * layer.kv_heads
+    own = n * layer.kv_heads
+    row = 2 * layer.head_dim * layer.itemsize * layer.batch
+    # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
+    sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
+    ring = Strategy(
+        "ring-all", None, others * row, (others + sums) * row, _halved(2 * others), np.full_like(n, 2 * own.max() * row * several)
+    )
+    gathered = (own + others) * row * several
+    return [ring, Strategy("all-gather", None, others * row, (layer.ranks - 1) * own * row, _halved(2 * others), gathered)]
+
+
+def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
+    for option, heads in (("--heads", layer.heads), ("--kv-heads", layer.kv_heads)):
+        if heads % layer.ranks:
+            return Strategy("ulysses", f"{option}={heads} must be a multiple of --ranks={layer.ranks}")
+    n = shard_sizes(plan)
+    row = layer.head_dim * layer.itemsize * layer.batch
+    heads, kv_heads = layer.heads // layer.ranks, layer.kv_heads // layer.ranks
+    there, back = layer.tokens - n, n * (layer.ranks - 1)  # per head of a rank: tokens of others; own tokens, times other ranks
+    forward = there * (heads + 2 * kv_heads) + back * heads
+    backward = there * heads + back * (heads + 2 * kv_heads)
+    # A rank sends of its shard what it receives of out, and the reverse.
+    buffers = (there + back) * (2 * heads + 2 * kv_heads)
+    return Strategy("ulysses", None, forward * row, backward * row, _halved(forward), buffers * row)
+
+
+def _ulysses_pairs(layer: Layer) -> Counts:
+    size = layer.kv_heads // layer.ranks
+    documents = ((0, layer.tokens),)
+    # Ranks whose heads keep the same rows compute the same.
+    known: dict[Any, int] = {}
+    pairs = []
+    for rank in range(layer.ranks):
+        within = range(rank * size, (rank + 1) * size)
+        alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, documents, layer.is_causal)
+        key = tuple(sorted((offsets, len(heads)) for offsets, heads in alone.classes.items()))
+        if key not in known:
+            known[key] = int(alone.pairs("gather")[0])
+        pairs.append(known[key])
+    return np.array(pairs, np.int64)
+
+
+def _halved(counts: Counts) -> NDArray[np.float64]:
+    return counts.astype(np.float64) / 2
+
+
+def shard_sizes(plan: ContextPlan) -> Counts:
+    """Tokens of each rank."""
+    return np.array(plan.shard_lengths, np.int64)
+
+
+def traffic_by_ranks(layer: Layer) -> dict[str, list[tuple[int, int]]]:
+    """By strategy, `(ranks, bytes that the busiest rank receives, both passes)`, for the powers of two up to the layer's ranks."""
+    counts = sorted({*(2**i for i in range(1, layer.ranks.bit_length()) if 2**i < layer.ranks), layer.ranks})
+    lines: dict[str, list[tuple[int, int]]] = {name: [] for name in (*EXCHANGES, *OTHERS)}
+    for ranks in counts:
+        for each in strategies(replace(layer, ranks=ranks), with_pairs=False):
+            if each.forward is not None and each.backward is not None:
+                lines[each.name].append((ranks, int((each.forward + each.backward).max())))
+    return lines

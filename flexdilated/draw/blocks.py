@@ -1,0 +1,99 @@
+"""The picture of a pattern's FlexAttention block mask, per head: which tiles it visits, and which are full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
+from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
+from flexdilated.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BLOCK_SIZE", "PICTURE_CELLS", "block_panels", "draw_blocks", "tiles_per_cell"]
+
+BLOCK_SIZE = 128
+PICTURE_CELLS = 512  # per side
+
+# By `Cell`, of the scale of `draw.pattern`: full tiles darkest.
+CELL_COLORS = (FUTURE, APART, "#c7e9b4", "#7fcdbb", "#1d91c0", "#081d58")
+
+
+def draw_blocks(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    *,
+    block_size: int = BLOCK_SIZE,
+    is_causal: bool = False,
+    name: str | None = None,
+) -> Figure:
+    """A matplotlib figure of the block mask, one panel per distinct head: which tiles FlexAttention visits, and which are full.
+
+    Beyond 512 tiles per side a cell of the picture stands for several, as its title says. The mask is that of
+    `create_dilated_block_mask`, without zero keys.
+
+    Args:
+        pattern: As in `draw`.
+        num_tokens: As in `draw`.
+        num_heads: As in `draw`.
+        block_size: Tokens per side of a tile.
+        is_causal: As in `draw`.
+        name: As in `draw`.
+    """
+    group = tiles_per_cell(num_tokens, block_size, PICTURE_CELLS)
+    found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
+    return figure_of(block_panels(pattern, num_tokens, num_heads, found, group, is_causal=is_causal, name=name))
+
+
+def block_panels(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    found: Sequence[HeadTiles],
+    group: int,
+    *,
+    is_causal: bool,
+    name: str | None = None,
+) -> Panels:
+    """The picture that `draw_blocks` makes a figure of."""
+    panels = []
+    for heads, tally, cells in found:
+        words = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
+        # More outlines than these would hide the tiles.
+        panels.append(head_panel(pattern, heads, num_heads, cells, words, shortest=-(-num_tokens // 64)))
+    tally = all_heads(found)
+    size = tally.block_size
+    labels = {Cell.NONE: "not visited", Cell.VISITED: "partial", Cell.FULL: "full"}
+    if group > 1:
+        labels = {
+            Cell.NONE: "none visited",
+            Cell.UNDER_HALF: "less than half",
+            Cell.OVER_HALF: "half or more",
+            Cell.VISITED: "all visited",
+            Cell.FULL: "all full",
+        }
+    density = f"{tally.density} of tiles visited"
+    title = pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density)
+    return Panels(
+        title=[*title, "waste: pairs in visited tiles / useful pairs summed over branches"],
+        panels=panels,
+        num_tokens=num_tokens,
+        cell=size * group,
+        has_grid=True,
+        tick=tick_step(min(pattern.segment_lengths), len(found[0].cells) * size * group, 4),
+        is_causal=is_causal,
+        colors=CELL_COLORS,
+        glyphs=" ·-+o#",
+        legend=f"tiles of {size} x {size} pairs" + (f", {group} x {group} of them per cell" if group > 1 else ""),
+        labels={int(cell): label for cell, label in labels.items()} | ({int(Cell.FUTURE): "future"} if is_causal else {}),
+        title_width=34,
+    )
+
+
+def tiles_per_cell(num_tokens: int, block_size: int, most: int) -> int:
+    """Tiles per side of a cell, for at most so many cells per side."""
+    return math.ceil(math.ceil(num_tokens / block_size) / most)

@@ -1,0 +1,59 @@
+"""How every picture is begun and written. matplotlib takes a second to import: only what draws imports it."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["INK", "new", "replaced", "wrapped", "write"]
+
+INK = "#222222"
+
+
+def new(width: float, height: float, **options: Any) -> Figure:
+    """An empty figure of so many inches, with options of matplotlib's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), **{"dpi": 160, **options})
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Write a picture, of the format that the ending of its name says.
+
+    Raises:
+        OSError: If it cannot be written. What was there stays.
+    """
+    with replaced(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower())
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write beside the final name, renamed at the end of the block: a reader never sees half of it.
+
+    Raises:
+        OSError: If it cannot be written. What was there stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("xb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        with suppress(OSError):  # there is none after the rename, or where the folder is none
+            partial.unlink()
+
+
+def wrapped(lines: Sequence[str], width: float) -> list[str]:
+    """The lines in parts of so many characters at most."""
+    return [part for line in lines for part in textwrap.wrap(line, max(12, int(width)))]

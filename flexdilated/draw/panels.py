@@ -1,0 +1,227 @@
+"""A picture of a pattern with one panel per head: what it consists of, its words, its figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.draw.figure import INK, new, wrapped
+from flexdilated.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["APART", "FUTURE", "Panels", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
+
+LEGEND_COLUMNS = 8
+APART = "#ffffff"  # no branch joins the pair
+FUTURE = "#dedede"  # the pair is above the causal diagonal
+NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One head, or heads that look alike."""
+
+    title: list[str]
+    cells: NDArray[np.int64]  # (rows, columns), each a place in the colours
+    lengths: list[int]  # of the segments to outline
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The picture of a pattern, wherever it is drawn."""
+
+    title: list[str]
+    panels: list[Panel]
+    num_tokens: int
+    cell: int  # tokens per side of a cell
+    has_grid: bool  # whether cells have borders, where there is room
+    tick: int  # tokens from one tick to the next
+    is_causal: bool
+    colors: Sequence[str]
+    glyphs: Sequence[str]  # the colours where there are none
+    legend: str
+    labels: dict[int, str]  # of colours, in the order of the legend
+    title_width: int  # of a panel, in characters
+
+
+def head_panel(
+    pattern: DilatedPattern,
+    heads: Sequence[int],
+    num_heads: int,
+    cells: NDArray[np.int64],
+    words: Sequence[str],
+    *,
+    shortest: int = 1,
+) -> Panel:
+    """The panel of heads that look alike, with segments of `shortest` tokens and more outlined."""
+    lengths = [pattern.segment_lengths[i] for i in _head_branches(pattern, heads[0], num_heads)]
+    title = [_head_title(pattern, heads, num_heads), *map(_unbroken, words)]
+    return Panel(title, cells, [length for length in lengths if length >= shortest])
+
+
+# -- its words ----------------------------------------------------------------------------------------------------------------
+
+
+def pattern_title(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None, density: str
+) -> list[str]:
+    """What is drawn, in lines."""
+    lengths, rates = (", ".join(map(str, values)) for values in (pattern.segment_lengths, pattern.dilation_rates))
+    rule = " grouped by branch" if pattern.heads == "grouped" else f", {pattern.offsets} offsets"
+    heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
+    tokens = "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
+    return [
+        *([] if name is None else [name]),
+        f"segment lengths {lengths} · dilation rates {rates}",
+        f"{tokens} · {heads}{rule} · {'causal' if is_causal else 'not causal'} · {_unbroken(density)}",
+    ]
+
+
+def _unbroken(text: str) -> str:
+    return text.replace(" ", NO_BREAK)
+
+
+def _head_branches(pattern: DilatedPattern, head: int, num_heads: int) -> list[int]:
+    return [i for i in range(len(pattern.branches)) if head in pattern.head_range(i, num_heads)]
+
+
+def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -> str:
+    """What heads keep that run the same branches."""
+    branches = _head_branches(pattern, heads[0], num_heads)
+    offsets = {", ".join(str(pattern.offset(i, head, num_heads)) for i in branches) for head in heads}
+    name = f"head{'' if len(heads) == 1 else 's'} {describe_heads(heads)}"
+    if pattern.heads == "grouped":
+        length, rate = pattern.branches[branches[0]]
+        return f"{name}: length {length}, rate {rate}, offset{NO_BREAK}{offsets.pop()}"
+    if len(offsets) > 1:
+        return f"{name}: {len(offsets)} choices of offsets"
+    return f"{name}: offset{'' if len(branches) == 1 else 's'} {offsets.pop()}"
+
+
+def tick_step(segment_length: int, num_tokens: int, most: int) -> int:
+    """Tokens between ticks: at most about so many, on borders of the shortest segments where there are several."""
+    if 2 * segment_length > num_tokens:
+        return max(1, num_tokens // (most - 1))
+    return segment_length * -(-num_tokens // (most * segment_length))
+
+
+def describe_heads(heads: Sequence[int]) -> str:
+    """`0-3`, `0, 4`, or `0, 4, ..., 28 (8 heads)`."""
+    if len(heads) > 2 and heads[-1] - heads[0] == len(heads) - 1:
+        return f"{heads[0]}-{heads[-1]}"
+    if len(heads) > 4:
+        return f"{heads[0]}, {heads[1]}, ..., {heads[-1]} ({len(heads)} heads)"
+    return ", ".join(map(str, heads))
+
+
+# -- its figure ---------------------------------------------------------------------------------------------------------------
+
+
+def figure_of(picture: Panels) -> Figure:
+    """The picture with sharp cells: every token has the same whole number of pixels, and no text meets another."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    panels, num_tokens = picture.panels, picture.num_tokens
+    cells = len(panels[0].cells)
+    columns = _columns(len(panels))
+    rows = -(-len(panels) // columns)
+    # Laid out in pixels.
+    dpi, line, small = 160, 26, 22
+    wanted = {1: 840, 2: 560}.get(len(panels), 400)
+    side = cells * max(1, round(wanted / cells))
+    left, right, gap = max(96, 68 + 9 * len(f"{num_tokens:,}")), 32, 28
+    width = max(left + columns * side + (columns - 1) * gap + right, 760)
+    left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
+    legend_columns = _legend_columns(picture.labels.values(), width - 64)
+    bottom = 122 + 28 * -(-len(picture.labels) // legend_columns)
+    title = wrapped(picture.title, (width - 64) / 12)
+    titles = [wrapped(panel.title, side / 10.5) for panel in panels]
+    title_height = max(len(lines) for lines in titles) * small + 14
+    top = 24 + len(title) * line + 10
+    height = top + rows * (title_height + side) + (rows - 1) * 12 + bottom
+
+    center = (left + (columns * side + (columns - 1) * gap) / 2) / width
+    end = cells * picture.cell - 0.5
+
+    figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
+    for i, text in enumerate(title):
+        weight = "bold" if i == 0 else "normal"
+        y = 1 - (24 + i * line) / height
+        figure.text(center, y, text, ha="center", va="top", fontsize=9.5 if i == 0 else 8.5, weight=weight, color=INK)
+    for i, panel in enumerate(panels):
+        row, column = divmod(i, columns)
+        x = left + column * (side + gap)
+        y = height - top - (row + 1) * (title_height + side) - row * 12
+        axes = figure.add_axes((x / width, y / height, side / width, side / height))
+        colors = ListedColormap(list(picture.colors))
+        last = len(picture.colors) - 0.5
+        axes.imshow(panel.cells, cmap=colors, vmin=-0.5, vmax=last, interpolation="nearest", extent=(-0.5, end, end, -0.5))
+        if picture.has_grid and side >= 12 * cells:
+            lines = [picture.cell * i - 0.5 for i in range(1, cells)]
+            axes.hlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
+            axes.vlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
+        for length in panel.lengths:
+            starts = range(0, num_tokens, length)
+            borders = [_border(start, min(start + length, num_tokens), picture.is_causal) for start in starts]
+            axes.add_collection(LineCollection(borders, colors=INK, linewidths=0.5, alpha=0.7))
+        axes.set_title("\n".join(titles[i]), fontsize=7.5, color=INK, pad=4, linespacing=1.25)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MultipleLocator(picture.tick))
+            axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
+        is_last = i + columns >= len(panels)
+        axes.tick_params(length=2.5, width=0.5, labelsize=7, colors=INK, labelbottom=is_last, labelleft=column == 0)
+        if is_last:
+            axes.set_xlabel("key", fontsize=8, color=INK, labelpad=2)
+        if column == 0:
+            axes.set_ylabel("query", fontsize=8, color=INK, labelpad=2)
+        for spine in axes.spines.values():
+            spine.set(linewidth=0.6, color=INK)
+    figure.legend(
+        handles=[
+            Patch(facecolor=picture.colors[i], edgecolor=INK, linewidth=0.5, label=label) for i, label in picture.labels.items()
+        ],
+        title=picture.legend,
+        loc="lower center",
+        bbox_to_anchor=(center, 12 / height),
+        ncols=legend_columns,
+        fontsize=8,
+        title_fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        handleheight=1.2,
+        columnspacing=1.4,
+        borderaxespad=0,
+    )
+    return figure
+
+
+def _columns(num_heads: int) -> int:
+    """Panels per row: up to 5 in one row, else the grid near a square that leaves the fewest places empty."""
+    if num_heads <= 5:
+        return num_heads
+    root = math.ceil(math.sqrt(num_heads))
+    return min(range(root, min(2 * root, 8) + 1), key=lambda columns: (-num_heads % columns, columns))
+
+
+def _legend_columns(labels: Iterable[str], width: float) -> int:
+    """Entries per row of the legend."""
+    widths = sorted((60 + 9 * len(label) for label in labels), reverse=True)
+    return max(1, sum(total <= width for total in accumulate(widths[:LEGEND_COLUMNS])))
+
+
+def _border(start: int, stop: int, is_causal: bool) -> list[tuple[float, float]]:
+    """The outline of a segment on the diagonal; under causality its left and lower edges, since no pair is above."""
+    a, b = start - 0.5, stop - 0.5
+    corners = [(a, a), (a, b), (b, b)]
+    return corners if is_causal else [*corners, (b, a), (a, a)]

@@ -1,0 +1,67 @@
+"""The picture of a pattern in a terminal: coloured half blocks, or characters where there are no colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flexdilated.draw.panels import Panels
+
+__all__ = ["print_panels"]
+
+
+def print_panels(console: Console, picture: Panels) -> None:
+    """Print a picture, as many panels beside each other as there is room for."""
+    has_colors = console.is_terminal and console.color_system is not None and not console.no_color
+    panels = picture.panels
+    panel_width = max(len(panels[0].cells), picture.title_width)
+    columns = max(1, min(len(panels), (console.width + 2) // (panel_width + 2)))
+
+    for line in picture.title:
+        console.print(Text(line, style="bold"), soft_wrap=True)
+    for start in range(0, len(panels), columns):
+        console.print()
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        drawn = panels[start : start + columns]
+        for _ in drawn:
+            grid.add_column(width=panel_width, no_wrap=False)
+        grid.add_row(*(Text("\n".join(panel.title)) for panel in drawn))
+        grid.add_row(
+            *(
+                _half_blocks(panel.cells, picture.colors) if has_colors else _characters(panel.cells, picture.glyphs)
+                for panel in drawn
+            )
+        )
+        console.print(grid, soft_wrap=True, crop=False)
+    legend = Text(f"\n{picture.legend}, queries down, keys across:")
+    for i, label in picture.labels.items():
+        legend.append("  ")
+        if has_colors:
+            legend.append("  ", style=f"on {picture.colors[i]}")
+            legend.append(f" {label}")
+        else:
+            legend.append(f"{'blank' if picture.glyphs[i] == ' ' else picture.glyphs[i]} = {label}")
+    console.print(legend, soft_wrap=True)
+
+
+def _half_blocks(image: NDArray[np.int64], colors: Sequence[str]) -> Text:
+    """Two rows of cells per line of half blocks."""
+    text = Text(no_wrap=True)
+    for y in range(0, len(image), 2):
+        if y:
+            text.append("\n")
+        for x in range(image.shape[1]):
+            style = colors[image[y, x]]
+            if y + 1 < len(image):
+                style += f" on {colors[image[y + 1, x]]}"
+            text.append("▀", style=style)
+    return text
+
+
+def _characters(image: NDArray[np.int64], glyphs: Sequence[str]) -> Text:
+    return Text("\n".join("".join(glyphs[cell] for cell in row) for row in image), no_wrap=True)

@@ -1,0 +1,176 @@
+"""`flexdilated show`: what it prints, writes and refuses."""
+
+import io
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flexdilated import DilatedPattern
+from flexdilated.cli.options import Preset
+from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
+from flexdilated.draw import draw
+from tests.commands import invoke
+
+THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
+
+
+def show(*arguments: object) -> tuple[int, str, str]:
+    return invoke("show", *arguments)
+
+
+def test_show_writes_a_png_of_the_figure_size(tmp_path: Path) -> None:
+    output = tmp_path / "pattern.png"
+    arguments = ("--segment-lengths", "5,11,17", "--dilation-rates", "1,2,3", "--heads", 7, "--tokens", 23, "--causal")
+    assert show(*arguments, "--output", output) == (0, "", "")
+    data = output.read_bytes()
+    width, height = draw(THREE, 23, 7, is_causal=True).bbox.size
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (round(width), round(height))
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_show_replaces_an_older_picture(tmp_path: Path) -> None:
+    output = tmp_path / "pattern.PNG"
+    output.write_bytes(b"older")
+    assert show("-o", output)[0] == 0
+    assert output.read_bytes()[:4] == b"\x89PNG"
+
+
+# -- the terminal -------------------------------------------------------------------------------------------------------------
+
+
+def test_show_prints_digits_where_there_are_no_colours() -> None:
+    arguments = ("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
+    code, text, _ = show(*arguments)
+    assert code == 0
+    rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
+    assert rows == ["2", "11", "212", "···1", "1·112", "···111"]
+    assert "head 0: offsets 0, 0" in text
+    assert "66.7 % of causal pairs" in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert "blank = future" in text
+
+
+def test_show_is_as_long_as_the_longest_segment_by_default() -> None:
+    assert "64 tokens · 4 heads, blocked offsets · not causal" in show()[1]
+
+
+def test_show_follows_both_rules() -> None:
+    arguments = ("--segment-lengths", "4,8", "--dilation-rates", "2,4", "--heads", 4)
+    assert "head 1: offsets 0, 1" in show(*arguments)[1]
+    assert "head 1: offsets 1, 1" in show(*arguments, "--offsets", "interleaved")[1]
+    assert "length 8, rate 4," in show(*arguments, "--heads-rule", "grouped")[1]
+
+
+def test_show_draws_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=40, no_color=False)
+    monkeypatch.setattr("flexdilated.cli.show.Console", lambda: console)
+    assert show("--tokens", 40) == (0, "", "")
+    assert show("--tokens", 41) == (
+        2,
+        "",
+        "error: --tokens must be at most the terminal's width=40, got 41; or name a picture with --output\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "title"),
+    [
+        (Preset.LONGNET, "segment lengths 16, 32, 64, 128, 256 · dilation rates 1, 2, 4, 6, 12"),
+        (Preset.GIGAPATH, "segment lengths 16, 90, 512, 2896, 16384 · dilation rates 1, 2, 4, 8, 16"),
+    ],
+)
+def test_show_draws_presets_in_miniature(preset: Preset, title: str) -> None:
+    code, text, _ = show("--preset", preset.value, "--heads", 1)
+    assert code == 0
+    assert "in miniature" in text
+    assert title in text
+    assert "256 tokens" in text
+
+
+# -- what it refuses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dilation-rates", "1,2,65"), "--dilation-rates[2] must be in [1, --segment-lengths[2]=64], got 65"),
+        (("--dilation-rates", "1,2"), "--dilation-rates must hold one rate per segment length=3, got (1, 2)"),
+        (("--segment-lengths", "16,0,64"), "--segment-lengths[1] must be at least 1, got 0"),
+        (("--segment-lengths", "16,x,64"), "--segment-lengths must be integers separated by commas, got '16,x,64'"),
+        (("--segment-lengths", ""), "--segment-lengths must be integers separated by commas, got ''"),
+        (("--dilation-rates", "1,2,4.5"), "--dilation-rates must be integers separated by commas, got '1,2,4.5'"),
+        (("--tokens", "0"), "--tokens must be in [1, 512], got 0"),
+        (("--tokens", "-3"), "--tokens must be in [1, 512], got -3"),
+        (
+            ("--tokens", "513"),
+            "--tokens must be in [1, 512], got 513; divide all segment lengths and the tokens by one number, which keeps the shape",
+        ),
+        (
+            ("--segment-lengths", "16,32,2048"),
+            "--tokens must be in [1, 512], got 2048, the longest segment; "
+            "divide all segment lengths and the tokens by one number, which keeps the shape",
+        ),
+        (("--heads", "0"), "--heads must be in [1, 64], got 0"),
+        (("--heads", "65"), "--heads must be in [1, 64], got 65"),
+        (("--preset", "longnet", "--dilation-rates", "1"), "--dilation-rates must not be given with --preset=longnet, got 1"),
+        (("--preset", "gigapath", "--segment-lengths", "4"), "--segment-lengths must not be given with --preset=gigapath, got 4"),
+        (("--output", "pattern.jpg"), "--output must end in .png, got 'pattern.jpg'"),
+        (("--output", "pattern"), "--output must end in .png, got 'pattern'"),
+    ],
+)
+def test_show_rejects_bad_input_with_one_line(arguments: tuple[str, ...], message: str) -> None:
+    assert show(*arguments) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--tokens", "x"), ("--heads", "1.5"), ("--preset", "bert"), ("--offsets", "random")])
+def test_show_rejects_values_of_the_wrong_type(arguments: tuple[str, str]) -> None:
+    code, _, err = show(*arguments)
+    assert code == 2
+    assert arguments[0] in err
+
+
+def test_show_accepts_the_limits(tmp_path: Path) -> None:
+    assert show("--tokens", MAX_TOKENS, "--heads", 1, "-o", tmp_path / "a.png") == (0, "", "")
+    assert show("--tokens", 1, "--heads", MAX_HEADS, "-o", tmp_path / "b.png") == (0, "", "")
+
+
+def test_show_rejects_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    output = tmp_path / "none" / "pattern.png"
+    message = f"error: --output must be a file that can be written, got '{output}': No such file or directory\n"
+    assert show("-o", output) == (2, "", message)
+
+
+def test_show_rejects_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = show("-o", tmp_path / "file" / "pattern.png")
+    assert code == 2
+    assert err.endswith("Not a directory\n")
+
+
+def test_show_leaves_nothing_behind_where_it_cannot_write(tmp_path: Path) -> None:
+    output = tmp_path / "pattern.png"
+    output.mkdir()
+    code, _, err = show("-o", output)
+    assert code == 2
+    assert err == f"error: --output must be a file that can be written, got '{output}': Is a directory\n"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_show_leaves_the_older_picture_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def fill_the_disk(figure: Figure, file: io.BufferedWriter, **options: object) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    output = tmp_path / "pattern.png"
+    output.write_bytes(b"older")
+    code, _, err = show("-o", output)
+    assert code == 2
+    assert err.endswith("No space left on device\n")
+    assert list(tmp_path.iterdir()) == [output]
+    assert output.read_bytes() == b"older"

@@ -1,0 +1,75 @@
+"""The picture of a pattern: its numbers, its layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, reference
+from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
+from flexdilated.draw import draw, multiplicity
+from tests.draw.layout import assert_apart, texts_of_panels
+
+THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
+MANY = DilatedPattern(tuple(range(16, 256, 16)), tuple(range(1, 16)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens", "num_heads"),
+    [
+        (THREE, 23, 7),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), offsets="interleaved"), 23, 5),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 5),
+        (DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped"), 19, 3),
+        (DilatedPattern((29,), (3,)), 1, 1),
+    ],
+)
+def test_multiplicity_equals_the_weights_of_the_oracle(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
+) -> None:
+    # With scores of 0 and one-hot values, out is m / sum(m) and exp(lse) is sum(m).
+    zeros = torch.zeros(1, num_tokens, num_heads, num_tokens, dtype=torch.float64)
+    one_hot = torch.eye(num_tokens, dtype=torch.float64)[None, :, None].expand_as(zeros)
+    out, lse = reference.dilated_attention(zeros, zeros, one_hot, pattern, is_causal=is_causal)
+    expected = out[0].transpose(0, 1) * lse[0].exp()[..., None]
+    counts = multiplicity(pattern, num_tokens, num_heads, is_causal=is_causal)
+    torch.testing.assert_close(torch.from_numpy(counts).double(), expected, atol=1e-12, rtol=0.0)
+    assert counts.sum() == pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens", "num_heads", "is_causal"),
+    [
+        (THREE, 17, 1, False),
+        (THREE, 61, 12, True),
+        (MANY, 251, 2, False),
+        (MANY, 7, 3, True),
+        (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
+        (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 3, False),
+        (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
+        (THREE, MAX_TOKENS, 1, False),
+    ],
+)
+def test_picture_has_sharp_cells_and_no_text_on_text(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool
+) -> None:
+    figure = draw(pattern, num_tokens, num_heads, is_causal=is_causal, name="a name")
+    figure.canvas.draw()
+    assert len(figure.axes) == num_heads
+    for axes in figure.axes:
+        pixels = axes.bbox.width / num_tokens
+        assert pixels == pytest.approx(round(pixels), abs=1e-6)
+        assert axes.bbox.height == pytest.approx(axes.bbox.width)
+    assert_apart(figure, texts_of_panels(figure))
+
+
+def test_picture_shows_the_multiplicity_of_each_head() -> None:
+    figure = draw(THREE, 23, 5, is_causal=True)
+    counts = multiplicity(THREE, 23, 5, is_causal=True)
+    for head, axes in enumerate(figure.axes):
+        shown = np.asarray(axes.images[0].get_array())
+        future = np.triu(np.ones((23, 23), dtype=bool), k=1)
+        np.testing.assert_array_equal(shown[future], 0)
+        np.testing.assert_array_equal(shown[~future], counts[head][~future] + 1)
+        offsets = ", ".join(str(THREE.offset(branch, head, 5)) for branch in range(3))
+        assert f"head {head}: offsets {offsets}" in axes.get_title()

@@ -1,0 +1,51 @@
+"""The picture of a plan: its layout, its numbers."""
+
+import numpy as np
+import pytest
+
+from flexdilated import DilatedPattern
+from flexdilated.distributed.strategies import Layer, traffic_by_ranks
+from flexdilated.draw import draw_traffic
+from tests.distributed.layers import layer
+from tests.draw.layout import assert_apart
+
+MILLION = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        layer(ranks=1),
+        layer(ranks=2),
+        layer(ranks=17, tokens=10_007),
+        layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()),
+        layer(ranks=96, tokens=10**7, pattern=DilatedPattern((2**20,), (1,)), dtype="float64", batch=4096, heads=1024, kv_heads=32),
+        layer(ranks=4, pattern=DilatedPattern(tuple(range(10**9, 10**9 + 10)), (10**8,) * 10)),
+    ],
+    ids=lambda of: f"{of.tokens} on {of.ranks}",
+)
+def test_picture_has_no_text_on_text(of: Layer) -> None:
+    figure = draw_traffic(of)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = [label for label, at in zip(axes.get_yticklabels(), axes.get_yticks()) if low <= at <= high]
+    texts = [*figure.texts, *figure.legends, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_xticklabels()]
+    assert_apart(figure, texts)
+
+
+def test_picture_shows_zero_on_a_line_of_its_own() -> None:
+    figure = draw_traffic(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    drawn = {str(line.get_label()).split(":")[0]: line for line in axes.lines}
+    zero = axes.get_yticks()[0]
+    assert axes.get_yticklabels()[0].get_text() == "0"
+    values = dict(traffic_by_ranks(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))["gather"])
+    assert 0 in values.values()
+    assert max(values.values()) > 0
+    shown = dict(zip(*(np.asarray(x).tolist() for x in drawn["ours, gather"].get_data())))
+    assert shown == {ranks: number or zero for ranks, number in values.items()}
+    assert zero < min(number for number in values.values() if number)
+    assert axes.get_ylim()[0] < zero
+    assert [drawn[name].get_linestyle() for name in ("ours, gather", "ring of everything")] == ["-", "--"]
