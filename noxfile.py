@@ -81,7 +81,7 @@ def tests_transformers(session: nox.Session) -> None:
 def tests_port(session: nox.Session) -> None:
     """The names of `flexdilated.compat` beside the popular port itself, without the old torch and xformers that it asks for."""
     _install(session)
-    session.install("--no-deps", "dilated-attention-pytorch==0.2.0", "einops")
+    session.install("--no-deps", "dilated-attention-pytorch==0.2.0")
     session.run("pytest", "tests/test_compat_port.py", *session.posargs)
 
 

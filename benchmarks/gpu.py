@@ -43,7 +43,7 @@ from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_mat
 from benchmarks.environment import commit, describe
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.cost import Call, fused_cost
+from flexdilated.cost import Shape, fused_cost
 
 DTYPE = torch.bfloat16
 OUTPUT = Path("runs/bench_gpu.json")
@@ -364,10 +364,10 @@ def attempt(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
     """A measurement, or why there is none."""
     reason = engine.why_not(pattern, device.name)
     if reason is None and engine.name == "flex_fused":
-        call = Call(
+        shape = Shape(
             1, setting.num_tokens, setting.num_heads, setting.num_heads, setting.head_dim, DTYPE.itemsize, setting.is_causal
         )
-        seconds = fused_cost(pattern, call).picoseconds(setting.head_dim) / 1e12
+        seconds = fused_cost(pattern, shape).picoseconds(setting.head_dim) / 1e12
         reason = f"a forward is estimated to take {seconds:.1f} s" if seconds > LONGEST_CALL else None
     if reason is not None:
         return {"status": "skipped", "reason": reason}

@@ -30,8 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import flexdilated.parallel
-import flexdilated.sharded
 from benchmarks.attention import (
     Inputs,
     Results,
@@ -47,6 +45,8 @@ from benchmarks.memory import Direction, _status
 from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import attention as ranks
+from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 
@@ -426,7 +426,7 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
         return call
 
     names = ("_plan", "_contract", "agree")
-    parts = (*((flexdilated.sharded, name) for name in names), (flexdilated.parallel, "program"))
+    parts = (*((ranks, name) for name in names), (rank_module, "program"))
     results: list[Results] = []
     steps, planning = [], []
     ledger = _ledger(mesh.get_group())

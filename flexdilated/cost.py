@@ -9,7 +9,7 @@ from flexdilated.blocks import head_branches
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
-__all__ = ["Call", "Cost", "Layout", "choose_layout", "fused_cost", "mergeable", "packed_cost"]
+__all__ = ["Cost", "Layout", "Shape", "choose_layout", "fused_cost", "mergeable", "packed_cost"]
 
 Layout = Literal["packed", "fused"]
 BLOCK = 128
@@ -22,8 +22,8 @@ KILOBYTE_PS = 500
 LAUNCH_PS = 20_000_000
 
 
-class Call(NamedTuple):
-    """One attention call: sizes as in `dilated_attention`, and the bytes of an element."""
+class Shape(NamedTuple):
+    """The sizes of an attention call, as in `dilated_attention`, and the bytes of an element."""
 
     batch: int
     num_tokens: int
@@ -50,37 +50,37 @@ class Cost(NamedTuple):
         return self.tiles * head_dim * TILE_PS_PER_ELEMENT + self.launches * LAUNCH_PS + self.bytes * KILOBYTE_PS // 1000
 
 
-def packed_cost(pattern: DilatedPattern, call: Call) -> Cost:
+def packed_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     """One kernel call per piece of the pattern, over its kept rows alone, and the merge of what they give."""
-    group = call.num_heads // call.num_kv_heads
-    pieces = plan_pieces(pattern, ((0, call.num_tokens),), call.num_kv_heads, call.is_causal)
+    group = shape.num_heads // shape.num_kv_heads
+    pieces = plan_pieces(pattern, ((0, shape.num_tokens),), shape.num_kv_heads, shape.is_causal)
     tiles = moved = 0
     for piece in pieces:
-        lanes = call.batch * piece.offsets * piece.heads * group
+        lanes = shape.batch * piece.offsets * piece.heads * group
         rows = piece.segments * piece.rows
         if mergeable(piece):
-            tiles += lanes * _diagonal_tiles(piece.rows, rows, call.is_causal)
+            tiles += lanes * _diagonal_tiles(piece.rows, rows, shape.is_causal)
         else:
-            tiles += lanes * piece.segments * _diagonal_tiles(piece.rows, piece.rows, call.is_causal)
+            tiles += lanes * piece.segments * _diagonal_tiles(piece.rows, piece.rows, shape.is_causal)
         # q, k, v in, out to memory; then out in, and the running float32 mixture in and out.
-        moved += lanes * rows * call.head_dim * (5 * call.element + 8)
+        moved += lanes * rows * shape.head_dim * (5 * shape.element + 8)
     return Cost(tiles, len(pieces), moved)
 
 
-def fused_cost(pattern: DilatedPattern, call: Call) -> Cost:
+def fused_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     """One kernel call over the raw layout. Tiles are at least those of a head's costliest branch, so many where segments nest."""
     tiles = 0
-    for head in range(call.num_kv_heads):
-        branches = head_branches(pattern, head, call.num_kv_heads, call.num_tokens)
-        tiles += max((_diagonal_tiles(b.length, call.num_tokens, call.is_causal) for b in branches if b.rate <= BLOCK), default=0)
-    tiles *= call.batch * (call.num_heads // call.num_kv_heads)
-    return Cost(tiles, 1, 4 * call.batch * call.num_tokens * call.num_heads * call.head_dim * call.element)
+    for head in range(shape.num_kv_heads):
+        branches = head_branches(pattern, head, shape.num_kv_heads, shape.num_tokens)
+        tiles += max((_diagonal_tiles(b.length, shape.num_tokens, shape.is_causal) for b in branches if b.rate <= BLOCK), default=0)
+    tiles *= shape.batch * (shape.num_heads // shape.num_kv_heads)
+    return Cost(tiles, 1, 4 * shape.batch * shape.num_tokens * shape.num_heads * shape.head_dim * shape.element)
 
 
-def choose_layout(pattern: DilatedPattern, call: Call) -> Layout:
+def choose_layout(pattern: DilatedPattern, shape: Shape) -> Layout:
     """The layout of the lower estimate."""
-    packed, fused = packed_cost(pattern, call), fused_cost(pattern, call)
-    return "fused" if fused.picoseconds(call.head_dim) < packed.picoseconds(call.head_dim) else "packed"
+    packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
+    return "fused" if fused.picoseconds(shape.head_dim) < packed.picoseconds(shape.head_dim) else "packed"
 
 
 def mergeable(piece: Piece) -> bool:

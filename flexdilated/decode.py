@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.attention import check_dense, check_scale, dilated_attention
+from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
+from flexdilated.call import check_dense, check_scale
 from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 from flexdilated.transforms import is_transformed

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import flex
-from flexdilated.cost import Call, Layout, choose_layout, mergeable
+from flexdilated.backends.kernel import GRID_LIMIT
+from flexdilated.call import Call, documents
+from flexdilated.cost import Layout, Shape, choose_layout, mergeable
 from flexdilated.hardware import without_autocast
 from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
-from flexdilated.mixture import documents
 from flexdilated.mods import MaskMod, ScoreMod, refuse_dynamic, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
@@ -71,31 +72,20 @@ def _in_their_names(options: _Options) -> Iterator[None]:
         ) from error
 
 
-def flexed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of checked arguments; differentiable where flex_attention is.
+def flexed(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of a checked call; differentiable where flex_attention is.
 
     Raises:
         NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
             where there is no lse. If users' functions cannot be compiled, or hold ever new floats.
     """
     refuse_dynamic(q.shape[1], "backend='flex'")
-    if key_padding_mask is not None:
-        k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    options = _Options(is_causal, scale, score_mod, mask_mod, key_padding_mask)
-    spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
+    if call.key_padding_mask is not None:
+        k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    assert call.scale is not None
+    pattern, key_padding_mask, want_lse = call.pattern, call.key_padding_mask, call.return_lse
+    options = _Options(call.is_causal, call.scale, call.score_mod, call.mask_mod, key_padding_mask)
+    spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     layouts = [_layout(pattern, q, k, length, options) for _, length in spans]
     parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
@@ -132,7 +122,7 @@ def _layout(pattern: DilatedPattern, q: Tensor, k: Tensor, length: int, options:
     if zero_keys or pattern.detach_weights:
         return "packed"
     batch, _, heads, head_dim = q.shape
-    return choose_layout(pattern, Call(batch, length, heads, k.shape[2], head_dim, q.element_size(), options.is_causal))
+    return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), options.is_causal))
 
 
 def _on_cpu(q: Tensor) -> bool:
@@ -209,8 +199,8 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, options: _
         lanes = [x.reshape(b * s * c, -1, r, x.shape[-1]) for x in boxes]
         shape, order = (b, s, c, g, group, r), (0, 1, 2, 3, 4, 5)
     outs, lses = [], []
-    for first in range(0, lanes[0].shape[0], flex.GRID_LIMIT):
-        part = [x[first : first + flex.GRID_LIMIT] for x in lanes]
+    for first in range(0, lanes[0].shape[0], GRID_LIMIT):
+        part = [x[first : first + GRID_LIMIT] for x in lanes]
         out, lse = _lanes(part, piece, start, first, b, group, options)
         outs.append(out)
         lses.append(lse)

@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from flexdilated.attention import _check, _check_dtypes
+from flexdilated.call import Call, check_dtypes, check_tensors
 from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
 from flexdilated.transforms import is_transformed
@@ -58,8 +58,8 @@ def attention_map(
             "attention_map must be called outside torch.func and forward-mode differentiation, got a call under one: its weights "
             "have no derivative"
         )
-    _check(q, k, k, pattern, is_causal, scale, 0.0, key_padding_mask, None)
-    _check_dtypes(q, k, k)
+    check_tensors(q, k, k, Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask))
+    check_dtypes(q, k, k)
     pattern.check_heads(k.shape[2])
     num_tokens, kv_heads = q.shape[1], k.shape[2]
     positions = _positions(queries, num_tokens)

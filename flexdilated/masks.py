@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
-from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import plan_pieces
+from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = ["block_mask_for", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexdilated.call import Call, documents
 from flexdilated.hardware import without_autocast
 from flexdilated.merge import accumulated
 from flexdilated.mixing import heads_of, mix, read, tokens_of
-from flexdilated.mixture import documents
 from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_dynamic, refuse_zero_keys
-from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.transforms import is_transformed, may_draw
 
@@ -36,29 +35,18 @@ class _Options(NamedTuple):
     mask_mod: MaskMod | None
 
 
-def materialised(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    *,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-) -> tuple[Tensor, Tensor]:
-    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of checked arguments, differentiable, also in what the functions hold.
+def materialised(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
         NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions.
     """
     refuse_dynamic(q.shape[1], "score_mod and mask_mod")
-    options = _Options(is_causal, scale, dropout_p, score_mod, mask_mod)
-    spans = [(start, length) for start, length in documents(cu_seqlens, q.shape[1]) if length]
-    plans = [plan_pieces(pattern, ((0, length),), k.shape[2], is_causal) for _, length in spans]
+    assert call.scale is not None
+    pattern, key_padding_mask = call.pattern, call.key_padding_mask
+    options = _Options(call.is_causal, call.scale, call.dropout_p, call.score_mod, call.mask_mod)
+    spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
+    plans = [plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
     if key_padding_mask is not None:

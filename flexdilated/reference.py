@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["dilated_attention"]
+__all__ = ["MaskMod", "ScoreMod", "dilated_attention"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -9,7 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.backends import BACKENDS, Request, sdpa
-from flexdilated.backends.sdpa import KERNELS, Dropout, Kernel, Options, choose_kernel
+from flexdilated.backends.kernel import Dropout, Kernel, Options
+from flexdilated.backends.sdpa import KERNELS, choose_kernel
 from flexdilated.hardware import simulate
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT
@@ -159,7 +160,7 @@ def test_sdpa_kernel_switches_kernels_off() -> None:
 def test_math_equals_cpu_flash_and_the_reference_in_chunks(
     math_scores: int, is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdpa, "MATH_SCORES", math_scores)
+    monkeypatch.setattr("flexdilated.backends.math.SCORES", math_scores)
     case = Case(PATTERN, batch=2, kv_heads=2, group=3, is_causal=is_causal, ignored=0.4 if masked else None)
     options = case.options()
 

@@ -19,8 +19,10 @@ from torch._dynamo.utils import counters
 import flexdilated.flexed
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends import Request, choose, crossovers, flex, why_not
+from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.blocks import block_lists, head_branches
-from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
+from flexdilated.call import Call
+from flexdilated.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.hardware import simulate
 from tests import flex_emulation
 from tests.cases import Case, calls, least_heads, patterns
@@ -293,9 +295,8 @@ def test_packed_tiles_are_those_of_the_masks_that_run(
         patch.setattr(flex, "call", count)
         patch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
         patch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "packed")
-        nothing = {"key_padding_mask": None, "cu_seqlens": None, "score_mod": None, "mask_mod": None}
-        flexdilated.flexed.flexed(q, k, k, pattern, is_causal=is_causal, scale=1.0, want_lse=True, **nothing)  # type: ignore[arg-type]
-    assert packed_cost(pattern, Call(2, num_tokens, kv_heads * 2, kv_heads, 1, 8, is_causal)).tiles == visited
+        flexdilated.flexed.flexed(q, k, k, Call(pattern, is_causal, 1.0, return_lse=True))
+    assert packed_cost(pattern, Shape(2, num_tokens, kv_heads * 2, kv_heads, 1, 8, is_causal)).tiles == visited
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -305,14 +306,14 @@ def test_fused_tiles_are_those_of_the_mask_where_segments_nest(num_tokens: int, 
     for head in range(4):
         lists = block_lists(head_branches(LONGNET, head, 4, num_tokens), num_tokens, 128, 128, "before" if is_causal else "any")
         tiles += int(lists.partial_counts.sum() + lists.full_counts.sum())
-    assert fused_cost(LONGNET, Call(3, num_tokens, 8, 4, 64, 2, is_causal)).tiles == 3 * 2 * tiles
+    assert fused_cost(LONGNET, Shape(3, num_tokens, 8, 4, 64, 2, is_causal)).tiles == 3 * 2 * tiles
 
 
 def test_short_sequences_are_fused_and_long_ones_packed() -> None:
-    layouts = [choose_layout(LONGNET, Call(1, n, 12, 12, 64, 2, True)) for n in (512, 2048, 16384, 131072, 1 << 20)]
+    layouts = [choose_layout(LONGNET, Shape(1, n, 12, 12, 64, 2, True)) for n in (512, 2048, 16384, 131072, 1 << 20)]
     assert layouts == ["fused", "fused", "packed", "packed", "packed"]
     # One dense branch is one call either way, without anything to merge.
-    assert choose_layout(DilatedPattern((512,), (1,)), Call(1, 1 << 17, 12, 12, 64, 2, True)) == "fused"
+    assert choose_layout(DilatedPattern((512,), (1,)), Shape(1, 1 << 17, 12, 12, 64, 2, True)) == "fused"
 
 
 @pytest.mark.parametrize("layout", ["packed", "fused"])
@@ -381,7 +382,7 @@ def test_strided_keys_are_packed_for_a_backward(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_launches_beyond_the_grid_are_refused() -> None:
-    x = torch.empty(flex.GRID_LIMIT + 1, 1, 2, 16, device="meta")
+    x = torch.empty(GRID_LIMIT + 1, 1, 2, 16, device="meta")
     with pytest.raises(NotImplementedError, match=r"at most 65535 sequences and heads .* got 65536 and 1; split the batch"):
         flex.call(x, x, x, score_mod=None, block_mask=None, scale=1.0, want_lse=False, kind=None)
 

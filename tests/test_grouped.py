@@ -25,7 +25,8 @@ from flexdilated import (
     dilated_score_mod,
     reference,
 )
-from flexdilated.attention import attend_local
+from flexdilated.attention import attend
+from flexdilated.call import Call
 from flexdilated.cli import app
 from flexdilated.distributed.plan import context_plan
 from flexdilated.draw import draw, draw_blocks, multiplicity
@@ -124,16 +125,14 @@ def test_one_head_runs_every_branch_where_heads_are_not_grouped() -> None:
 def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None:
     """Tensor parallelism: fewer heads than branches here, enough in the whole model."""
     q, k, v = tensors(4)
-    options: dict[str, Any] = dict.fromkeys(("scale", "key_padding_mask", "cu_seqlens", "score_mod", "mask_mod", "mesh"))
-    options |= {"is_causal": False, "dropout_p": 0.0, "backend": "auto", "return_lse": False, "exchange": "auto"}
     expected = dilated_attention(q, k, v, PATTERN)
     for first in range(0, 4, held):
         keys, queries = slice(first, first + held), slice(2 * first, 2 * (first + held))
         inputs = (q[:, :, queries], k[:, :, keys], v[:, :, keys])
-        out, _ = attend_local(*inputs, PATTERN, shard_lengths=None, within=(first, 4), **options)
+        out, _ = attend(*inputs, Call(PATTERN, first_head=first, num_heads=4))
         torch.testing.assert_close(out, expected[:, :, queries], **EXACT)
     with pytest.raises(ValueError, match=REFUSAL % 2):
-        attend_local(*inputs, PATTERN, shard_lengths=None, within=(0, 2), **options)
+        attend(*inputs, Call(PATTERN, num_heads=2))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import flexdilated.mixture
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import sdpa
-from flexdilated.backends.sdpa import KERNELS, Kernel, Options
+from flexdilated.backends import sdpa, walk
+from flexdilated.backends.kernel import Kernel, Options
+from flexdilated.backends.sdpa import KERNELS
 from tests.cases import Case, differentiate
 
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -78,15 +78,15 @@ class Efficient:
 @pytest.fixture
 def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory-efficient kernel, given views instead of slabs, as on CUDA."""
-    start = flexdilated.mixture.Run.__init__
+    start = walk.Walk.__init__
 
-    def init(self: flexdilated.mixture.Run, *arguments: object) -> None:
+    def init(self: walk.Walk, *arguments: object) -> None:
         start(self, *arguments)  # type: ignore[arg-type]
         self._packs = False
 
     monkeypatch.setattr(sdpa, "aten", Efficient)
-    monkeypatch.setattr(flexdilated.mixture.Run, "__init__", init)
-    monkeypatch.setattr(flexdilated.mixture, "KERNEL_ENGINES", {"sdpa": lambda request: KERNEL["efficient"]})
+    monkeypatch.setattr(walk.Walk, "__init__", init)
+    monkeypatch.setattr(walk, "KERNEL_ENGINES", {"sdpa": lambda request: KERNEL["efficient"]})
 
 
 @pytest.mark.usefixtures("efficient")

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import flexdilated.mixture
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.mixture import documents
+from flexdilated.backends import walk
+from flexdilated.backends.operator import Inputs
+from flexdilated.call import Call, documents
 from flexdilated.pieces import Piece, plan_pieces
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
@@ -43,18 +44,19 @@ def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], 
 )
 def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = differentiate(attend(case), *case.tensors())
-    monkeypatch.setattr(flexdilated.mixture, "CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(walk, "CPU_SLAB_BYTES", slab_bytes)
     for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
         torch.testing.assert_close(a, e, **EXACT)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
 def test_a_launch_elsewhere_fits_the_grid(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.mixture, "GRID_LIMIT", limit)
+    monkeypatch.setattr(walk, "GRID_LIMIT", limit)
     case = Case(DilatedPattern((5, 2), (3, 1)), batch=3)
     q, k, _, _, _ = case.tensors()
     pieces = plan_pieces(case.pattern, documents(None, q.shape[1]), k.shape[2], False)
-    run = flexdilated.mixture.Run(q, k, None, None, case.pattern, pieces, False, 1.0, 0.0, "sdpa")
+    flat = Call(case.pattern, scale=1.0, backend="sdpa", num_heads=k.shape[2]).flat()
+    run = walk.Walk(Inputs(q, k, k, None, None, None), flat, pieces, None)
     run._packs = False  # as off the CPU
     launches: dict[Piece, int] = {}
     for piece, (batch, segments), _ in run.slabs():
@@ -171,7 +173,7 @@ def test_dropout_keeps_the_expectation() -> None:
 
 @pytest.mark.parametrize("slab_bytes", [1, 1 << 22])
 def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexdilated.mixture, "CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(walk, "CPU_SLAB_BYTES", slab_bytes)
     # Uniform weights over unit values: the output shows which keys of its segment a row keeps.
     pattern = DilatedPattern((101,), (1,))
     q = torch.zeros(2, 202, 3, 101)

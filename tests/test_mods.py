@@ -18,6 +18,7 @@ import flexdilated.flexed
 import flexdilated.materialised
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends import flex
+from flexdilated.call import Call
 from tests import flex_emulation
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
@@ -316,15 +317,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flex_engine(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    given_options: dict[str, Any] = {
-        "is_causal": False,
-        "key_padding_mask": None,
-        "cu_seqlens": None,
-        "score_mod": None,
-        "mask_mod": None,
-    }
-    given_options |= {"scale": q.shape[3] ** -0.5, "want_lse": True} | options
-    out, lse = flexdilated.flexed.flexed(q, k, v, pattern, **given_options)
+    call = Call(pattern, scale=q.shape[3] ** -0.5, return_lse=True)._replace(**options)
+    out, lse = flexdilated.flexed.flexed(q, k, v, call)
     assert lse is not None
     return out, lse
 

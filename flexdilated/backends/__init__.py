@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from flexdilated.backends import flash, flex, sdpa
 from flexdilated.backends.crossovers import DEFAULT, prefer
+from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
-from flexdilated.backends.sdpa import Kernel
 
 __all__ = ["BACKENDS", "KERNEL_ENGINES", "Request", "choose", "why_not"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends.kernel import Kernel, Options, aligned
 from flexdilated.backends.request import Request
-from flexdilated.backends.sdpa import Kernel, Options, aligned
 
 __all__ = ["KERNEL", "choose_kernel", "why_not"]
 

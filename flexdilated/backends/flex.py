@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.request import Request
-from flexdilated.mods import ScoreMod
+from flexdilated.reference import ScoreMod
 
-__all__ = ["GRID_LIMIT", "call", "why_not"]
+__all__ = ["call", "why_not"]
 
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
-GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
 INT32_LIMIT = 1 << 31
 LEAST_HEAD_DIM = 16  # what Triton's matrix product takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

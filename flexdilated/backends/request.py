@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.hardware import Hardware, detect
-from flexdilated.transforms import is_transformed
 
-__all__ = ["Request", "request_of"]
+__all__ = ["Request"]
 
 
 @dataclass(frozen=True)
@@ -43,29 +42,7 @@ class Request:
     wants_lse: bool = False
     num_tokens: int = 0
 
-
-def request_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-    *,
-    modified: bool = False,
-    learns: bool = False,
-    wants_lse: bool = False,
-) -> Request:
-    """What a call with these tensors asks: q `(B, N, H, D)`, k and v `(B, N, Hkv, D)`; `learns`: its score function may too."""
-    return Request(
-        hardware=detect(q.device),
-        dtype=q.dtype,
-        head_dim=q.shape[3],
-        group=q.shape[2] // k.shape[2],
-        masked=key_padding_mask is not None,
-        dropout=dropout_p > 0.0,
-        modified=modified,
-        differentiable=torch.is_grad_enabled() and (learns or q.requires_grad or k.requires_grad or v.requires_grad),
-        transformed=is_transformed(q, k, v),
-        wants_lse=wants_lse,
-        num_tokens=q.shape[1],
-    )
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, **asked: bool) -> Request:
+        """What a call with queries `(B, N, H, D)` and keys `(B, N, Hkv, D)` asks, beside their sizes."""
+        return cls(detect(q.device), q.dtype, q.shape[3], q.shape[2] // k.shape[2], num_tokens=q.shape[1], **asked)

@@ -19,7 +19,7 @@ from flexdilated import __version__
 from flexdilated.backends import Request
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
-from flexdilated.cost import Call, choose_layout, fused_cost, packed_cost
+from flexdilated.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.hardware import Hardware, detect, recommended_dtype
 from flexdilated.pattern import DilatedPattern
 
@@ -167,10 +167,10 @@ def _layouts() -> list[dict[str, Any]]:
     """What the flex engine would do on a GPU with LongNet's branches, 12 heads of 64 elements in bfloat16, causal."""
     pattern, rows = DilatedPattern.longnet(), []
     for num_tokens in LAYOUT_TOKENS:
-        call = Call(batch=1, num_tokens=num_tokens, num_heads=12, num_kv_heads=12, head_dim=HEAD_DIM, element=2, is_causal=True)
-        packed, fused = packed_cost(pattern, call), fused_cost(pattern, call)
+        shape = Shape(batch=1, num_tokens=num_tokens, num_heads=12, num_kv_heads=12, head_dim=HEAD_DIM, element=2, is_causal=True)
+        packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
         costs = {"packed": packed._asdict(), "fused": fused._asdict()}
-        rows.append({"tokens": num_tokens, **costs, "layout": choose_layout(pattern, call)})
+        rows.append({"tokens": num_tokens, **costs, "layout": choose_layout(pattern, shape)})
     return rows
 
 

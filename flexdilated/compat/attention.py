@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.compat.arguments import warn_of
+from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
-from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn import attention
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 from flexdilated.pattern import DilatedPattern
-from flexdilated.sharded import withdraw_from
+from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = [
     "DilatedAttention",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from flexdilated.attention import attend_local
+from flexdilated.call import Call
 
-__all__ = ["attend_dtensors"]
+__all__ = ["unwrapped"]
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -28,8 +28,8 @@ class _Layout(NamedTuple):
         return self.dims.index(dim) if dim in self.dims else None
 
 
-def attend_dtensors(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """`dilated_attention` of DTensors; `out` and `lse`, where it is asked for, are DTensors of the same mesh and placements.
+def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call, Wrap]:
+    """The local parts of DTensors, the call of those, and what makes DTensors of its `out` and `lse`: of the same placements.
 
     Raises:
         TypeError: If only some of q, k and v are DTensors.
@@ -48,36 +48,41 @@ def attend_dtensors(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
     axis = layout.axis(TOKENS)
     if axis is not None:
-        for name in ("mesh", "shard_lengths"):
-            if options[name] is not None:
+        for name, given in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
+            if given is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
-        options["mesh"] = _axis_of(layout.mesh, axis)
-        options["shard_lengths"] = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
-    mask = options.pop("key_padding_mask")
+        shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
+        call = call._replace(mesh=_axis_of(layout.mesh, axis), shard_lengths=shards)
+    mask = call.key_padding_mask
     if isinstance(mask, DTensor):
         wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
         mask = mask.redistribute(q.device_mesh, wanted).to_local()
+    first_head, num_heads = _heads(q, k, layout)
+    call = call._replace(key_padding_mask=mask, first_head=first_head, num_heads=num_heads)
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
     local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    wants_lse = options.pop("return_lse")
-    out, lse = attend_local(
-        local[0],
-        local[1],
-        local[2],
-        *args,
-        key_padding_mask=mask,
-        within=_within(q, k, layout),
-        return_lse=wants_lse,
-        **options,
-    )
-    whole = DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=q.shape, stride=_strides(q.shape))
-    if not wants_lse:
-        return whole, None
-    assert lse is not None
-    shape = Size((q.shape[0], q.shape[2], q.shape[1]))
-    moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
-    placements = [Replicate() if dim is None else Shard(moved[dim]) for dim in layout.dims]
-    return whole, DTensor.from_local(lse, q.device_mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
+    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
+
+
+class Wrap(NamedTuple):
+    """`out` and `lse` as DTensors: of which mesh, placements and shape q is, and which dims its axes shard."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: Size
+    dims: tuple[int | None, ...]
+
+    def __call__(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The whole of what this rank has its part of."""
+        whole = self._whole(out, self.placements, self.shape)
+        if lse is None:
+            return whole, None
+        moved = {BATCH: 0, TOKENS: 2, HEADS: 1}
+        placements = tuple(Replicate() if dim is None else Shard(moved[dim]) for dim in self.dims)
+        return whole, self._whole(lse, placements, Size((self.shape[0], self.shape[2], self.shape[1])))
+
+    def _whole(self, x: Tensor, placements: tuple[Placement, ...], shape: Size) -> DTensor:
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=shape, stride=_strides(shape))
 
 
 def _layout(q: DTensor) -> _Layout:
@@ -108,11 +113,11 @@ def _axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     return mesh[mesh.mesh_dim_names[axis]]
 
 
-def _within(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int] | None:
-    """The first key/value head held here, and how many there are in all."""
+def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
+    """The first key/value head held here, and how many there are in all where that is a part."""
     axis = layout.axis(HEADS)
     if axis is None:
-        return None
+        return 0, None
     place = layout.mesh.get_coordinate()
     assert place is not None  # it holds a part of q
     size, rank = layout.mesh.size(axis), place[axis]

@@ -33,7 +33,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.output_capturing import _active_collector
 
-from flexdilated.attention import attend_local, dilated_attention
+from flexdilated.attention import attend
+from flexdilated.call import Call
 from flexdilated.hub.dilated_configs import NAME, extend_configs_and_models
 from flexdilated.hub.head_shards import HeadShard, find_head_shard
 from flexdilated.masks import dilated_score_mod
@@ -277,22 +278,25 @@ def dilated_attention_forward(
         positions = attention_mask[:, 0, 0]
         return _decode(q, k, v, pattern, shard, positions[:, num_keys:], positions[:, :num_keys], scaling, dropout), None
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        return _attend(q, k, v, pattern, shard, is_causal, scaling, dropout, key_padding_mask, cu_seqlens)
-
+    call = Call(
+        pattern,
+        is_causal,
+        scaling,
+        dropout,
+        first_head=0 if shard is None else shard.first_key,
+        num_heads=None if shard is None else shard.total_key,
+    )
     if borders is not None:
         batch, cu_seqlens = q.shape[0], borders
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        out = attend(q, k, v, cu_seqlens=cu_seqlens)
+        out, _ = attend(q, k, v, call._replace(cu_seqlens=cu_seqlens))
         return out[0].unflatten(0, (batch, -1)).contiguous(), None
     if attention_mask is None:
-        return attend(q, k, v).contiguous(), None
+        return attend(q, k, v, call)[0].contiguous(), None
     real = attention_mask[:, 0, 0, :num_keys] >= 0
     shift = _first(real)
     q, k, v, padding = (_shifted(x, shift) for x in (q, k, v, ~real))
-    out = attend(q, k, v, key_padding_mask=padding)
+    out, _ = attend(q, k, v, call._replace(key_padding_mask=padding))
     return _shifted(out, -shift).contiguous(), None
 
 
@@ -309,53 +313,6 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         raise NotImplementedError(
             f"output_attentions must be None with {NAME!r} attention, got True: {REFUSED['output_attentions']}"
         )
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: DilatedPattern,
-    shard: HeadShard | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """`dilated_attention` of a model's heads, or of some of them."""
-    if shard is None:
-        return dilated_attention(
-            q,
-            k,
-            v,
-            pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-        )
-    out, _ = attend_local(
-        q,
-        k,
-        v,
-        pattern,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        score_mod=None,
-        mask_mod=None,
-        backend="auto",
-        return_lse=False,
-        mesh=None,
-        exchange="auto",
-        shard_lengths=None,
-        within=(shard.first_key, shard.total_key),
-    )
-    return out
 
 
 def _pattern_of(config: Any) -> DilatedPattern:

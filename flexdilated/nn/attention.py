@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.attention import EXCHANGES, check_dense, dilated_attention
+from flexdilated.attention import dilated_attention
+from flexdilated.call import EXCHANGES, check_dense
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
-from flexdilated.mods import MaskMod, ScoreMod
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
+from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement, exchange
 from flexdilated.distributed.agreement import _ledger
-from flexdilated.sharded import TAGS, _tag
+from flexdilated.distributed.attention import TAGS, _tag
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexdilated.parallel
 from flexdilated import DilatedPattern
+from flexdilated.backends.operator import Inputs
+from flexdilated.call import Call
+from flexdilated.distributed import rank as rank_module
+from flexdilated.distributed import rows
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan, Needs
+from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.spans import Spans
-from flexdilated.parallel import Call, context_backward, context_forward
 from tests.distributed.cases import ShardedCase, random_case
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.tolerances import EXACT
@@ -25,6 +28,15 @@ Tamper = Callable[[int, int, Tensor], Tensor]
 WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), (11, 13, 17), batch=2, group=2)
 
 
+def share_of(
+    plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
+) -> Share:
+    """What one rank does, by the kernels of the sdpa engine."""
+    heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
+    call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
+    return Share(plan, exchange, rank, call.flat(), seed)
+
+
 def simulate(
     case: ShardedCase,
     exchange: str,
@@ -32,7 +44,8 @@ def simulate(
     tamper: Tamper = lambda s, r, x: x,
     device: str = "cpu",
     kept: bool = True,
-    **options: Any,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
     plan, given, mask = case.plan(), case.tensors(dtype), case.mask()
@@ -42,29 +55,26 @@ def simulate(
     mask = None if mask is None else mask.to(device)
     num_ranks = len(case.shard_lengths)
 
-    def part(rank: int) -> tuple[list[Tensor], Tensor | None, Call]:
+    def part(rank: int) -> tuple[Inputs, Share]:
         here = case.shard(rank)
         tensors = [given[name][:, here].contiguous() for name in "qkv"]
-        call = Call(plan, exchange, rank, case.scale, **options)
-        return tensors, None if mask is None else mask[:, here], call
+        inputs = Inputs(*tensors, None if mask is None else mask[:, here], None, None)  # type: ignore[call-arg]
+        return inputs, share_of(plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
 
     mail = Mail()
 
     def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, ignored, call = part(rank)
-        return context_forward(*tensors, ignored, call, SimulatedTransport(rank, mail, tamper))
+        return context_forward(*part(rank), SimulatedTransport(rank, mail, tamper))
 
     outs: list[Any] = run_ranks(num_ranks, ahead)
     forward_bytes, mail.bytes = mail.bytes, Counter()
 
     def back(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, ignored, call = part(rank)
+        inputs, share = part(rank)
         here = case.shard(rank)
-        grads = given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous()
         out, lse, received = outs[rank]
-        transport = SimulatedTransport(rank, mail, tamper)
-        left = received if kept else received[:0]
-        return context_backward(*grads, *tensors, out, lse, left, ignored, call, transport, kept=kept)
+        asked = Given(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
+        return context_backward(asked, inputs, received if kept else None, share, SimulatedTransport(rank, mail, tamper))
 
     grads: list[Any] = run_ranks(num_ranks, back)
     whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
@@ -180,11 +190,11 @@ def _without_lse(exchange: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("x", [torch.ones(()).expand(3, 2, 1), torch.ones(1, 1, 2)[..., :1], torch.ones(5, 1, 3)[:1, :, 1:]])
 def test_bits_of_any_strides_travel(x: Tensor) -> None:
-    bits = flexdilated.parallel._bits(x, torch.bfloat16)
+    bits = rank_module._bits(x, torch.bfloat16)
     assert bits.shape == (*x.shape[:-1], 2 * x.shape[-1])
-    assert torch.equal(flexdilated.parallel._bits(bits, torch.float32), x)
+    assert torch.equal(rank_module._bits(bits, torch.float32), x)
     row = torch.cat([bits.new_zeros(*x.shape[:-1], 3), bits], dim=-1)  # an odd place in a message
-    assert torch.equal(flexdilated.parallel._bits(row[..., 3:], torch.float32), x)
+    assert torch.equal(rank_module._bits(row[..., 3:], torch.float32), x)
 
 
 def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
@@ -193,8 +203,8 @@ def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
     outs = []
     for rank in range(2):
         tensors = [given[name][:, :8].contiguous() for name in "qkv"]  # the same on both
-        call = Call(case.plan(), "gather", rank, case.scale, dropout_p=0.5, seed=7)
-        outs.append(context_forward(*tensors, None, call, SimulatedTransport(rank, Mail()))[0])
+        share = share_of(case.plan(), "gather", rank, case.scale, dropout_p=0.5, seed=7)
+        outs.append(context_forward(Inputs(*tensors, None, None, None), share, SimulatedTransport(rank, Mail()))[0])
     assert not torch.equal(*outs)
 
 
@@ -230,7 +240,7 @@ def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytes
 def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3004, 3) if exchange == "heads" else WIDE
     check(case, exchange)
-    monkeypatch.setattr(flexdilated.parallel._Grads, "settle_keys", lambda *arguments: None)
+    monkeypatch.setattr(rows.Grads, "settle_keys", lambda *arguments: None)
     with pytest.raises(AssertionError, match="dk"):
         check(case, exchange)
 

@@ -1,0 +1,43 @@
+"""The engines that compute whole sequences, `attend(q, k, v, call)` each, and the choice of one for a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexdilated import reference
+from flexdilated.backends import choose, mixture
+from flexdilated.call import Call, check, documents
+from flexdilated.flexed import flexed
+from flexdilated.materialised import materialised
+
+__all__ = ["attend"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""
+    q, k, v, call = check(q, k, v, call)
+    call = call._replace(backend=choose(call.backend, call.request(q, k, v), divided=call.num_heads != k.shape[2]))
+    if call.backend == "reference":
+        return _reference(q, k, v, call)
+    if call.backend == "flex":
+        return flexed(q, k, v, call)
+    return materialised(q, k, v, call) if call.is_modified else mixture.attend(q, k, v, call)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The definition, in the dtypes of the other engines."""
+    documents(call.cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
+    out, lse = reference.dilated_attention(
+        q,
+        k,
+        v,
+        call.pattern,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        key_padding_mask=call.key_padding_mask,
+        cu_seqlens=call.cu_seqlens,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+    )
+    return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()

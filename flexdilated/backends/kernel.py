@@ -1,0 +1,178 @@
+"""The contract of a kernel: dense attention on one box of rows, forward and backward, and what kernels share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexdilated.backends.request import Request
+from flexdilated.merge import safe_lse
+
+__all__ = ["GRID_LIMIT", "Dropout", "Kernel", "Options", "aligned", "bias_of", "disabled", "draw_seed", "spread", "unmodified"]
+
+# Kernels hold the scale in float32: what is smaller may be 0 to them.
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
+ALIGNMENT = 16  # bytes that kernels on CUDA load at once, without a look at where a row begins
+
+
+class Dropout(NamedTuple):
+    """Attention dropout: the probability, and a seed that gives the same mask in forward and backward."""
+
+    p: float
+    seed: int
+
+
+class Options(NamedTuple):
+    """What a kernel call needs besides its tensors.
+
+    `ignored` is `(batch, keys)` bool, True for a key that no query may see. Ignored keys and values hold zeros.
+    """
+
+    is_causal: bool
+    scale: float
+    ignored: Tensor | None = None
+    dropout: Dropout | None = None
+
+
+def draw_seed(dropout_p: float) -> Tensor | None:
+    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again."""
+    return torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
+
+
+def spread(seed: int, ordinal: int) -> int:
+    """A seed for each part, unlike its neighbours' in every bit: a CPU generator reads 32 of them.
+
+    Source: the finaliser of SplitMix64, doi 10.1145/2660193.2660195, figure 16.
+    """
+    z = (seed + ordinal * 0x9E3779B97F4A7C15) % (1 << 64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return (z ^ (z >> 31)) % (1 << 63)
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Dense attention on `(batch, heads, rows, D)` tensors; as many queries as keys where it is causal.
+
+    `forward` gives `out` and `lse`, `backward` the gradients for a given `out` and `lse`: these may be the mixture's instead of
+    the kernel's own, which makes the sum over all pieces the exact gradient of the mixture.
+    """
+
+    name: str
+    why_not: Callable[[Request], str | None]
+    run_forward: Forward
+    run_backward: Backward
+    head_dim_multiple: int = 1
+    shares_kv: bool = True  # whether k and v may have fewer heads than q
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
+        head_dim = q.shape[-1]
+        q, options, _ = _with_positive_scale(q, options)
+        k, v = self._repeat(k, q), self._repeat(v, q)
+        out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options)
+        out = out[..., :head_dim]
+        if options.ignored is not None:
+            # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
+            empty = _empty_rows(options.ignored, options.is_causal)
+            lse = lse.masked_fill(empty[:, None], -math.inf)
+            out = out.masked_fill(empty[:, None, :, None], 0.0)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`dq, dk, dv` for `dout` and, where given, `dlse`.
+
+        The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
+        one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
+        """
+        head_dim, kv_heads = q.shape[-1], k.shape[1]
+        q, options, factor = _with_positive_scale(q, options)
+        if dlse is not None:
+            q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
+            out = F.pad(out, (0, 1), value=-1.0)
+            dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
+        k, v = self._repeat(k, q), self._repeat(v, q)
+        dout, q, k, v, out = (self._pad(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options))
+        if dk.shape[1] != kv_heads:
+            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
+        return dq if factor == 1.0 else dq * factor, dk, dv
+
+    def _pad(self, x: Tensor) -> Tensor:
+        missing = -x.shape[-1] % self.head_dim_multiple
+        return F.pad(x, (0, missing)) if missing else x
+
+    def _repeat(self, x: Tensor, q: Tensor) -> Tensor:
+        group = q.shape[1] // x.shape[1]
+        return x if self.shares_kv or group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:
+    """Queries times a factor, options whose scale makes the same scores of them, and the factor; it is 1 for a usual scale.
+
+    aten's kernels mask scores before they scale them, or look for the largest before: a scale that is not above 0 gives NaN there.
+    """
+    if options.scale >= LEAST_SCALE:
+        return q, options, 1.0
+    factor, scale = (-1.0, -options.scale) if options.scale <= -LEAST_SCALE else (options.scale, 1.0)
+    return q * factor, options._replace(scale=scale), factor
+
+
+def _empty_rows(ignored: Tensor, is_causal: bool) -> Tensor:
+    """The queries that see no key: `(batch, rows)`, or `(batch, 1)` where all see the same keys."""
+    visible = ~ignored
+    if is_causal:
+        return visible.cumsum(dim=1) == 0
+    return ~visible.any(dim=1, keepdim=True)
+
+
+def bias_of(ignored: Tensor | None, q: Tensor) -> Tensor | None:
+    """`ignored` as an additive mask `(batch, 1, 1, rows)` in the dtype of the queries."""
+    if ignored is None:
+        return None
+    # Contiguous whatever the strides of `ignored`: the CPU kernel of older torch reads a mask as if its last stride were 1.
+    bias = torch.zeros(ignored.shape, dtype=q.dtype, device=q.device)
+    return bias.masked_fill_(ignored, -math.inf)[:, None, None, :]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself where all of its rows begin aligned, else a copy."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
+    if x.stride(-1) == 1 and all(step % ALIGNMENT == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def unmodified(request: Request) -> str | None:
+    return "it has no score_mod or mask_mod" if request.modified else None
+
+
+def disabled(flag: str) -> str | None:
+    """Why the user has switched a kernel off (`torch.nn.attention.sdpa_kernel`), or None."""
+    if torch.compiler.is_compiling():  # the switches cannot be traced; the kernel is chosen when the compiled graph runs
+        return None
+    if getattr(torch.backends.cuda, flag)():
+        return None
+    return "it is switched off (torch.nn.attention.sdpa_kernel)"

@@ -1,0 +1,126 @@
+"""Attention by plain tensor operations, some queries at a time: every device and dtype, dropout, tangents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
+from flexdilated.backends.request import Request
+from flexdilated.merge import safe_lse
+from flexdilated.transforms import may_draw
+
+__all__ = ["MATH", "differential"]
+
+SCORES = 1 << 24  # at once: 64 MiB in float32
+
+
+def _why_not(request: Request) -> str | None:
+    if request.hardware.device_type == "mps" and request.dtype == torch.float64:
+        return "MPS has no float64"
+    return disabled("math_sdp_enabled")
+
+
+def _rows(q: Tensor, k: Tensor) -> range:
+    """Starts of the query chunks whose scores fit in `SCORES`."""
+    step = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return range(0, q.shape[2], step)
+
+
+def _scores(q: Tensor, k: Tensor, start: int, options: Options) -> Tensor:
+    """Masked scores of the queries `start...` against all keys."""
+    scores = q @ k.transpose(-1, -2) * options.scale
+    rows, keys = torch.arange(start, start + q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    if options.is_causal:
+        scores = scores.masked_fill(keys > rows[:, None], -math.inf)
+    if options.ignored is not None:
+        scores = scores.masked_fill(options.ignored[:, None, None, :], -math.inf)
+    return scores
+
+
+def _dropouts(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) -> list[Callable[[Tensor], Tensor]]:
+    """Per chunk, the function that applies attention dropout to its weights; the same for the same seed."""
+    if dropout is None:
+        return [torch.positive for _ in starts]  # the weights themselves
+
+    def apply(weights: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator(device=q.device).manual_seed(seed)
+        # In float32 whatever the default dtype: it may be another in the backward, and a coarse one drops too many.
+        with may_draw():
+            kept = torch.rand(weights.shape, generator=generator, device=q.device, dtype=torch.float32) >= dropout.p
+        return weights * kept / (1.0 - dropout.p)
+
+    return [partial(apply, seed=dropout.seed + start) for start in starts]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    dtype = q.dtype
+    q, k, v = (_accumulated(x) for x in (q, k, v))
+    outs, lses = [], []
+    starts = _rows(q, k)
+    for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
+        scores = _scores(q[:, :, start : start + starts.step], k, start, options)
+        lse = torch.logsumexp(scores, dim=-1)
+        outs.append(drop(torch.exp(scores - safe_lse(lse)[..., None])) @ v)
+        lses.append(lse)
+    return torch.cat(outs, dim=2).to(dtype), torch.cat(lses, dim=2)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = q.dtype
+    dout, q, k, v, out = (_accumulated(x) for x in (dout, q, k, v, out))
+    delta = (dout * out).sum(dim=-1, keepdim=True)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    starts = _rows(q, k)
+    for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
+        rows = slice(start, start + starts.step)
+        q_i, dout_i = q[:, :, rows], dout[:, :, rows]
+        weights = torch.exp(_scores(q_i, k, start, options) - lse[:, :, rows, None])
+        dv += drop(weights).transpose(-1, -2) @ dout_i
+        dscores = weights * (drop(dout_i @ v.transpose(-1, -2)) - delta[:, :, rows]) * options.scale
+        dq[:, :, rows] = dscores @ k
+        dk += dscores.transpose(-1, -2) @ q_i
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def differential(
+    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`sum p (dscore v + dv)` and `sum p dscore` over the keys, by plain tensor operations whatever kernel computed lse.
+
+    `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's.
+
+    Args:
+        tangents: `dq, dk, dv`, of the shapes of q, k and v.
+        q: `(batch, heads, rows, D)`.
+        k: `(batch, kv_heads, rows, D)`.
+        v: The shape of k.
+        lse: `(batch, heads, rows)`.
+        options: Those of the forward.
+    """
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv, q, k, v = (_accumulated(x) for x in (*tangents, q, k, v))
+    dk, dv, k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (dk, dv, k, v))
+    outs, sums = [], []
+    starts, lse = _rows(q, k), safe_lse(lse)
+    for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
+        rows = slice(start, start + starts.step)
+        weights = torch.exp(_scores(q[:, :, rows], k, start, options) - lse[:, :, rows, None])
+        dscores = (dq[:, :, rows] @ k.transpose(-1, -2) + q[:, :, rows] @ dk.transpose(-1, -2)) * options.scale
+        moved = weights * dscores
+        outs.append(drop(moved) @ v + drop(weights) @ dv)
+        sums.append(moved.sum(dim=-1))
+    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+MATH = Kernel("math", _why_not, _forward, _backward, shares_kv=False)

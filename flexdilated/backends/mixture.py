@@ -1,0 +1,193 @@
+"""All pieces of a pattern by a kernel engine, as one differentiable operation that keeps q, k, v, out and lse alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.kernel import draw_seed, spread
+from flexdilated.backends.operator import (
+    MORE_TENSORS,
+    TENSORS,
+    Flat,
+    Inputs,
+    contiguous_like,
+    declare,
+    differentiate,
+    operator,
+    refuse,
+    rows_contiguous,
+    save,
+    schema_of,
+)
+from flexdilated.backends.walk import Walk, backward, forward, tangent
+from flexdilated.call import Call, documents
+from flexdilated.hardware import without_autocast
+from flexdilated.merge import accumulated
+from flexdilated.pieces import plan_pieces
+from flexdilated.transforms import is_transformed, refuse_traced_derivatives
+
+__all__ = ["attend"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
+    refuse_traced_derivatives()
+    run = _Mixture.apply if is_transformed(q, k, v) and not torch.compiler.is_compiling() else MIXTURE.forward
+    out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p), *call.flat())
+    return out, lse
+
+
+def _walk(inputs: Inputs, flat: Flat) -> Walk:
+    """Over the whole sequence."""
+    kv_heads = inputs.k.shape[2]
+    within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
+    pieces = plan_pieces(flat.pattern, documents(inputs.cu_seqlens, inputs.q.shape[1]), flat.num_heads, flat.is_causal, within)
+    seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
+    return Walk(inputs, flat, pieces, seed)
+
+
+# -- the operators ------------------------------------------------------------------------------------------------------------
+
+
+def _read(options: Sequence[Any]) -> Flat:
+    return Flat(*options)
+
+
+def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+    inputs = inputs.rows_contiguous()
+    with without_autocast(inputs.q.device):
+        return forward(inputs.q, inputs.k, inputs.v, _walk(inputs, flat))
+
+
+def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+    q = inputs.q
+    return contiguous_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
+    inputs = inputs.rows_contiguous()
+    out, lse = outputs
+    with without_autocast(dout.device):
+        return backward(rows_contiguous(dout), dlse, inputs.q, inputs.k, inputs.v, rows_contiguous(out), lse, _walk(inputs, flat))
+
+
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    run = _Backward.apply if is_transformed(*(x for x in arguments[:7])) else MIXTURE.backward
+    return run(*arguments)
+
+
+MIXTURE = operator("mixture", schema_of(Flat), _read, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate)
+
+
+def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`dout, dlse` for the tangents of q, k and v, given those, out, lse and the rest as the backward is."""
+    q, k, v, out, lse, *more = arguments[:8]
+    inputs, flat = Inputs(q, k, v, *more).rows_contiguous(), _read(arguments[8:])
+    with without_autocast(q.device):
+        tangents = (rows_contiguous(dq), rows_contiguous(dk), rows_contiguous(dv))
+        return tangent(tangents, inputs.q, inputs.k, inputs.v, rows_contiguous(out), lse, _walk(inputs, flat))
+
+
+TANGENT = declare(
+    "mixture_tangent",
+    f"Tensor dq, Tensor dk, Tensor dv, {TENSORS}, Tensor out, Tensor lse, {MORE_TENSORS}, {schema_of(Flat)}",
+    2,
+    _tangent,
+)
+TANGENT.register_fake(lambda *arguments: tuple(contiguous_like(x) for x in arguments[6:8]))
+TANGENT.register_autograd(refuse)
+
+
+# -- the operators under torch.func and forward-mode differentiation, which do not reach into operators. The compiler, on the other
+# -- hand, takes no Function that has a `jvp`.
+
+
+class _Mixture(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return MIXTURE.forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], *output, *inputs[3:6])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return differentiate(ctx, _differentiate, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        saved = ctx.saved_tensors
+        given = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(saved, tangents[:3])]
+        run = _Tangent.apply if is_transformed(*given, *saved) else TANGENT
+        return run(*given, *saved, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Mixture, info.batch_size, in_dims, inputs)
+
+
+class _Once(torch.autograd.Function):
+    """What has no derivative of its own."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """There is nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return refuse(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return refuse(ctx, *tangents)
+
+
+class _Backward(_Once):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return MIXTURE.backward(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Backward, info.batch_size, in_dims, inputs)
+
+
+class _Tangent(_Once):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return TANGENT(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _map(_Tangent, info.batch_size, in_dims, inputs)
+
+
+def _map(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A function of tensors whose first dim is the batch, and of options, over a mapped dim: that dim joins the batch.
+
+    Packed documents and dropout, whose batch is one call, are computed one after another.
+    """
+    if torch.compiler.is_compiling():  # where code is left uncompiled, the compiler tries this function, and fails in Functions
+        raise NotImplementedError("operators must be mapped by torch.func outside compiled code, got a trace; use the operator")
+    tensors, options = inputs[: -len(Flat._fields)], inputs[-len(Flat._fields) :]
+    if tensors[-2] is None and tensors[-1] is None:  # cu_seqlens and seed
+        joined, batch = [], 0
+        for x, dim in zip(tensors, in_dims):
+            if x is not None:
+                x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+                batch, x = x.shape[1], x.flatten(0, 1)
+            joined.append(x)
+        results = tuple(x.unflatten(0, (size, batch)) for x in function.apply(*joined, *options))
+    else:
+        each = []
+        for i in range(size):
+            chosen = (x if x is None or dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims))
+            each.append(function.apply(*chosen, *options))
+        results = tuple(torch.stack(xs) for xs in zip(*each))
+    return results, (0,) * len(results)

@@ -1,0 +1,191 @@
+"""Opaque differentiable operators: `torch.compile` and `torch.export` see one node forward and one backward, and trace neither.
+
+An operator takes the tensors of a call and its options as plain data. It saves tensors, outputs and options; its backward, an
+operator too, is given all of them, and refuses to be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flexdilated.pattern import DilatedPattern
+
+__all__ = [
+    "Flat",
+    "Inputs",
+    "Operator",
+    "contiguous_like",
+    "declare",
+    "differentiate",
+    "operator",
+    "refuse",
+    "rows_contiguous",
+    "save",
+    "schema_of",
+]
+
+GRADIENT_MESSAGE = (
+    "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "
+    "no second derivative; use backend='reference' where one is needed"
+)
+
+O = TypeVar("O")  # noqa: E741 - the options of an operator
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call.
+
+    Args:
+        q: `(B, N, H, D)`.
+        k: `(B, N, Hkv, D)`.
+        v: The shape of k.
+        key_padding_mask: `(B, N)` bool, True where a key is ignored.
+        cu_seqlens: Borders of packed documents.
+        seed: `(1,)` int64, of attention dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
+
+    def rows_contiguous(self) -> Inputs:
+        """With q, k and v as kernels read them: any strides but the last."""
+        return self._replace(q=rows_contiguous(self.q), k=rows_contiguous(self.k), v=rows_contiguous(self.v))
+
+
+class Flat(NamedTuple):
+    """The options of a call as operators take them."""
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    heads: Any  # str; the pattern narrows it
+    offsets: Any
+    zero_padding: bool
+    detach_weights: bool
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    engine: str
+    first_head: int  # of the key/value heads held here, among those of the model
+    num_heads: int  # key/value heads of the model
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        """The pattern whose fields an operator was given."""
+        return DilatedPattern(
+            tuple(self.segment_lengths),
+            tuple(self.dilation_rates),
+            heads=self.heads,
+            offsets=self.offsets,
+            zero_padding=self.zero_padding,
+            detach_weights=self.detach_weights,
+        )
+
+
+class Operator(NamedTuple):
+    """`forward` takes `(*Inputs, *options)`; `backward` `(dout, dlse, q, k, v, *outputs, mask, cu_seqlens, seed, *options)`."""
+
+    forward: Any
+    backward: Any
+
+
+TENSORS = "Tensor q, Tensor k, Tensor v"
+MORE_TENSORS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed"
+TYPES = {Sequence[int]: "SymInt[]", int: "SymInt", float: "float", bool: "bool", str: "str", Any: "str"}
+
+
+def schema_of(fields: type[tuple[Any, ...]]) -> str:
+    """The fields of a NamedTuple as arguments of an operator."""
+    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+def declare(name: str, arguments: str, num_outputs: int, run: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """A custom operator of tensors and options that writes to none of them."""
+    schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
+    return torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema)
+
+
+def operator(
+    name: str,
+    options: str,
+    read: Callable[[Sequence[Any]], O],
+    *,
+    forward: Callable[[Inputs, O], tuple[Tensor, ...]],
+    shapes: Callable[[Inputs, O], tuple[Tensor, ...]],
+    backward: Callable[[Tensor, Tensor | None, Inputs, tuple[Tensor, ...], O], tuple[Tensor, ...]],
+    more_outputs: Sequence[str] = (),
+    through: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> Operator:
+    """The two operators `flexdilated::<name>` and `flexdilated::<name>_backward`.
+
+    Args:
+        name: Of the operator.
+        options: The schema of the options, behind the tensors.
+        read: The options from their values.
+        forward: `out`, `lse` and more outputs, which get no gradient.
+        shapes: The same without values, for tracing.
+        backward: `dq, dk, dv` for `dout` and, where lse has a gradient, `dlse`; given inputs, outputs and options.
+        more_outputs: The names of the outputs behind out and lse.
+        through: What the derivative calls in place of the backward operator.
+    """
+    outputs = ("out", "lse", *more_outputs)
+    last = 3 + len(outputs)
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        return forward(Inputs(*arguments[:6]), read(arguments[6:]))
+
+    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        return shapes(Inputs(*arguments[:6]), read(arguments[6:]))
+
+    def run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        inputs = Inputs(*arguments[:3], *arguments[last : last + 3])
+        return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
+
+    saved = ", ".join(f"Tensor {output}" for output in outputs)
+    made = Operator(
+        declare(name, f"{TENSORS}, {MORE_TENSORS}, {options}", len(outputs), run),
+        declare(f"{name}_backward", f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}, {options}", 3, run_backward),
+    )
+    made.forward.register_fake(fake)
+    made.backward.register_fake(lambda dout, dlse, *inputs: tuple(contiguous_like(x) for x in inputs[:3]))
+    through = made.backward if through is None else through
+    made.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, through, dout, dlse), setup_context=save)
+    made.backward.register_autograd(refuse)
+    return made
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward is given."""
+    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(
+    ctx: Any, backward: Callable[..., tuple[Tensor, ...]], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of every argument of an operator, by its backward."""
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    return *backward(dout, dlse, *saved, *ctx.options), *(None for _ in range(3 + len(ctx.options)))
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy whose rows lie in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def refuse(ctx: Any, *grads: Any) -> NoReturn:
+    """The derivative of a derivative."""
+    raise NotImplementedError(GRADIENT_MESSAGE)

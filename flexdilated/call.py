@@ -1,0 +1,342 @@
+"""One call of dilated attention: its options as they travel from the public function to an engine, and what is refused of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.operator import Flat
+from flexdilated.backends.request import Request
+from flexdilated.hardware import autocast_dtype, holds_values
+from flexdilated.merge import accumulated
+from flexdilated.pattern import DilatedPattern
+from flexdilated.reference import MaskMod, ScoreMod
+from flexdilated.transforms import is_mapped, is_transformed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "EXCHANGES",
+    "Call",
+    "check",
+    "check_dense",
+    "check_dtypes",
+    "check_mods",
+    "check_scale",
+    "check_tensors",
+    "documents",
+    "refuse_dynamic",
+    "refuse_zero_keys",
+]
+
+EXCHANGES = ("auto", "gather", "ring", "heads")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Said where shapes suggest that tokens and heads have changed places.
+LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made for scaled_dot_product_attention"
+
+
+class Call(NamedTuple):
+    """The options of `dilated_attention`, which says what they mean, and which heads of a model the tensors hold.
+
+    `check` gives it complete: a scale and a number of heads, and whether the score function learns.
+    """
+
+    pattern: DilatedPattern
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    backend: str = "auto"
+    return_lse: bool = False
+    mesh: DeviceMesh | None = None
+    exchange: str = "auto"
+    shard_lengths: Sequence[int] | None = None
+    first_head: int = 0  # of the key/value heads held here, among those of the model
+    num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
+    learns: bool = False
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether it has a score or mask function."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    def request(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
+        """What it asks of an engine."""
+        return Request.of(
+            q,
+            k,
+            masked=self.key_padding_mask is not None,
+            dropout=self.dropout_p > 0.0,
+            modified=self.is_modified,
+            differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
+            transformed=is_transformed(q, k, v),
+            wants_lse=self.return_lse,
+        )
+
+    def flat(self) -> Flat:
+        """The options that an operator takes, of a checked call."""
+        assert self.scale is not None
+        assert self.num_heads is not None
+        pattern = self.pattern
+        return Flat(
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            pattern.heads,
+            pattern.offsets,
+            pattern.zero_padding,
+            pattern.detach_weights,
+            self.is_causal,
+            self.scale,
+            self.dropout_p,
+            self.backend,
+            self.first_head,
+            self.num_heads,
+        )
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """The tensors in the dtype that autocast gives them, and the call complete.
+
+    Raises:
+        ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    if call.mesh is None:
+        if call.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
+        if call.shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got {tuple(call.shard_lengths)} and no mesh")
+        if call.exchange != "auto":
+            raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
+    check_tensors(q, k, v, call)
+    num_heads = k.shape[2] if call.num_heads is None else call.num_heads
+    call.pattern.check_heads(num_heads)
+    dtype = autocast_dtype(q.device)
+    if dtype is not None:  # as in a matrix product, which leaves float64 alone
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check_dtypes(q, k, v)
+    learns = call.is_modified and check_mods(call.score_mod, call.mask_mod, q)
+    scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+    return q, k, v, call._replace(scale=scale, num_heads=num_heads, learns=learns)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Refuse what can be refused before autocast; a shard of a mesh may have no tokens.
+
+    Raises:
+        ValueError: If a shape, a length or a probability is wrong.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_dense(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, N, H, D), got {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q={q.device}, got {x.device}")
+    if (q.shape[1] < 1 and call.mesh is None) or q.shape[2] < 1 or q.shape[3] < 1:
+        raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
+            hint = LAYOUT if q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2] else ""
+            raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}{hint}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")
+    if k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(f"k must have a number of heads that divides that of q={q.shape[2]}, got {k.shape[2]}")
+    if not isinstance(call.pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(call.pattern).__name__}")
+    if not isinstance(call.is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {call.is_causal!r}")
+    check_scale(call.scale, q.dtype)
+    if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {call.dropout_p!r}")
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
+    if call.key_padding_mask is not None:
+        _check_key_padding_mask(call.key_padding_mask, q)
+    if call.cu_seqlens is not None:
+        _check_cu_seqlens(call.cu_seqlens, q)
+
+
+def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:
+    """Refuse tensors whose elements do not lie in strides.
+
+    Raises:
+        NotImplementedError: If x is nested (the error ends in `nested`), sparse, or in another such layout.
+    """
+    if x.is_nested:
+        raise NotImplementedError(f"{name} must be a dense tensor, got a nested one; {nested}")
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{name} must be a dense tensor, got layout {x.layout}; use to_dense()")
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse keys and values of another dtype than the queries.
+
+    Raises:
+        TypeError: If they have one.
+    """
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")
+
+
+def check_scale(scale: float | None, dtype: torch.dtype) -> None:
+    """Refuse what the scores of q in a dtype cannot be multiplied by.
+
+    Raises:
+        ValueError: If it is not finite, or not in the dtype of the scores.
+        TypeError: If it is not a number or None.
+    """
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    scores = accumulated(dtype)
+    if scale is not None and abs(scale) > torch.finfo(scores).max:
+        raise ValueError(f"scale must be finite in {scores}, in which {dtype} is scored, got {scale}")
+
+
+def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
+    check_dense("key_padding_mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}")
+    if mask.shape != q.shape[:2]:
+        hint = LAYOUT if mask.shape == (q.shape[0], q.shape[2]) else ""
+        raise ValueError(f"key_padding_mask must have shape (B, N)={tuple(q.shape[:2])}, got {tuple(mask.shape)}{hint}")
+    if mask.device != q.device:
+        raise ValueError(f"key_padding_mask must be on the device of q={q.device}, got {mask.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """What can be said without reading it; its values are checked where they are read, before any work."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape (num_documents + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise ValueError(f"cu_seqlens must hold values for q on {q.device}, got a tensor on meta")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens must come with q of batch size 1, got batch size {q.shape[0]}; pack the batch in one row")
+
+
+def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """`(first token, number of tokens)` of each packed document.
+
+    Raises:
+        ValueError: If the borders do not rise from 0 to `num_tokens`.
+        NotImplementedError: If they hold no values, or torch.func.vmap maps over them, outside of an operator that has been given
+            each sample's.
+    """
+    if cu_seqlens is None:
+        return ((0, num_tokens),)
+    if not holds_values(cu_seqlens):  # only operators, which say shapes without them, take such
+        raise NotImplementedError(
+            "cu_seqlens must hold values for this call, got a meta or fake tensor: score_mod, mask_mod, backend='flex' and "
+            "backend='reference' plan by them; use backend='sdpa' without functions"
+        )
+    if is_mapped(cu_seqlens):
+        raise NotImplementedError(
+            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "
+            "mapped borders; loop over the samples, or use backend='sdpa' without functions"
+        )
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
+        shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}, got {shown}")
+    return tuple((a, b - a) for a, b in pairwise(borders))
+
+
+def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
+    """Refuse what is not a score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
+
+    Returns:
+        Whether a gradient may be asked of what the score function holds; not told of traced functions.
+
+    Raises:
+        TypeError: If it is not callable, takes other arguments, or returns something other than a score or a bool.
+        ValueError: If it does not give one value per pair, or needs tensors on another device than q.
+    """
+    learns = False
+    if not torch.compiler.is_compiling():  # then the functions are traced, and the tracer says what is wrong with them
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+        if score_mod is not None:
+            score = torch.zeros(zero.shape, dtype=accumulated(q.dtype), device=q.device)
+            result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, zero, zero, zero, zero)
+            if not result.is_floating_point():
+                raise TypeError(f"score_mod must return a floating-point score, got {result.dtype}")
+            learns = result.requires_grad
+        if mask_mod is not None:
+            result = _call("mask_mod", mask_mod, ("b", "h", "q_idx", "kv_idx"), zero, zero, zero, zero)
+            if result.dtype != torch.bool:
+                raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {result.dtype}")
+    return learns
+
+
+def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Tensor) -> Tensor:
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of ({', '.join(parameters)}), got {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        raise TypeError(f"{name} must take ({', '.join(parameters)}), got {inspect.signature(function)}") from None
+    except ValueError:  # a builtin without a signature: calling it tells
+        pass
+    try:
+        result = function(*arguments)
+    except RuntimeError as error:
+        if "device" not in str(error):
+            raise
+        device = arguments[0].device
+        raise ValueError(f"{name} must use tensors on the device of q={device}, got: {str(error).splitlines()[0]}") from None
+    if not isinstance(result, Tensor):
+        raise TypeError(f"{name} must return a tensor, got {type(result).__name__}")
+    if result.device != arguments[0].device:
+        raise ValueError(f"{name} must use tensors on the device of q={arguments[0].device}, got a result on {result.device}")
+    if result.numel() != 1 or result.dim() > len(arguments[0].shape):
+        raise ValueError(f"{name} must return one value per pair, got shape {tuple(result.shape)} for one pair")
+    return result
+
+
+def refuse_zero_keys(num_tokens: int) -> NoReturn:
+    """Refuse torchscale's zero keys: they have no position to tell the functions."""
+    raise NotImplementedError(
+        f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={num_tokens}, got zero_padding=True: those "
+        "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
+    )
+
+
+def refuse_dynamic(num_tokens: int, call: str) -> None:
+    """Refuse to trace a call whose graph depends on the number of tokens where that number is a symbol.
+
+    Raises:
+        NotImplementedError: In compiled or exported code with a dynamic number of tokens.
+    """
+    if not torch.compiler.is_compiling():
+        return
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # not loaded with the package
+
+    if not has_static_value(num_tokens):
+        raise NotImplementedError(
+            f"q must have a static number of tokens for {call} in compiled code, got a dynamic one; use "
+            "torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+        )

@@ -1,0 +1,255 @@
+"""Attention over ranks as one differentiable operation.
+
+Both directions are opaque custom operators, communication included: the compiler sees one node each, with any exchange.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
+
+from flexdilated.backends import choose
+from flexdilated.backends.engines import attend as attend_whole
+from flexdilated.backends.kernel import draw_seed
+from flexdilated.backends.operator import Flat, Inputs, contiguous_like, operator, rows_contiguous, schema_of
+from flexdilated.call import EXCHANGES, Call, check, documents
+from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
+from flexdilated.distributed.exchange import GroupTransport, Transport
+from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
+from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.hardware import without_autocast
+from flexdilated.merge import accumulated
+from flexdilated.transforms import is_transformed
+
+__all__ = ["attend", "withdraw_from"]
+
+TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
+
+# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
+TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
+
+
+class Place(NamedTuple):
+    """Where a call runs, as its operator takes it."""
+
+    group_name: str
+    rank: int
+    shard_lengths: Sequence[int]
+    exchange: str
+    differentiable: bool
+    keeps: bool  # whether the forward leaves the rows of other ranks to the backward
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """`out` `(B, n, H, D)` and `lse` `(B, H, n)` of this rank's shard, both differentiable.
+
+    Raises:
+        ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
+    """
+    assert call.mesh is not None
+    group_name, rank, num_ranks = group_of(call.mesh)
+    try:
+        lengths = _shard_lengths(q, call, rank, num_ranks)
+        if num_ranks == 1:
+            return attend_whole(q, k, v, call)
+        q, k, v, call = check(q, k, v, call)
+        if is_transformed(q, k, v):
+            raise NotImplementedError(
+                "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
+            )
+        request = call.request(q, k, v)
+        call = call._replace(backend=choose(call.backend, request, divided=True))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if num_ranks > 1 and not torch.compiler.is_compiling():
+            withdraw_from(group_name, str(error))  # the other ranks would wait for this one
+        raise
+    # How many rows the backward is left depends on where documents lie, which tracing does not know.
+    keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
+    place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
+    seed = draw_seed(call.dropout_p)
+    out, lse, _, _ = CONTEXT_PARALLEL.forward(q, k, v, call.key_padding_mask, call.cu_seqlens, seed, *call.flat(), *place)
+    return out, lse
+
+
+def withdraw_from(group_name: str, reason: str) -> None:
+    """Tell the ranks of a group that this one takes no part, and why."""
+    withdraw(_resolve(group_name), reason)
+
+
+def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[int, ...]:
+    """Tokens of each rank."""
+    assert call.mesh is not None
+    if call.exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
+    if not isinstance(q, Tensor) or q.is_nested or q.dim() != 4:
+        return ()  # refused with the other arguments
+    if q.device.type != call.mesh.device_type:
+        raise ValueError(f"q must be on the device of mesh={call.mesh.device_type}, got {q.device}")
+    lengths = declared_lengths(rank, num_ranks, q.shape[1], call.shard_lengths)
+    if sum(lengths) < 1:
+        raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
+    return lengths
+
+
+def _plan(inputs: Inputs, flat: Flat, place: Place) -> tuple[ContextPlan, str]:
+    """The plan of a call, and the exchange that runs it."""
+    q, k, _, key_padding_mask, cu_seqlens, _ = inputs
+    lengths = tuple(int(n) for n in place.shard_lengths)
+    within, group = range(flat.first_head, flat.first_head + k.shape[2]), q.shape[2] // k.shape[2]
+    spans = documents(cu_seqlens, sum(lengths))
+    plan = context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
+    if place.exchange == "auto":
+        return plan, _choice(plan, q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None)
+    return plan, place.exchange
+
+
+@lru_cache(maxsize=64)
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool) -> str:
+    """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
+    if plan.is_local:
+        return "gather"
+    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
+    return plan.choose(budget=plan.default_budget(**sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize)
+
+
+class _Terms(NamedTuple):
+    """What ranks must share in a call beside the plan."""
+
+    dtype: torch.dtype
+    batch: int
+    head_dim: int
+    scale: float
+    dropout_p: float
+    masked: bool
+    exchange: str  # as asked
+    differentiable: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, flat: Flat, place: Place) -> _Terms:
+        q, masked = inputs.q, inputs.key_padding_mask is not None
+        return cls(q.dtype, q.shape[0], q.shape[3], flat.scale, flat.dropout_p, masked, place.exchange, place.differentiable)
+
+
+@lru_cache(maxsize=64)
+def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
+    """The plan and the terms in JSON types, and a number below `TAGS` that stands for them."""
+    described = plan.description | terms._asdict() | {"dtype": str(terms.dtype)}
+    digest = sha256(json.dumps(described, sort_keys=True).encode()).digest()
+    return described, int.from_bytes(digest[:8], "big") % TAGS
+
+
+def _tag(contract: int, number: int, *, backward: bool) -> int:
+    """The tag of a call's messages: calls of one plan differ by their number, calls of two by what stands for the plan."""
+    return 2 * ((contract + number) % TAGS) + backward
+
+
+# -- the operators ------------------------------------------------------------------------------------------------------------
+
+
+def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
+    count = len(Flat._fields)
+    return Flat(*options[:count]), Place(*options[count:])
+
+
+def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
+    """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
+    flat, place = options
+    group = _resolve(place.group_name)
+    try:
+        plan, chosen = _plan(inputs, flat, place)
+    except ValueError as error:
+        withdraw(group, str(error))
+        raise
+    described, contract = _contract(plan, _Terms.of(inputs, flat, place))
+    share = _share(plan, chosen, inputs, flat, place)
+    device = inputs.q.device
+    with in_turn(group), without_autocast(device):
+        agree(group, described)
+        # A call that moves nothing has no number: a rank may make it alone.
+        number = 0 if plan.is_local else number_of_call(group)
+        transport = _transport(group, plan, device, _tag(contract, number, backward=False))
+        out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
+    return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)
+
+
+def _shapes(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
+    q = inputs.q
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
+    received, number = q.new_empty(_received_size(inputs, *options)), torch.empty((), dtype=torch.int64, device="cpu")
+    return contiguous_like(q), lse, received, number
+
+
+def _received_size(inputs: Inputs, flat: Flat, place: Place) -> Any:
+    """Elements that the forward leaves to the backward, as far as they are known before it runs."""
+    q = inputs.q
+    if not place.keeps or place.exchange == "ring":
+        return 0
+    # Where documents lie, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
+    # length gets a graph of its own.
+    sizes = (*q.shape, *place.shard_lengths)
+    if inputs.cu_seqlens is not None or (TRACES_UNKNOWN_SIZES and any(isinstance(n, torch.SymInt) for n in sizes)):
+        return torch.library.get_ctx().new_dynamic_size()
+    plan, chosen = _plan(inputs, flat, place)
+    if chosen == "ring":
+        return 0
+    rows = [int(plan.traffic(chosen, kind).received(plan.num_ranks)[place.rank]) for kind in ("kv", "q")]
+    kv_width = 2 * q.shape[3] + (inputs.key_padding_mask is not None)
+    return q.shape[0] * (rows[0] * kv_width + rows[1] * plan.group * q.shape[3])
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], options: tuple[Flat, Place]
+) -> tuple[Tensor, ...]:
+    flat, place = options
+    out, lse, received, number = outputs
+    plan, chosen = _plan(inputs, flat, place)
+    share = _share(plan, chosen, inputs, flat, place)
+    tag = _tag(_contract(plan, _Terms.of(inputs, flat, place))[1], int(number.item()), backward=True)
+    transport = _transport(_resolve(place.group_name), plan, dout.device, tag)
+    given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
+    with without_autocast(dout.device):
+        return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
+
+
+def _share(plan: ContextPlan, exchange: str, inputs: Inputs, flat: Flat, place: Place) -> Share:
+    return Share(plan, exchange, place.rank, flat, None if inputs.seed is None else int(inputs.seed.item()))
+
+
+CONTEXT_PARALLEL = operator(
+    "context_parallel",
+    f"{schema_of(Flat)}, {schema_of(Place)}",
+    _read,
+    forward=_forward,
+    shapes=_shapes,
+    backward=_backward,
+    more_outputs=("received", "number"),
+)
+
+
+def _resolve(group_name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
+
+
+class _Silence:
+    """The transport of a plan that moves nothing."""
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Silence:
+        assert not {**sends, **receives}
+        return self
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def _transport(group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, tag: int) -> Transport:
+    return _Silence() if plan.is_local else GroupTransport(group, device, tag)
