@@ -86,6 +86,14 @@ def tests_port(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_export(session: nox.Session) -> None:
+    """Models exported: programs, packages, and ONNX beside onnxruntime."""
+    _install(session)
+    session.install("onnx", "onnxscript", "onnxruntime", f"torch=={TORCH}")
+    session.run("pytest", "tests/test_portable.py", "tests/test_export.py", "tests/test_onnx.py", *session.posargs)
+
+
+@nox.session
 def tests_timm(session: nox.Session) -> None:
     """Vision transformers of timm and torchvision; apart, since a torchvision for another torch breaks other libraries' imports."""
     _install(session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdilated import reference
+from flexdilated import portable, reference
 from flexdilated.backends import choose, mixture
 from flexdilated.call import Call, check, documents
 from flexdilated.flexed import flexed
@@ -20,9 +20,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     call = call._replace(backend=choose(call.backend, call.request(q, k, v), divided=call.num_heads != k.shape[2]))
     if call.backend == "reference":
         return _reference(q, k, v, call)
-    if call.backend == "flex":
+    if call.backend == "flex" and not portable.writes_onnx():
         return flexed(q, k, v, call)
-    return materialised(q, k, v, call) if call.is_modified else mixture.attend(q, k, v, call)
+    if call.is_modified:
+        return materialised(q, k, v, call)
+    return portable.attend(q, k, v, call) if portable.writes_onnx() else mixture.attend(q, k, v, call)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,10 @@ from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
+from flexdilated.portable import writes_onnx
 from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "refuse_float_mask"]
 
 
 class DilatedAttention(nn.Module):
@@ -116,6 +117,12 @@ class DilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, is_causal={self.is_causal}, dropout_p={self.dropout_p}, backend={self.backend!r}"
+
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks every module of a model first
+        raise NotImplementedError(
+            "torch.jit.script must be given a model without dilated attention, got DilatedAttention; use torch.export.export or "
+            "torch.jit.trace"
+        )
 
 
 class _TokenNorm(nn.LayerNorm):
@@ -351,7 +358,7 @@ class MultiheadDilatedAttention(nn.Module):
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}) or (N, {self.embed_dim}), got {tuple(x.shape)}")
         if key_padding_mask is not None and key_padding_mask.is_floating_point():
-            key_padding_mask = _ignored(key_padding_mask)
+            key_padding_mask = (refuse_float_mask if writes_onnx() else _ignored)(key_padding_mask)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
             return self._attend(query[None], key[None], value[None], mask, is_causal, rotation, options)[0], None
@@ -415,6 +422,17 @@ def _ignored(mask: Tensor) -> Tensor:
             "add it to the scores by score_mod=lambda score, b, h, q_idx, kv_idx: score + mask[b, kv_idx]"
         )
     return ignored
+
+
+def refuse_float_mask(mask: Tensor) -> NoReturn:
+    """Refuse a float mask where nothing can look at its values.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        f"key_padding_mask must be bool in a portable program, got {mask.dtype}, whose values nothing would check; give mask < 0"
+    )
 
 
 @_ignored.register_fake

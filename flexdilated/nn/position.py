@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.pattern import DilatedPattern
+from flexdilated.portable import writes_onnx
 
-__all__ = ["Rotary", "Rotation", "XPos", "token_positions"]
+__all__ = ["Rotary", "Rotation", "XPos", "rotary_angles", "token_positions", "xpos_decay"]
 
 # Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.
 FLOAT16_LOG_GROWTH = 6.0
@@ -233,8 +234,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # every head of every layer, forward and backward (a ninth of a small model's training step).
 
 
-@torch.library.custom_op("flexdilated::rotary_angles", mutates_args=())
-def _angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine, `(..., N, 1, D / 2)`, of `positions` `(..., N)` times the frequencies."""
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
@@ -242,20 +242,31 @@ def _angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -
     return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
 
 
-@torch.library.custom_op("flexdilated::xpos_decay", mutates_args=())
-def _decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+def xpos_decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
     """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)`."""
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
     zeta = (pairs / head_dim + 0.4) / 1.4
     return zeta ** (positions.to(dtype)[..., None, None] / scale_base)
 
 
-@_angles.register_fake
+_angles_op = torch.library.custom_op("flexdilated::rotary_angles", rotary_angles, mutates_args=())
+_decay_op = torch.library.custom_op("flexdilated::xpos_decay", xpos_decay, mutates_args=())
+
+
+def _angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (rotary_angles if writes_onnx() else _angles_op)(positions, head_dim, base, dtype)
+
+
+def _decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+    return (xpos_decay if writes_onnx() else _decay_op)(positions, head_dim, scale_base, dtype)
+
+
+@_angles_op.register_fake
 def _(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, 1, head_dim // 2)
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-@_decay.register_fake
+@_decay_op.register_fake
 def _(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
     return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=dtype)

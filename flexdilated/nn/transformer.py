@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.position import Rotation
+from flexdilated.portable import writes_onnx
 
 __all__ = ["Block", "FeedForward"]
 
@@ -91,7 +92,8 @@ class Block(nn.Module):
 
 def _activation(x: Tensor) -> Tensor:
     """GELU. On a CPU inductor would fuse it into the LayerNorm that follows, and evaluate it once per pass over the row."""
-    opaque = x.device.type == "cpu" and torch.compiler.is_compiling() and forward_ad._current_level < 0  # it has no tangent
+    compiled = x.device.type == "cpu" and torch.compiler.is_compiling() and not writes_onnx()
+    opaque = compiled and forward_ad._current_level < 0  # it has no tangent
     return _gelu(x) if opaque else F.gelu(x)
 
 

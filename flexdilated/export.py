@@ -1,0 +1,46 @@
+"""Exported programs without this library's operators."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.nn.functional import gelu
+
+from flexdilated.nn.attention import refuse_float_mask
+from flexdilated.nn.position import rotary_angles, xpos_decay
+from flexdilated.portable import mixture
+
+__all__ = ["portable"]
+
+FORMULAS = {
+    "mixture": mixture,
+    "rotary_angles": rotary_angles,
+    "xpos_decay": xpos_decay,
+    "gelu": gelu,
+    "ignored_keys": refuse_float_mask,
+}
+
+WAYS_OUT = "use backend='sdpa', no mesh and no cache"
+
+
+def portable(program: ExportedProgram) -> ExportedProgram:
+    """The same program in core aten operators alone, for runtimes without Python or without this library.
+
+    Each branch is then one dense attention, whose scores exist all at once: `B H N w / r^2` for a segment length w and a rate r.
+    Where nothing says that N stays below w, sequences are padded to a multiple of w: give `torch.export.Dim` its `max`.
+
+    Args:
+        program: What `torch.export.export` made of a model in evaluation mode.
+
+    Raises:
+        NotImplementedError: For packed documents (`cu_seqlens`), dropout, float masks, patterns with `zero_padding` whose rates do
+            not divide their segments, and this library's other operators, such as those over a mesh.
+    """
+    table = torch.export.default_decompositions()
+    table.update({getattr(torch.ops.flexdilated, name).default: formula for name, formula in FORMULAS.items()})
+    decomposed = program.run_decompositions(table)
+    targets = {str(node.target) for node in decomposed.graph.nodes}
+    left = sorted(target for target in targets if target.startswith(("flexdilated.", "flex_attention")))
+    if left:
+        raise NotImplementedError(f"program must hold operators that have a portable form, got {', '.join(left)}; {WAYS_OUT}")
+    return decomposed

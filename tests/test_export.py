@@ -1,0 +1,282 @@
+"""Models exported, saved, loaded by another process and compiled ahead of time: the numbers of eager, for every length."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from flexdilated import DilatedAttention, DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
+from flexdilated.export import portable
+from tests.tolerances import SINGLE
+
+# torch's own, in run_decompositions.
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
+
+DOCS = Path(__file__).parents[1] / "docs" / "export.md"
+PATTERN = DilatedPattern((8, 24), (1, 3))  # nested: the decay of LongNetLM's positions has one reach, whatever the length
+WIDTH, VOCAB = 20, 53
+SHAPES = ((2, 43), (1, 1), (3, 7), (2, 24), (1, 101))  # batch and tokens
+
+
+class Attention(nn.Module):
+    """A projection and dilated attention, as a model has them."""
+
+    def __init__(self, pattern: DilatedPattern = PATTERN, **options: Any) -> None:
+        super().__init__()
+        self.qkv, self.pattern, self.options = nn.Linear(WIDTH, 3 * WIDTH), pattern, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
+        return dilated_attention(q, k, v, self.pattern, **self.options).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    """The multi-head layer with one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(WIDTH, 4, PATTERN, num_kv_heads=2, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def language_model() -> nn.Module:
+    return LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=24, num_layers=2, num_heads=4, pattern=PATTERN))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"function": Attention, "layer": SelfAttention, "model": language_model}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def draw(name: str, batch: int = 2, num_tokens: int = 43) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    if name == "model":
+        return torch.randint(VOCAB, (batch, num_tokens), generator=generator)
+    return torch.randn(batch, num_tokens, WIDTH, generator=generator)
+
+
+def export(name: str, model: nn.Module, *, strict: bool = False) -> ExportedProgram:
+    """With any batch and any number of tokens."""
+    return torch.export.export(model, (draw(name),), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), strict=strict)
+
+
+def assert_serves_every_shape(served: Callable[[Tensor], Tensor], name: str, model: nn.Module) -> None:
+    for shape in SHAPES:
+        x = draw(name, *shape)
+        with torch.no_grad():
+            torch.testing.assert_close(served(x), model(x), **SINGLE)
+
+
+def python(code: str, folder: Path) -> str:
+    """What another process prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused_before_import(code: str) -> str:
+    """A program that prints why `code` is refused until this library is imported."""
+    attempt = f"try:\n    {code}\nexcept RuntimeError as error:\n    print(error)\nelse:\n    sys.exit('it ran')"
+    return f"import sys, torch\n{attempt}\nimport flexdilated\n{code}"
+
+
+def operators(program: ExportedProgram) -> set[str]:
+    return {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith("flexdilated.")}
+
+
+# -- programs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_holds_the_operator_and_serves_every_shape(name: str, strict: bool) -> None:
+    model = build(name)
+    program = export(name, model, strict=strict)
+    assert "mixture" in operators(program)
+    assert_serves_every_shape(program.module(), name, model)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_of_one_shape_runs(strict: bool) -> None:
+    model, x = build("layer"), draw("layer")
+    program = torch.export.export(model, (x,), strict=strict)
+    torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
+
+
+@pytest.mark.slow
+def test_another_process_loads_a_program_after_importing_this_library(tmp_path: Path) -> None:
+    model, x = build("model"), draw("model", 3, 29)
+    torch.export.save(export("model", model), tmp_path / "model.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    serve = "torch.save(torch.export.load('model.pt2').module()(torch.load('x.pt')), 'y.pt')"
+    refused = python(refused_before_import(serve), tmp_path)
+    assert "error when deserializing the saved file" in refused
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "y.pt"), model(x), **SINGLE)
+
+
+# -- the portable form --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape(name: str) -> None:
+    model = build(name)
+    program = portable(export(name, model))
+    assert not operators(program)
+    assert {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")} == {"aten"}
+    assert_serves_every_shape(program.module(), name, model)
+
+
+def test_a_portable_program_of_a_strict_export_is_the_same() -> None:
+    model = build("layer")
+    program = portable(export("layer", model, strict=True))
+    assert not operators(program)
+    assert_serves_every_shape(program.module(), "layer", model)
+
+
+# A segment longer than `max` is one segment, of as many tokens as there are; also where torchscale's positions would shift later.
+@pytest.mark.parametrize("pattern", [DilatedPattern((8, 64), (2, 5)), DilatedPattern.torchscale((8, 64), (2, 5))])
+def test_a_segment_longer_than_any_sequence_is_not_padded(pattern: DilatedPattern) -> None:
+    model = Attention(pattern).eval()
+    program = portable(torch.export.export(model, (draw("layer"),), dynamic_shapes=({1: Dim("length", max=61)},)))
+    assert "64" not in re.findall(r"\d+", program.graph_module.code)
+    for num_tokens in (1, 2, 8, 29, 61):
+        x = draw("layer", 2, num_tokens)
+        torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
+
+
+@pytest.mark.parametrize("pattern", [DilatedPattern((8, 40), (2, 4)), DilatedPattern.torchscale((8, 40), (2, 4))])
+def test_a_sequence_may_end_before_a_segment_or_behind(pattern: DilatedPattern) -> None:
+    model = Attention(pattern).eval()
+    program = portable(torch.export.export(model, (draw("layer"),), dynamic_shapes=({1: Dim("length")},)))
+    for num_tokens in (1, 2, 8, 29, 40, 43, 80, 101):
+        x = draw("layer", 2, num_tokens)
+        torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
+
+
+def test_a_padding_mask_is_an_input_of_a_portable_program() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
+            return dilated_attention(x, x, x, PATTERN, key_padding_mask=ignored)
+
+    shapes = {"x": {1: Dim("length")}, "ignored": {1: Dim("length")}}
+    for num_tokens in (43, 3, 101):
+        x = torch.randn(2, num_tokens, 2, 6, generator=torch.Generator().manual_seed(0))
+        ignored = torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
+        if num_tokens == 43:
+            program = portable(torch.export.export(Masked(), (x, ignored), dynamic_shapes=shapes))
+        torch.testing.assert_close(program.module()(x, ignored), Masked()(x, ignored), **SINGLE)
+
+
+def test_a_float_mask_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiheadDilatedAttention(WIDTH, 4, PATTERN)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.attention(x, x, x, key_padding_mask=mask)[0]
+
+    program = torch.export.export(Masked().eval(), (draw("layer"), torch.zeros(2, 43)))
+    with pytest.raises(
+        NotImplementedError, match=r"key_padding_mask must be bool in a portable program, got torch.float32.*mask < 0"
+    ):
+        portable(program)
+
+
+def test_dropout_documents_and_shifts_are_refused() -> None:
+    x = draw("layer", 1)
+    for model, message in (
+        (Attention(dropout_p=0.5), "dropout_p must be 0"),
+        (Attention(cu_seqlens=torch.tensor([0, 5, 43])), "cu_seqlens must be None"),
+        (Attention(DilatedPattern.torchscale((11,), (4,))), "pattern must have rates that divide its segments"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            portable(torch.export.export(model.eval(), (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_is_refused() -> None:
+    with torch.no_grad():
+        program = torch.export.export(Attention(backend="flex").eval(), (draw("layer"),))
+    with pytest.raises(
+        NotImplementedError, match=r"program must hold operators that have a portable form, got flex_attention.*sdpa"
+    ):
+        portable(program)
+
+
+def test_users_functions_are_portable_for_a_static_length() -> None:
+    model = Attention(
+        DilatedPattern((8,), (2,)), score_mod=lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx).abs()
+    ).eval()
+    x = draw("layer", 2, 11)
+    program = portable(torch.export.export(model, (x,)))
+    torch.testing.assert_close(program.module()(x), model(x), **SINGLE)
+
+
+# -- TorchScript --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trace_serves_every_shape(name: str) -> None:
+    model = build(name)
+    assert_serves_every_shape(torch.jit.trace(model, (draw(name),)), name, model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")
+def test_another_process_loads_a_trace_after_importing_this_library(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(build("function"), (draw("function"),)), tmp_path / "model.pt")
+    refused = python(refused_before_import("torch.jit.load('model.pt')"), tmp_path)
+    assert "Unknown builtin op: flexdilated::mixture" in refused
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("model", [DilatedAttention(PATTERN), SelfAttention(), language_model()], ids=lambda m: type(m).__name__)
+def test_script_is_refused(model: nn.Module) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"torch\.jit\.script must be given a model without dilated.*torch\.export\.export"
+    ):
+        torch.jit.script(model)
+
+
+# -- the docs, and what is compiled ahead of time -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+def test_examples_of_the_docs_run_and_what_they_compile_serves_every_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 5
+    assert "torch.onnx" in blocks[4]  # run by test_onnx.py
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(blocks[0], str(DOCS), "exec"), names)
+    assert python(blocks[1], tmp_path).strip() == "torch.Size([1, 101, 256])"
+    model = names["model"]
+    for block in blocks[2:4]:
+        exec(compile(block, str(DOCS), "exec"), names)
+        for shape in SHAPES:
+            x = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+            torch.testing.assert_close(names["served"](x), model(x), **SINGLE)
+    run = "torch._inductor.aoti_load_package({!r})(torch.zeros(3, 29, dtype=torch.int64))"
+    alone = f"import torch; print({run.format('portable.pt2')}.shape)"
+    printed = python(f"{alone}\n{refused_before_import(run.format('operators.pt2'))}", tmp_path)
+    assert printed.startswith("torch.Size([3, 29, 256])")
+    assert "Could not find schema for flexdilated::" in printed

@@ -1,0 +1,111 @@
+"""Models in onnxruntime: the numbers of eager, for every length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.export import portable
+from tests.test_export import DOCS, MODELS, SHAPES, Attention, assert_serves_every_shape, build, draw, export
+from tests.tolerances import SINGLE
+
+onnx = pytest.importorskip("onnx", reason="needs onnx: nox -s tests_export")
+pytest.importorskip("onnxscript", reason="needs onnxscript: nox -s tests_export")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: nox -s tests_export")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning"
+)
+
+
+def serve(program: Any, folder: Path) -> Callable[..., Tensor]:
+    """An ONNX program as a function of tensors."""
+    program.save(folder / "model.onnx")
+    return load(folder / "model.onnx")
+
+
+def load(path: Path) -> Callable[..., Tensor]:
+    session = onnxruntime.InferenceSession(path)
+    names = [x.name for x in session.get_inputs()]
+    return lambda *xs: torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, xs)})[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx_serves_every_shape(name: str, tmp_path: Path) -> None:
+    model, shapes = build(name), ({0: Dim("batch"), 1: Dim("length")},)
+    program = torch.onnx.export(model, (draw(name),), dynamic_shapes=shapes, dynamo=True, verbose=False)
+    assert_serves_every_shape(serve(program, tmp_path), name, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_portable_program_becomes_onnx(strict: bool, tmp_path: Path) -> None:
+    model = build("model")
+    program = torch.onnx.export(portable(export("model", model, strict=strict)), (), dynamo=True, verbose=False)
+    assert_serves_every_shape(serve(program, tmp_path), "model", model)
+
+
+@pytest.mark.slow
+def test_a_program_that_is_not_portable_names_the_operator() -> None:
+    with pytest.raises(Exception, match=r"No ONNX function found for .*flexdilated\.mixture"):
+        torch.onnx.export(export("function", build("function")), (), dynamo=True, verbose=False)
+
+
+@pytest.mark.slow
+def test_zero_keys_and_a_padding_mask_up_to_the_longest_segment(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:
+            return dilated_attention(x, x, x, DilatedPattern.torchscale((8, 61), (2, 5)), key_padding_mask=ignored)
+
+    def inputs(num_tokens: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(2, num_tokens, 3, 6, generator=torch.Generator().manual_seed(0))
+        return x, torch.arange(num_tokens) % torch.tensor([[3], [5]]) == 0
+
+    length = Dim("length", max=61)
+    program = torch.onnx.export(
+        Masked(), inputs(43), dynamic_shapes={"x": {1: length}, "ignored": {1: length}}, dynamo=True, verbose=False
+    )
+    served = serve(program, tmp_path)
+    for num_tokens in (1, 8, 29, 61):
+        torch.testing.assert_close(served(*inputs(num_tokens)), Masked()(*inputs(num_tokens)), **SINGLE)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_an_engine_of_this_library_gives_way_to_the_portable_form(tmp_path: Path) -> None:
+    model = Attention(backend="flex").eval()
+    expected = Attention().eval()
+    expected.load_state_dict(model.state_dict())
+    program = torch.onnx.export(model, (draw("layer"),), dynamo=True, verbose=False)
+    torch.testing.assert_close(serve(program, tmp_path)(draw("layer")), expected(draw("layer")), **SINGLE)
+
+
+def test_the_exporter_over_torchscript_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.onnx\.export must be called with dynamo=True for dilated.*dynamo=False"):
+        torch.onnx.export(build("layer"), (draw("layer"),), tmp_path / "model.onnx", dynamo=False)
+
+
+def test_what_has_no_portable_form_is_refused() -> None:
+    with pytest.raises(Exception, match="cu_seqlens must be None in a portable program"):
+        torch.onnx.export(Attention(cu_seqlens=torch.tensor([0, 5, 43])), (draw("layer", 1),), dynamo=True, verbose=False)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in (blocks[0], blocks[4]):
+        exec(compile(block, str(DOCS), "exec"), names)
+    for shape in SHAPES:
+        x = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(load(tmp_path / "model.onnx")(x), names["model"](x), **SINGLE)
