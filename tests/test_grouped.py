@@ -29,7 +29,8 @@ from flexdilated.attention import attend
 from flexdilated.call import Call
 from flexdilated.cli import app
 from flexdilated.distributed.plan import context_plan
-from flexdilated.draw import draw, draw_blocks, multiplicity
+from flexdilated.draw.blocks import draw_blocks
+from flexdilated.draw.pattern import draw, multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
 from tests.tolerances import EXACT
 

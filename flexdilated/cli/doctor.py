@@ -156,7 +156,7 @@ def _why(reasons: dict[tuple[torch.dtype, str], str | None]) -> str:
         calls = list(dict.fromkeys(call for _, call in where))
         limits = []
         if len(dtypes) < len(DTYPES):
-            limits.append(", ".join(map(spelled, dtypes)))
+            limits.append(spelled(*dtypes))
         if len(calls) < len(CALLS):
             limits.append(", ".join(calls))
         lines.append(f"{' '.join(limits)}: {reason}" if limits else reason)
@@ -182,14 +182,8 @@ def _layout_table() -> Table:
         table.add_column(column, justify="left" if column == "choice" else "right")
     for row in _layouts():
         packed, fused = row["packed"], row["fused"]
-        numbers = (
-            row["tokens"],
-            packed["tiles"],
-            fused["tiles"],
-            packed["launches"],
-            packed["bytes"] // 2**20,
-            fused["bytes"] // 2**20,
-        )
+        megabytes = (packed["bytes"] // 2**20, fused["bytes"] // 2**20)
+        numbers = (row["tokens"], packed["tiles"], fused["tiles"], packed["launches"], *megabytes)
         table.add_row(*(f"{n:,}" for n in numbers), row["layout"])
     return table
 

@@ -214,11 +214,11 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor
         try:
             value = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))
         except TypeError:
-            refuse(f"{name} must be of {_listed(dtypes)}, got {value.dtype}")
+            refuse(f"{name} must be of {spelled(*dtypes)}, got {value.dtype}")
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         refuse(f"{name} must be a dense array, got {'no array' if value is None else type(value).__name__}")
     if value.dtype not in dtypes:
-        refuse(f"{name} must be of {_listed(dtypes)}, got {spelled(value.dtype)}")
+        refuse(f"{name} must be of {spelled(*dtypes)}, got {spelled(value.dtype)}")
     return value.detach()
 
 
@@ -299,7 +299,3 @@ def _save(embeddings: dict[str, Tensor], output: Path) -> None:
         torch.save(embeddings, buffer)
     with writing(output), replaced(output) as file:
         file.write(buffer.getbuffer())
-
-
-def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(spelled, dtypes))

@@ -158,9 +158,9 @@ def dtype_named(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtyp
     return DTYPES[name]
 
 
-def spelled(dtype: torch.dtype) -> str:
-    """As an option spells it."""
-    return str(dtype).removeprefix("torch.")
+def spelled(*dtypes: torch.dtype) -> str:
+    """As options spell them."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 # -- what comes out -----------------------------------------------------------------------------------------------------------

@@ -133,17 +133,7 @@ def plan(
         heads=kv_heads,
         counted=counted,
     )
-    layer = Layer(
-        pattern=pattern,
-        tokens=tokens,
-        ranks=ranks,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        batch=batch,
-        is_causal=causal,
-    )
+    layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, is_causal=causal)
     _check_counts(layer)
 
     found = strategies(layer)
@@ -211,12 +201,7 @@ def _report(layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget:
 
 
 def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": each.name,
-        "is_ours": each.is_ours,
-        "is_auto": each.name == auto,
-        "why_not": each.why_not,
-    }
+    row: dict[str, Any] = {"name": each.name, "is_ours": each.is_ours, "is_auto": each.name == auto, "why_not": each.why_not}
     moved = ("bytes_forward", "bytes_backward", "bytes_both", "message_bytes")
     numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
@@ -248,9 +233,6 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
 
 def _mean(counts: Counts) -> float:
     return sum(counts.tolist()) / len(counts)
-
-
-# -- in words -----------------------------------------------------------------------------------------------------------------
 
 
 def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,13 +176,20 @@ def _cases() -> list[Case]:
     return cases
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within it, torch computes on one thread: tensors this small gain nothing from more, and on a busy machine lose much."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
     """Every engine that can run, in every dtype, on every case that it accepts."""
-    with _one_thread():
-        return _reports(device, hardware)
-
-
-def _reports(device: torch.device, hardware: Hardware) -> list[Report]:
     cases = _cases()
     reports = []
     for dtype in DTYPES.values():
@@ -217,7 +224,7 @@ def _case_request(case: Case, hardware: Hardware, dtype: torch.dtype) -> Request
 
 def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:
     try:
-        with _only(engine):
+        with nullcontext() if engine.kernel is None else sdpa_kernel(SWITCHES[engine.kernel]):
             actual = _differentiate(case, dtype, device, engine.backend)
     except RuntimeError as error:  # a kernel that this machine lacks after all: the thing to report, not to die of
         return Check(case.name, {}, f"{type(error).__name__}: {first_line(error)}", passed=False)
@@ -245,27 +252,6 @@ def _differentiate(case: Case, dtype: torch.dtype, device: torch.device, backend
 def all_passed(reports: list[Report]) -> bool:
     """Whether something was checked and nothing failed."""
     return bool(reports) and all(report.passed for report in reports)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within it, torch computes on one thread: tensors this small gain nothing from more, and on a busy machine lose much."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _only(engine: Engine) -> Iterator[None]:
-    """Within it, a call runs on this engine and no other."""
-    if engine.kernel is None:
-        yield
-        return
-    with sdpa_kernel(SWITCHES[engine.kernel]):
-        yield
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -11,7 +11,7 @@ from rich.console import Console
 from flexdilated import DilatedPattern
 from flexdilated.cli.options import Preset
 from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
-from flexdilated.draw import draw
+from flexdilated.draw.pattern import draw
 from tests.commands import invoke
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))

@@ -12,7 +12,7 @@ from rich.console import Console
 from flexdilated import DilatedPattern
 from flexdilated.cli.options import MAX_LENGTH
 from flexdilated.cli.show import MAX_BLOCK_SIZE, MAX_BLOCKS
-from flexdilated.draw import draw_blocks
+from flexdilated.draw.blocks import draw_blocks
 from tests.commands import invoke
 from tests.draw.brute_force import brute_force
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from flexdilated.draw import draw_losses
 from flexdilated.draw.figure import write
+from flexdilated.draw.losses import draw_losses
 
 
 def test_picture_shows_every_loss_against_bytes_seen(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
-from flexdilated.draw import draw, multiplicity
+from flexdilated.draw.pattern import draw, multiplicity
 from tests.draw.layout import assert_apart, texts_of_panels
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))

@@ -5,7 +5,7 @@ import pytest
 
 from flexdilated import DilatedPattern
 from flexdilated.distributed.strategies import Layer, traffic_by_ranks
-from flexdilated.draw import draw_traffic
+from flexdilated.draw.plan import draw_traffic
 from tests.distributed.layers import layer
 from tests.draw.layout import assert_apart
 

@@ -25,6 +25,7 @@ import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from flexdilated.cli import app
 from flexdilated.distributed import start
+from flexdilated.training import ranks
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer
@@ -399,6 +400,16 @@ def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, t
         make_trainer(tmp_path / "run", text, Axes(5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mesh must have 1 axis, got 2"):
         make_trainer(tmp_path / "run", text, Axes(2, 2))  # type: ignore[arg-type]
+
+
+def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("planted")
+    store = dist.HashStore()
+    assert [ranks.tells(store, rank, error) for rank in (0, 1, 2)] == [True, False, False]
+    assert ranks.tells(store, 0, ValueError("another"))
+    monkeypatch.setattr(ranks, "TELLING_SECONDS", 0.0)
+    store = dist.HashStore()
+    assert [ranks.tells(store, rank, error) for rank in (2, 1, 0)] == [True, False, False]
 
 
 def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
