@@ -46,6 +46,7 @@ from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
+from flexdilated.distributed import cost
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
@@ -221,7 +222,7 @@ def test_planning_takes_seconds_for_any_pattern(benchmark: Any, name: str) -> No
     def choose() -> str:
         context_plan.cache_clear()
         plan = plan_of(HARD[name], (MILLION // 64,) * 64, 64)
-        return plan.choose(budget=plan.default_budget(head_dim=HEAD_DIM, itemsize=2), head_dim=HEAD_DIM, itemsize=2)
+        return cost.choose(plan, budget=cost.default_budget(plan, head_dim=HEAD_DIM, itemsize=2), head_dim=HEAD_DIM, itemsize=2)
 
     assert benchmark.pedantic(choose, rounds=1) in EXCHANGES
 
@@ -302,7 +303,7 @@ def test_bytes_sent(benchmark: Any, sizes: Sizes, record: Callable[..., None], p
     shard_lengths = (num_tokens // 4, num_tokens - num_tokens // 4)
     pattern = DilatedPattern((num_tokens // 16, num_tokens // 3, num_tokens), (1, 2, 4))
     plan = plan_of(pattern, shard_lengths, NUM_HEADS)
-    moved = sum(plan.bytes_received(exchange, head_dim=HEAD_DIM, itemsize=4))
+    moved = sum(cost.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4))
     assert plan.traffic("heads", "out").rows.sum() > 0
     assert moved.min() > 0
 

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
-from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, ContextPlan
+from flexdilated.distributed import cost
+from flexdilated.distributed.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, shard_sizes, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
@@ -47,7 +48,7 @@ rows per head: what the busiest rank receives forward, in rows of K and V, per k
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
 auto takes the least of both at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages;
-  never heads where the busiest rank would score more than {IDLE_LIMIT} times the pairs
+  never heads where the busiest rank would score more than {cost.IDLE_LIMIT} times the pairs
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""
@@ -139,8 +140,8 @@ def plan(
     found = strategies(layer)
     whole = layer_plan(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
-    budget = whole.default_budget(**sizes) if memory_budget is None else memory_budget
-    auto = whole.choose(budget=budget, **layer.sizes)
+    budget = cost.default_budget(whole, **sizes) if memory_budget is None else memory_budget
+    auto = cost.choose(whole, budget=budget, **layer.sizes)
     report = _report(layer, whole, found, budget, auto)
     if as_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))

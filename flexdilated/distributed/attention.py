@@ -22,6 +22,7 @@ from flexdilated.backends.engines import attend as attend_whole
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.operator import Flat, Inputs, contiguous_like, operator, rows_contiguous, schema_of
 from flexdilated.call import EXCHANGES, Call, check, documents
+from flexdilated.distributed import cost
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
@@ -119,7 +120,9 @@ def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, ma
     if plan.is_local:
         return "gather"
     sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
-    return plan.choose(budget=plan.default_budget(**sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize)
+    return cost.choose(
+        plan, budget=cost.default_budget(plan, **sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize
+    )
 
 
 class _Terms(NamedTuple):

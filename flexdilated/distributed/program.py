@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.distributed.exchange import Index, Links, link
-from flexdilated.distributed.plan import KINDS, ContextPlan, Task
+from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.tasks import Task, tasks_of
 
 __all__ = ["Job", "Part", "Program", "program"]
 
@@ -55,7 +56,7 @@ class Program:
 @lru_cache(maxsize=8)
 def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
     """What a rank does; built once."""
-    tasks = plan.tasks(exchange, rank)
+    tasks = tasks_of(plan, exchange, rank)
     found: dict[tuple[int, str, int], Index] = {}
     for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs)):
         asked: dict[int, list[tuple[int, Integers]]] = {}

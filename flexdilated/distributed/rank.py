@@ -24,6 +24,7 @@ from flexdilated.distributed.exchange import Pending, Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Part, program
 from flexdilated.distributed.rows import Grads, Rows
+from flexdilated.distributed.tasks import local_pieces
 from flexdilated.merge import add_zero_keys_, merge_
 
 __all__ = ["Given", "Share", "context_backward", "context_forward"]
@@ -89,7 +90,7 @@ class _Work:
         self.rows = Rows(inputs, self.program, keeps=not self.is_ring)
         ordinal = ((share.rank + 1) << 40) + (plan.within.start << 24)
         self._seed = None if share.seed is None else spread(share.seed, ordinal)
-        self.walk = Walk(inputs, share.flat, plan.local_pieces(share.rank), self._seed)
+        self.walk = Walk(inputs, share.flat, local_pieces(plan, share.rank), self._seed)
 
     @property
     def numbers(self) -> range:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Kept", "Rows", "Spans", "Traffic", "count_rows", "expanded", "has_rows"]
+__all__ = ["Integers", "Kept", "Rows", "Spans", "Traffic", "count_rows", "expanded", "has_rows", "kept_below"]
 
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
@@ -79,6 +79,10 @@ class Traffic(NamedTuple):
     def received(self, num_ranks: int) -> Integers:
         """`(num_ranks,)` rows that each rank gets."""
         return np.bincount(self.receiver, self.rows, num_ranks).astype(np.int64)
+
+    def reversed(self) -> Traffic:
+        """The way back."""
+        return Traffic(self.sender, self.receiver, self.rows)
 
     def largest(self, num_ranks: int) -> Integers:
         """`(num_ranks,)` rows of the largest message that each rank gets."""
@@ -288,3 +292,8 @@ else:  # numpy before 2.0
     def _num_members(sets: Sets) -> int:
         """How many heads all sets hold together."""
         return int(_MEMBERS[np.ascontiguousarray(sets).view(np.uint8)].sum(dtype=np.int64))
+
+
+def kept_below(length: Integers, rate: int, offset: int) -> Integers:
+    """How many positions `offset, offset + rate, ...` lie below `length`."""
+    return np.maximum(0, -((offset - length) // rate))

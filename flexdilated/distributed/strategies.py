@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flexdilated.distributed import cost
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.pattern import DilatedPattern
@@ -94,7 +95,7 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
     if not with_pairs:
         return found
     # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries.
-    pairs = {name: plan.pairs(name) for name in ("gather", "heads")}
+    pairs = {name: cost.pairs(plan, name) for name in ("gather", "heads")}
     pairs |= dict.fromkeys(("ring", "ring-all", "all-gather"), pairs["gather"])
     if found[-1].why_not is None:
         pairs["ulysses"] = _ulysses_pairs(layer)
@@ -102,9 +103,9 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
 
 
 def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
-    forward, backward = plan.bytes_received(exchange, **layer.sizes)
+    forward, backward = cost.bytes_received(plan, exchange, **layer.sizes)
     kv, q, out = (plan.traffic(exchange, kind).received(layer.ranks) for kind in KINDS)
-    buffers = plan.buffer_bytes(exchange, **layer.sizes)
+    buffers = cost.buffer_bytes(plan, exchange, **layer.sizes)
     return Strategy(exchange, None, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
 
 
@@ -149,7 +150,7 @@ def _ulysses_pairs(layer: Layer) -> Counts:
         alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, documents, layer.is_causal)
         key = tuple(sorted((offsets, len(heads)) for offsets, heads in alone.classes.items()))
         if key not in known:
-            known[key] = int(alone.pairs("gather")[0])
+            known[key] = int(cost.pairs(alone, "gather")[0])
         pairs.append(known[key])
     return np.array(pairs, np.int64)
 

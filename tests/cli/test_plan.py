@@ -9,7 +9,8 @@ import pytest
 
 from flexdilated import DilatedPattern
 from flexdilated.cli.plan import _bytes
-from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, context_plan
+from flexdilated.distributed import cost
+from flexdilated.distributed.plan import EXCHANGES, context_plan
 from flexdilated.distributed.strategies import OTHERS
 from tests.commands import invoke
 
@@ -72,15 +73,15 @@ def test_json_equals_the_plan(causal: str) -> None:
     assert DilatedPattern.from_dict(answer["pattern"]) == pattern
     assert answer["shards"] == {"largest": 16, "smallest": 15}
     assert answer["is_local"] is whole.is_local is False
-    budget = whole.default_budget(head_dim=5, itemsize=8, batch=3)
+    budget = cost.default_budget(whole, head_dim=5, itemsize=8, batch=3)
     assert answer["memory_budget"] == budget
-    assert answer["auto"] == whole.choose(budget=budget, **keywords)
+    assert answer["auto"] == cost.choose(whole, budget=budget, **keywords)
     tensors = 3 * 16 * (12 * (2 * 5 * 8 + 8) + 4 * 2 * 5 * 8)
     for name in EXCHANGES:
         row = rows[name]
-        for key, moved in zip(("bytes_forward", "bytes_backward"), whole.bytes_received(name, **keywords)):
+        for key, moved in zip(("bytes_forward", "bytes_backward"), cost.bytes_received(whole, name, **keywords)):
             assert row[key] == {"busiest": moved.max(), "mean": pytest.approx(moved.mean())}
-        buffers, pairs = whole.buffer_bytes(name, **keywords), whole.pairs(name)
+        buffers, pairs = cost.buffer_bytes(whole, name, **keywords), cost.pairs(whole, name)
         assert row["pairs"] == {"busiest": pairs.max(), "mean": pytest.approx(pairs.mean())}
         assert row["imbalance"] == pytest.approx(pairs.max() / pairs.mean())
         assert row["fits_budget"] is bool(buffers.max() <= budget)
@@ -162,7 +163,7 @@ def test_plan_prints_what_it_chooses_by(budget: int) -> None:
     options = ("--tokens", 100_003, "--ranks", 8, "--preset", "gigapath", "--heads", 16, "--memory-budget", budget)
     answer, rows = ask(*options)
     pairs = {name: row["pairs"]["busiest"] for name, row in rows.items() if name in EXCHANGES}
-    ours = [name for name in pairs if name != "heads" or pairs[name] <= IDLE_LIMIT * pairs["gather"]]
+    ours = [name for name in pairs if name != "heads" or pairs[name] <= cost.IDLE_LIMIT * pairs["gather"]]
     fitting = [name for name in ours if rows[name]["message_bytes"] <= budget]
     moved = {name: rows[name]["bytes_both"]["busiest"] for name in ours}
     best = min(fitting, key=moved.__getitem__) if fitting else min(ours, key=lambda name: rows[name]["message_bytes"])

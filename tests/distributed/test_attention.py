@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.distributed import cost
 from flexdilated.distributed.agreement import Ledger
 from flexdilated.distributed.plan import EXCHANGES
 from flexdilated.merge import accumulated
@@ -500,8 +501,8 @@ def test_bytes_on_the_transport_are_those_of_the_plan(ranks: Ranks, exchange: st
         sizes = {"head_dim": case.head_dim, "itemsize": dtype.itemsize, "batch": case.batch}
         rest = {"masked": case.mask() is not None, "lse_size": accumulated(dtype).itemsize}
         plan = case.plan()
-        chosen = plan.choose(budget=plan.default_budget(**sizes), **sizes, **rest) if exchange == "auto" else exchange
-        for direction, planned in enumerate(plan.bytes_received(chosen, **sizes, **rest)):
+        chosen = cost.choose(plan, budget=cost.default_budget(plan, **sizes), **sizes, **rest) if exchange == "auto" else exchange
+        for direction, planned in enumerate(cost.bytes_received(plan, chosen, **sizes, **rest)):
             received, sent = zip(*(count[direction] for count in counts))
             assert received == tuple(planned.tolist()), (case, direction)
             assert sum(sent) == sum(received)

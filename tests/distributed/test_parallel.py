@@ -14,8 +14,8 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.backends.operator import Inputs
 from flexdilated.call import Call
+from flexdilated.distributed import cost, rows
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed import rows
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan, Needs
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.spans import Spans
@@ -94,7 +94,7 @@ def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) 
 
 def check_bytes(case: ShardedCase, exchange: str, ahead: Counter[tuple[int, int]], back: Counter[tuple[int, int]]) -> None:
     sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored > 0, "lse_size": 8}
-    for counted, planned in zip((ahead, back), case.plan().bytes_received(exchange, **sizes)):
+    for counted, planned in zip((ahead, back), cost.bytes_received(case.plan(), exchange, **sizes)):
         received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
         assert received == planned.tolist()
 

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
-from flexdilated.distributed import spans
-from flexdilated.distributed.plan import EXCHANGES, IDLE_LIMIT, KINDS, ContextPlan, Task, context_plan
+from flexdilated.distributed import cost, spans
+from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.spans import Kept, Spans, count_rows
+from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
 from flexdilated.pieces import Piece
 from flexdilated.reference import _rows
 from tests.cases import least_heads
@@ -320,9 +321,9 @@ def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(pl
     of_branches = {(rank, softmax) for rank, softmax in placed(plan, exchange)}
     found: Counter[tuple[Any, ...]] = Counter()
     for rank in range(plan.num_ranks):
-        for piece in plan.local_pieces(rank):
+        for piece in local_pieces(plan, rank):
             found.update((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
-        for task in plan.tasks(exchange, rank):
+        for task in tasks_of(plan, exchange, rank):
             for _, softmax in task_softmaxes(task, is_causal=plan.is_causal):
                 assert (rank, softmax) in of_branches
                 found[(rank, *softmax[1:])] += 1
@@ -335,7 +336,7 @@ def test_tasks_find_their_rows_here_or_among_those_received_and_say_whose_they_a
     for rank in range(plan.num_ranks):
         received = {kind: set(listed(plan, exchange, kind, rank, sent=False)) for kind in ("kv", "q")}
         returned = set(listed(plan, exchange, "out", rank, sent=True))
-        for task in plan.tasks(exchange, rank):
+        for task in tasks_of(plan, exchange, rank):
             assert [row for _, first, end in task.sources for row in range(first, end)] == list(range(task.rows))
             assert [row for _, first, end in task.owners for row in range(first, end)] == list(range(*task.queries))
             assert [r for r, _, _ in task.sources] == sorted({r for r, _, _ in task.sources})
@@ -360,7 +361,7 @@ def test_tasks_find_their_rows_here_or_among_those_received_and_say_whose_they_a
 def test_pieces_of_a_rank_lie_in_its_shard_and_those_that_tile_hold_it_once(plan: ContextPlan) -> None:
     tiling = next((i for i, r in enumerate(plan.pattern.dilation_rates) if r == 1 and plan.pattern.heads == "all"), None)
     for rank, length in enumerate(plan.shard_lengths):
-        pieces = plan.local_pieces(rank)
+        pieces = local_pieces(plan, rank)
         for piece in pieces:
             for _, out, query, keys, _ in piece_softmaxes(piece, 0, is_causal=plan.is_causal):
                 assert all(0 <= token < length for token in (out, out if query is None else query, *keys))
@@ -383,7 +384,7 @@ def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: s
     scored = [0] * plan.num_ranks
     for rank, softmax in placed(plan, exchange):
         scored[rank] += 0 if softmax.query is None else len(softmax.keys)
-    assert plan.pairs(exchange).tolist() == scored
+    assert cost.pairs(plan, exchange).tolist() == scored
 
 
 @st.composite
@@ -418,7 +419,7 @@ def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: 
     takers = expected_rows(plan, exchange)
     with mock.patch.object(spans, "FEW", few), mock.patch.object(spans, "BLOCK", 11):
         for kind, expected in takers.items():
-            traffic = count_rows(plan.spans(exchange, kind), plan._kept, plan.num_ranks)
+            traffic = count_rows(plan.spans(exchange, kind), plan.kept, plan.num_ranks)
             assert {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)} == {pair: len(rows) for pair, rows in expected.items()}
     for rank in range(plan.num_ranks):
         for kind, expected in takers.items():
@@ -429,11 +430,11 @@ def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: 
     for rank, softmax in placed(plan, exchange):
         scored[rank] += 0 if softmax.query is None else len(softmax.keys)
         found[(rank, *softmax[1:])] += 1
-    assert plan.pairs(exchange).tolist() == scored
+    assert cost.pairs(plan, exchange).tolist() == scored
     for rank in range(plan.num_ranks):
-        for piece in plan.local_pieces(rank):
+        for piece in local_pieces(plan, rank):
             found.subtract((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
-        for task in plan.tasks(exchange, rank):
+        for task in tasks_of(plan, exchange, rank):
             found.subtract((rank, *softmax[1:]) for _, softmax in task_softmaxes(task, is_causal=plan.is_causal))
     assert not any(found.values())
 
@@ -531,13 +532,13 @@ def test_forward_bytes_are_those_of_the_rows(plan: ContextPlan, exchange: str, s
     expected = kv * (2 * sizes["head_dim"] + sizes["masked"]) * element
     expected = expected + q * plan.group * sizes["head_dim"] * element
     expected = expected + out * plan.group * (sizes["head_dim"] * element + sizes["batch"] * sizes["lse_size"])
-    assert plan.bytes_received(exchange, **sizes)[0].tolist() == expected.tolist()
+    assert cost.bytes_received(plan, exchange, **sizes)[0].tolist() == expected.tolist()
 
 
 @given(plans(), SIZES)
 def test_backward_of_gather_returns_what_its_forward_brought(plan: ContextPlan, sizes: dict[str, Any]) -> None:
     kv, q = (received_rows(plan, "gather", kind, returned=True) for kind in ("kv", "q"))
-    forward, backward = plan.bytes_received("gather", **sizes)
+    forward, backward = cost.bytes_received(plan, "gather", **sizes)
     per_row = sizes["batch"] * sizes["head_dim"] * sizes["itemsize"]
     assert backward.tolist() == (kv * 2 * per_row + q * plan.group * per_row).tolist()
     if not sizes["masked"]:
@@ -546,7 +547,7 @@ def test_backward_of_gather_returns_what_its_forward_brought(plan: ContextPlan, 
 
 @given(plans(), SIZES)
 def test_ring_fetches_again_in_its_backward(plan: ContextPlan, sizes: dict[str, Any]) -> None:
-    gathered, ring = (plan.bytes_received(exchange, **sizes) for exchange in ("gather", "ring"))
+    gathered, ring = (cost.bytes_received(plan, exchange, **sizes) for exchange in ("gather", "ring"))
     assert ring[0].tolist() == gathered[0].tolist()
     again = ring[1] - gathered[1] - gathered[0]
     kv = received_rows(plan, "ring", "kv") * (2 * sizes["head_dim"] + sizes["masked"]) * sizes["batch"] * sizes["itemsize"]
@@ -555,7 +556,7 @@ def test_ring_fetches_again_in_its_backward(plan: ContextPlan, sizes: dict[str, 
 
 @given(plans(), st.sampled_from(EXCHANGES), SIZES)
 def test_a_mask_adds_one_element_per_row_of_keys(plan: ContextPlan, exchange: str, sizes: dict[str, Any]) -> None:
-    plain, masked = (plan.bytes_received(exchange, **{**sizes, "masked": masked}) for masked in (False, True))
+    plain, masked = (cost.bytes_received(plan, exchange, **{**sizes, "masked": masked}) for masked in (False, True))
     kv = received_rows(plan, exchange, "kv") * sizes["batch"] * sizes["itemsize"]
     assert (masked[0] - plain[0]).tolist() == kv.tolist()
     travels = {"gather": 0, "heads": 0, "ring": 1 + plan.pattern.detach_weights}[exchange]
@@ -575,24 +576,28 @@ def test_buffers_hold_all_messages_of_gather_and_heads_but_three_of_the_ring(pla
             per_row[kind] * (received_rows(plan, exchange, kind) + received_rows(plan, exchange, kind, returned=True))
             for kind in KINDS
         )
-        assert plan.buffer_bytes(exchange, **sizes).tolist() == held.tolist()
+        assert cost.buffer_bytes(plan, exchange, **sizes).tolist() == held.tolist()
     pairs = counts(plan, "ring", "kv")
     received, sent = (
         [max((n for pair, n in pairs.items() if pair[i] == r), default=0) for r in range(plan.num_ranks)] for i in (0, 1)
     )
     queries = received_rows(plan, "ring", "q") + received_rows(plan, "ring", "q", returned=True)
     expected = (2 * np.array(received) + np.array(sent)) * per_row["kv"] + queries * per_row["q"]
-    assert plan.buffer_bytes("ring", **sizes).tolist() == expected.tolist()
+    assert cost.buffer_bytes(plan, "ring", **sizes).tolist() == expected.tolist()
 
 
 @given(plans(), SIZES, st.data())
 def test_choice_is_the_least_bytes_within_the_budget(plan: ContextPlan, sizes: dict[str, Any], data: st.DataObject) -> None:
-    allowed = [x for x in EXCHANGES if x != "heads" or plan.pairs("heads").max() <= IDLE_LIMIT * plan.pairs("gather").max()]
-    buffers = {exchange: int(plan.buffer_bytes(exchange, **sizes).max()) for exchange in allowed}
+    allowed = [
+        x
+        for x in EXCHANGES
+        if x != "heads" or cost.pairs(plan, "heads").max() <= cost.IDLE_LIMIT * cost.pairs(plan, "gather").max()
+    ]
+    buffers = {exchange: int(cost.buffer_bytes(plan, exchange, **sizes).max()) for exchange in allowed}
     budget = data.draw(st.sampled_from(sorted({b + step for b in buffers.values() for step in (-1, 0)} | {0, 1 << 40})))
-    moved = {x: max((a + b for a, b in zip(*plan.bytes_received(x, **sizes))), default=0) for x in allowed}
+    moved = {x: max((a + b for a, b in zip(*cost.bytes_received(plan, x, **sizes))), default=0) for x in allowed}
     fitting = [exchange for exchange in allowed if buffers[exchange] <= budget]
-    chosen = plan.choose(budget=budget, **sizes)
+    chosen = cost.choose(plan, budget=budget, **sizes)
     if fitting:
         assert chosen in fitting
         assert moved[chosen] == min(moved[x] for x in fitting)
@@ -604,41 +609,41 @@ BFLOAT16 = {"head_dim": 64, "itemsize": 2}
 
 
 def test_choice_is_gather_where_nothing_travels() -> None:
-    assert plan_of(DilatedPattern((64,), (4,)), 512, 8, 4).choose(budget=0, **BFLOAT16) == "gather"
+    assert cost.choose(plan_of(DilatedPattern((64,), (4,)), 512, 8, 4), budget=0, **BFLOAT16) == "gather"
 
 
 def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() -> None:
     wide = plan_of(DilatedPattern((512,), (1,)), 512, 8, 8)
-    assert wide.choose(budget=1 << 40, **BFLOAT16) == "heads"
+    assert cost.choose(wide, budget=1 << 40, **BFLOAT16) == "heads"
     two = plan_of(DilatedPattern((128,), (1,)), 512, 8, 8)
-    assert two.choose(budget=1 << 40, **BFLOAT16) == "gather"
+    assert cost.choose(two, budget=1 << 40, **BFLOAT16) == "gather"
 
 
 @pytest.mark.parametrize(("num_heads", "expected"), [(2, "gather"), (4, "heads")])
 def test_choice_leaves_whole_heads_out_where_they_idle_most_ranks(num_heads: int, expected: str) -> None:
     plan = plan_of(DilatedPattern((512,), (1,)), 512, 16, num_heads)
-    busiest = {exchange: max(a + b for a, b in zip(*plan.bytes_received(exchange, **BFLOAT16))) for exchange in EXCHANGES}
+    busiest = {exchange: max(a + b for a, b in zip(*cost.bytes_received(plan, exchange, **BFLOAT16))) for exchange in EXCHANGES}
     assert min(busiest, key=lambda exchange: busiest[exchange]) == "heads"
     # A rank holds a sixteenth of each head's pairs; the busiest takes one head.
-    assert plan.pairs("heads").max() * num_heads == plan.pairs("gather").max() * 16
-    assert plan.choose(budget=1 << 40, **BFLOAT16) == expected
+    assert cost.pairs(plan, "heads").max() * num_heads == cost.pairs(plan, "gather").max() * 16
+    assert cost.choose(plan, budget=1 << 40, **BFLOAT16) == expected
 
 
 def test_choice_looks_at_the_busiest_rank_and_not_at_the_sum() -> None:
     # Five heads on four ranks: in sum whole heads travel less, but the rank that takes two receives more than any did.
     plan = context_plan(DilatedPattern((256,), (1,)), even(256, 4), 5, range(5), 2, ((0, 256),), False)
-    totals = {exchange: sum(plan.bytes_received(exchange, **BFLOAT16)) for exchange in ("gather", "heads")}
+    totals = {exchange: sum(cost.bytes_received(plan, exchange, **BFLOAT16)) for exchange in ("gather", "heads")}
     assert totals["heads"].sum() < totals["gather"].sum()
     assert totals["heads"].max() > totals["gather"].max()
-    assert plan.choose(budget=1 << 40, **BFLOAT16) == "gather"
+    assert cost.choose(plan, budget=1 << 40, **BFLOAT16) == "gather"
 
 
 def test_choice_is_the_ring_where_no_buffers_fit() -> None:
     plan = plan_of(DilatedPattern((512,), (1,)), 512, 8, 1)
-    assert plan.choose(budget=0, **BFLOAT16) == "ring"
-    buffers = int(plan.buffer_bytes("gather", **BFLOAT16).max())
-    assert plan.choose(budget=buffers, **BFLOAT16) == "gather"
-    assert plan.choose(budget=buffers - 1, **BFLOAT16) == "ring"
+    assert cost.choose(plan, budget=0, **BFLOAT16) == "ring"
+    buffers = int(cost.buffer_bytes(plan, "gather", **BFLOAT16).max())
+    assert cost.choose(plan, budget=buffers, **BFLOAT16) == "gather"
+    assert cost.choose(plan, budget=buffers - 1, **BFLOAT16) == "ring"
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------------
@@ -655,7 +660,7 @@ def test_longnet_of_a_million_tokens_on_8_ranks_is_local() -> None:
     plan = plan_of(DilatedPattern.longnet(), MILLION, 8, 16)
     assert plan.is_local
     assert all(not len(plan.traffic(exchange, kind).rows) for exchange in EXCHANGES for kind in KINDS)
-    assert not any(plan.tasks("gather", rank) for rank in range(8))
+    assert not any(tasks_of(plan, "gather", rank) for rank in range(8))
 
 
 @pytest.mark.parametrize("num_heads", [12, 16])

@@ -1,0 +1,163 @@
+"""What one rank computes: the pieces inside its shard, and tasks of the segments that shards cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from flexdilated.distributed.plan import ContextPlan, Segments, inside
+from flexdilated.distributed.spans import Integers, kept_below
+from flexdilated.pieces import Piece, branch_order, everything_kept, segment_pieces
+
+__all__ = ["Task", "local_pieces", "tasks_of"]
+
+
+class Task(NamedTuple):
+    """Attention of some rows of one cut segment, on one rank: lanes of equal shape, one for each key/value head.
+
+    Rows are the kept slots of `Segments`, numbered from 0; the number `rows` is the query of zeros, where there is one.
+    """
+
+    branch: int
+    heads: tuple[int, ...]  # of the tensors held here
+    tokens: tuple[int, ...]  # of row 0, one per lane, in the whole sequence
+    out_tokens: tuple[int, ...]
+    stride: int
+    rows: int
+    zero_row: bool
+    zero_keys: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    sources: tuple[tuple[int, int, int], ...]  # (rank, first row, end), ascending, of all rows
+    owners: tuple[tuple[int, int, int], ...]  # (rank, first row, end) of the outputs, ascending
+
+
+def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
+    """What a rank computes of cut segments."""
+    return tuple(
+        task for branch in branch_order(plan.pattern) if len(plan.cut[branch]) for task in _tasks(plan, exchange, rank, branch)
+    )
+
+
+def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator[Task]:
+    whole = plan.by_heads[branch] if exchange == "heads" else np.zeros(len(plan.cut[branch]), bool)
+    found: dict[Task, list[Integers]] = {}
+    near = np.flatnonzero(plan.near(branch, rank, sources=False) & ~whole)
+    for offset, heads in plan.offsets_of(branch).items():
+        for task, chosen in _alike(plan, branch, offset, near, rank):
+            found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, chosen))
+    there = np.flatnonzero(whole)
+    executors = plan.deal(branch, there)
+    for place, (head, offset) in enumerate(plan.heads_of(branch)):
+        for task, chosen in _alike(plan, branch, offset, there[executors[:, place] == rank], None):
+            found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], chosen))
+    for task, lanes in found.items():
+        numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
+        yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
+
+
+def _lanes(plan: ContextPlan, branch: int, offset: int, heads: list[int], chosen: Integers) -> Integers:
+    """`(3, lanes)`: head, token and output token of row 0, for some heads of some segments."""
+    at = plan.segments[branch]
+    first = np.stack([np.zeros_like(chosen), at.token[chosen] + offset, at.out_token[chosen] + offset])
+    lanes = np.repeat(first, len(heads), axis=1)
+    lanes[0] = np.tile(np.array(heads, np.int64), len(chosen))
+    return lanes
+
+
+def _alike(plan: ContextPlan, branch: int, offset: int, chosen: Integers, rank: int | None) -> Iterator[tuple[Task, Integers]]:
+    """Segments whose tasks at one offset are equal but for the lane, which the task lacks; a rank's own outputs, or all."""
+    rate = plan.kept[branch].rate
+    at = Segments(*(x[chosen] for x in plan.segments[branch]))
+    rows, kept = kept_below(at.size, rate, offset), kept_below(at.slots, rate, offset)
+    columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept]
+    owners = (at.first_owner, at.last_owner) if rank is None else (np.full_like(chosen, rank),) * 2
+    for begin, end in ((at.first_source, at.last_source), owners):
+        columns += [begin, end]
+    spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1
+    for ranks in np.unique(spread):  # how many columns it takes
+        few = np.flatnonzero(spread == ranks)
+        table = [x[few] for x in columns]
+        for token, size, begin in ((at.token, at.size, at.first_source), (at.out_token, at.outputs, owners[0])):
+            for i in range(ranks):
+                who = np.minimum(begin[few] + i, plan.num_ranks - 1)
+                table += [kept_below(slot, rate, offset) for slot in plan.held(token[few], size[few], who)]
+        kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
+        order = np.argsort(which.reshape(-1), kind="stable")
+        borders = np.searchsorted(which.reshape(-1)[order], np.arange(len(kinds) + 1)).tolist()
+        for kind, low, high in zip(kinds.tolist(), borders, borders[1:]):
+            task = _task(plan, branch, kind, ranks)
+            if task is not None:
+                yield task, chosen[few[order[low:high]]]
+
+
+def _task(plan: ContextPlan, branch: int, kind: list[int], ranks: int) -> Task | None:
+    """The task without lanes, of a row of the table of `_alike`."""
+    rows, zero_row, zero_keys, first_source, last_source, first_owner, last_owner, *bounds = kind
+
+    def parts(first: int, last: int, bounds: list[int]) -> tuple[tuple[int, int, int], ...]:
+        found = zip(range(first, last + 1), bounds[::2], bounds[1::2])
+        return tuple((rank, low, high) for rank, low, high in found if low < high)
+
+    sources = parts(first_source, last_source, bounds[: 2 * ranks])
+    owners = parts(first_owner, last_owner, bounds[2 * ranks :])
+    if not owners:
+        return None
+    queries = (owners[0][1], owners[-1][2])
+    return Task(
+        branch=branch,
+        heads=(),
+        tokens=(),
+        out_tokens=(),
+        stride=plan.kept[branch].rate,
+        rows=rows,
+        zero_row=bool(zero_row),
+        zero_keys=zero_keys,
+        queries=queries,
+        keys=(0, min(queries[1], rows) if plan.is_causal else rows),
+        sources=sources,
+        owners=owners,
+    )
+
+
+@lru_cache(maxsize=64)
+def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
+    """What a rank computes of segments that lie inside its shard; tokens count from the shard's first."""
+    begin, end = plan.borders[rank], plan.borders[rank + 1]
+    starts = [start for start, _ in plan.documents]
+    pieces: list[Piece] = []
+    for branch in branch_order(plan.pattern):
+        length, rate = plan.pattern.branches[branch]
+        found: list[Piece] = []
+        for start, num_tokens in plan.documents[max(0, bisect_right(starts, begin) - 1) :]:
+            if start >= end:
+                break
+            if not num_tokens or start + num_tokens <= begin:
+                continue
+            w = min(length, num_tokens)
+            first, stop = inside(begin - start, end - start, num_tokens, w, plan.stride_of_outputs(w, rate))
+            found += segment_pieces(
+                plan.pattern,
+                branch,
+                start - begin,
+                num_tokens,
+                plan.num_heads,
+                plan.is_causal,
+                within=plan.within,
+                segments=range(int(first), int(stop)),
+            )
+        # The whole segments of the branch that keeps everything tile the shard where it cuts none.
+        tiles = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
+        pieces += [piece._replace(tiles=tiles) for piece in found]
+    return tuple(pieces)
+
+
+def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
+    """Whether a rank holds a part of a cut segment."""
+    at = plan.segments[branch]
+    first, last = np.minimum(at.first_source, at.first_owner), np.maximum(at.last_source, at.last_owner)
+    return bool(((first <= rank) & (rank <= last)).any())
