@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from flexdilated import (
     DilatedKVCache,
@@ -27,11 +26,11 @@ from flexdilated import (
 )
 from flexdilated.attention import attend
 from flexdilated.call import Call
-from flexdilated.cli import app
 from flexdilated.distributed.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import draw, multiplicity
 from flexdilated.hub.encoder import LongNetEncoder
+from tests.commands import invoke
 from tests.tolerances import EXACT
 
 LENGTHS, RATES = (5, 7, 11), (1, 2, 3)
@@ -149,11 +148,7 @@ def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None
 def test_commands_refuse_in_one_line(command: tuple[str, ...], option: str) -> None:
     arguments = [*command, "--segment-lengths", "5,7,11", "--dilation-rates", "1,2,3", "--tokens", "13"]
 
-    def run(*more: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, [*arguments, *more])
-        return result.exit_code, result.output
-
     message = f"error: {option} must be at least the branches=3 with --heads-rule=grouped, got 2\n"
-    assert run(option, "2", "--heads-rule", "grouped") == (2, message)
-    assert run(option, "2")[0] == 0
-    assert run(option, "3", "--heads-rule", "grouped")[0] == 0
+    assert invoke(*arguments, option, "2", "--heads-rule", "grouped") == (2, "", message)
+    assert invoke(*arguments, option, "2")[0] == 0
+    assert invoke(*arguments, option, "3", "--heads-rule", "grouped")[0] == 0

@@ -20,8 +20,9 @@ def run(program: str) -> str:
     return result.stdout.strip()
 
 
-def test_import_loads_neither_the_compiler_nor_what_draws_or_shards_parameters() -> None:
-    found = run(f"import sys, flexdilated; print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])")
+@pytest.mark.parametrize("module", ["flexdilated", "flexdilated.cli"])
+def test_import_loads_neither_the_compiler_nor_what_draws_or_shards_parameters(module: str) -> None:
+    found = run(f"import sys, {module}; print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])")
     assert found == "[]"
 
 

@@ -9,28 +9,11 @@ import pytest
 from flexdilated import LongNetLM, __version__
 from flexdilated.training import checkpoint
 from tests.commands import invoke
-
-SMALL = {
-    "tokens": 37,
-    "batch-size": 2,
-    "steps": 4,
-    "segment-lengths": "13,26",
-    "dilation-rates": "1,2",
-    "layers": 1,
-    "embed-dim": 24,
-    "heads": 2,
-    "eval-every": 2,
-    "eval-sequences": 2,
-    "checkpoint-every": 2,
-    "dtype": "float32",
-    "device": "cpu",
-}
+from tests.training import runs
 
 
-def train(output: Path, text: Path, *more: object) -> tuple[int, str, str]:
-    return invoke(
-        "train", "--text", text, "--output", output, *(f"--{name}={value}" for name, value in SMALL.items()), "--no-compile", *more
-    )
+def train(output: Path, text: Path, *more: str) -> tuple[int, str, str]:
+    return invoke(*runs.arguments(output, text, *more))
 
 
 def test_version_and_help() -> None:

@@ -23,6 +23,31 @@ CONFIG = LongNetConfig(
 )
 
 
+# Of the command.
+SMALL = {
+    "tokens": 37,
+    "batch-size": 2,
+    "steps": 4,
+    "segment-lengths": "13,26",
+    "dilation-rates": "1,2",
+    "layers": 1,
+    "embed-dim": 24,
+    "heads": 2,
+    "eval-every": 2,
+    "eval-sequences": 2,
+    "checkpoint-every": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
+
+
+def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
+    """Of `flexdilated`, for a small run with changes."""
+    options = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
+    values = (f"--{name}={value}" for name, value in options.items())
+    return ["train", f"--text={text}", f"--output={output}", "--no-compile", *values, *more]
+
+
 def make_options(**changes: object) -> TrainOptions:
     values: dict[str, object] = {
         "sequence_length": 37,

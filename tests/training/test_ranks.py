@@ -19,16 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from typer.testing import CliRunner
 
 import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
-from flexdilated.cli import app
 from flexdilated.distributed import start
 from flexdilated.training import ranks
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer
+from tests.commands import invoke
 from tests.distributed import processes
 from tests.training import runs
 
@@ -36,35 +35,19 @@ DEADLINE = 900.0  # of a command, for a machine that is busy
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
-SMALL = {
-    "tokens": 36,  # for 1, 2 and 3 ranks, whose shards the segments cross
-    "batch-size": 2,
-    "steps": 7,
-    "segment-lengths": "13,26",
-    "dilation-rates": "1,2",
-    "layers": 1,
-    "embed-dim": 24,
-    "heads": 2,
-    "learning-rate": 1e-3,
-    "eval-every": 3,
-    "eval-sequences": 2,
-    "checkpoint-every": 5,
-    "dtype": "float32",
-    "device": "cpu",
-}
+# 36 tokens are for 1, 2 and 3 ranks, whose shards the segments cross.
+SMALL: dict[str, int] = {"tokens": 36, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
 RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # what torchrun sets
 LONG: dict[str, int] = {"steps": 80, "eval-every": 80}  # time enough to be killed twice
 
 
 def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
-    options = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
-    values = (f"--{name}={value}" for name, value in options.items())
-    return ["train", f"--text={text}", f"--output={output}", "--no-compile", *values, *more]
+    return runs.arguments(output, text, *more, **{"learning-rate": 1e-3, **SMALL, **changes})
 
 
 def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
-    result = CliRunner().invoke(app, arguments(output, text, *more, **changes))
-    assert result.exit_code == 0, result.stderr
+    code, _, err = invoke(*arguments(output, text, *more, **changes))
+    assert code == 0, err
 
 
 @contextmanager
@@ -256,10 +239,10 @@ def test_command_refuses_ranks_with_one_line(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, arguments(tmp_path / "run", text, *options))
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+    code, _, err = invoke(*arguments(tmp_path / "run", text, *options))
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
     assert not dist.is_initialized()
 
 
@@ -272,9 +255,9 @@ def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
     monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(start, "of_this_start", lambda store, *_: store)  # the other rank is not there to answer
-    result = CliRunner().invoke(app, arguments(tmp_path / "run", text, "--context-parallel=2"))
-    assert result.exit_code == 2
-    assert re.fullmatch(r"error: all 2 ranks must be able to reach each other, got: [^\n]*nowhere[^\n]*\n", result.stderr)
+    code, _, err = invoke(*arguments(tmp_path / "run", text, "--context-parallel=2"))
+    assert code == 2
+    assert re.fullmatch(r"error: all 2 ranks must be able to reach each other, got: [^\n]*nowhere[^\n]*\n", err)
     assert not dist.is_initialized()
 
 
