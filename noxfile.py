@@ -82,7 +82,7 @@ def tests_port(session: nox.Session) -> None:
     """The names of `flexdilated.compat` beside the popular port itself, without the old torch and xformers that it asks for."""
     _install(session)
     session.install("--no-deps", "dilated-attention-pytorch==0.2.0")
-    session.run("pytest", "tests/test_compat_port.py", *session.posargs)
+    session.run("pytest", "tests/compat/test_port.py", *session.posargs)
 
 
 @nox.session

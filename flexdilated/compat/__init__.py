@@ -9,19 +9,14 @@ from flexdilated.compat.arguments import ARGUMENTS as ARGUMENTS
 from flexdilated.compat.arguments import Argument as Argument
 from flexdilated.compat.attention import DilatedAttention as DilatedAttention
 from flexdilated.compat.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
-from flexdilated.compat.attention import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
-from flexdilated.compat.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
-from flexdilated.compat.attention import RingAdvancedDistributedDilatedAttention as RingAdvancedDistributedDilatedAttention
 from flexdilated.compat.attention import RingDilatedAttention as RingDilatedAttention
-from flexdilated.compat.attention import RingDilatedAttentionHybrid as RingDilatedAttentionHybrid
-from flexdilated.compat.attention import RingDilatedAttentionHybridFixed as RingDilatedAttentionHybridFixed
 from flexdilated.compat.attention import RingDilatedAttentionHybridHilbert as RingDilatedAttentionHybridHilbert
-from flexdilated.compat.attention import RingDilatedAttentionV2Collective as RingDilatedAttentionV2Collective
-from flexdilated.compat.attention import RingDilatedAttentionV3 as RingDilatedAttentionV3
-from flexdilated.compat.attention import RingMultiheadDilatedAttention as RingMultiheadDilatedAttention
-from flexdilated.compat.attention import RingMultiheadDilatedAttentionHybrid as RingMultiheadDilatedAttentionHybrid
 from flexdilated.compat.factory import create_dilated_attention as create_dilated_attention
 from flexdilated.compat.factory import create_multihead_dilated_attention as create_multihead_dilated_attention
+from flexdilated.compat.multihead import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
+from flexdilated.compat.multihead import MultiheadDilatedAttention as MultiheadDilatedAttention
+from flexdilated.compat.multihead import RingMultiheadDilatedAttention as RingMultiheadDilatedAttention
+from flexdilated.compat.multihead import RingMultiheadDilatedAttentionHybrid as RingMultiheadDilatedAttentionHybrid
 from flexdilated.compat.transformer import DilatedTransformerDecoderLayer as DilatedTransformerDecoderLayer
 from flexdilated.compat.transformer import DilatedTransformerEncoderLayer as DilatedTransformerEncoderLayer
 from flexdilated.compat.transformer import LongNet as LongNet
@@ -48,6 +43,13 @@ __all__ = [
     "create_dilated_attention",
     "create_multihead_dilated_attention",
 ]
+
+# Other names of the same.
+RingDilatedAttentionHybrid = RingDilatedAttention
+RingDilatedAttentionHybridFixed = RingDilatedAttention
+RingDilatedAttentionV2Collective = RingDilatedAttention
+RingDilatedAttentionV3 = RingDilatedAttention
+RingAdvancedDistributedDilatedAttention = RingMultiheadDilatedAttention
 
 
 def __getattr__(name: str) -> NoReturn:

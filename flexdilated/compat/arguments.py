@@ -1,23 +1,27 @@
-"""What every argument of the earlier packages means here, and the warning of those that have no effect."""
+"""What every argument of the earlier packages means here; those that have no effect warn."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["ARGUMENTS", "Argument", "warn_of"]
+__all__ = ["ARGUMENTS", "Argument", "warns"]
 
 PACKAGE = os.path.dirname(__file__) + os.sep
+
+Warns = Literal["never", "always", "without parameters"]
 
 
 class Argument(NamedTuple):
     """What an argument of the earlier packages means here, or why it is no longer needed; and which classes warn of it."""
 
     meaning: str
-    warns: Literal["never", "always", "without parameters"] = "never"
+    warns: Warns = "never"
 
 
 # The text of the warnings and of the table in docs/migration.md.
@@ -74,15 +78,38 @@ ARGUMENTS: dict[str, Argument] = {
 }
 
 
-def warn_of(given: Mapping[str, object]) -> None:
-    """One warning for each argument that was given though it has no effect, at the line that gave it.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def warns(*when: Warns) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """One warning for each argument that a call was given though it has no effect, at the line that gave it.
 
     Python shows a warning once per such line, so a loop that builds layers warns once.
+
+    Args:
+        *when: Which arguments of the call have none, by what the table says of them.
     """
-    for name, value in given.items():
-        if value is None:
-            continue
-        frame, level = sys._getframe(1), 2
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(f"{name} has no effect: {ARGUMENTS[name].meaning}", stacklevel=level)
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(call)
+
+        @functools.wraps(call)
+        def warned(*args: P.args, **options: P.kwargs) -> R:
+            result = call(*args, **options)
+            for name, value in signature.bind(*args, **options).arguments.items():
+                if value is not None and name in ARGUMENTS and ARGUMENTS[name].warns in when:
+                    warnings.warn(f"{name} has no effect: {ARGUMENTS[name].meaning}", stacklevel=_level_of_user())
+            return result
+
+        return warned
+
+    return decorate
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` of the first frame outside of this package, for a warning by the function that asks."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -8,13 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flexdilated.compat.arguments import warn_of
-from flexdilated.compat.attention import (
-    ImprovedDilatedAttention,
-    ImprovedMultiheadDilatedAttention,
-    RingDilatedAttention,
-    RingMultiheadDilatedAttention,
-)
+from flexdilated.compat.arguments import warns
+from flexdilated.compat.attention import ImprovedDilatedAttention, RingDilatedAttention
+from flexdilated.compat.multihead import ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention
 
 __all__ = ["create_dilated_attention", "create_multihead_dilated_attention"]
 
@@ -23,6 +19,7 @@ DISTRIBUTED = ("distributed", "improved_distributed", "ring_distributed")
 BLOCK_SPARSE = ("block_sparse_ring", "block_sparse_ring_distributed")
 
 
+@warns("always", "without parameters")
 def create_dilated_attention(
     attention_type: str = "auto",
     segment_lengths: Sequence[int] | None = None,
@@ -57,18 +54,11 @@ def create_dilated_attention(
             ring_size=ring_size,
             group=group,
             use_checkpointing=use_checkpointing,
-            use_tf32=use_tf32,
-            block_size=block_size,
-            enable_memory_pool=enable_memory_pool,
-            device=device,
-            dtype=dtype,
         )
-    warn_of({"block_size": block_size})
-    return ImprovedDilatedAttention(
-        lengths, rates, dropout, use_tf32, enable_memory_pool=enable_memory_pool, device=device, dtype=dtype
-    )
+    return ImprovedDilatedAttention(lengths, rates, dropout)
 
 
+@warns("always")
 def create_multihead_dilated_attention(
     attention_type: str = "auto",
     embed_dim: int = 768,
@@ -113,15 +103,11 @@ def create_multihead_dilated_attention(
             ring_size=ring_size,
             group=group,
             use_checkpointing=use_checkpointing,
-            use_tf32=use_tf32,
-            block_size=block_size,
-            enable_memory_pool=enable_memory_pool,
             device=device,
             dtype=dtype,
         )
-    warn_of({"block_size": block_size, "enable_memory_pool": enable_memory_pool})
     return ImprovedMultiheadDilatedAttention(
-        embed_dim, num_heads, rates, lengths, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype, use_tf32
+        embed_dim, num_heads, rates, lengths, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype
     )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexdilated.compat.attention import MultiheadDilatedAttention
+from flexdilated.compat.multihead import MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["DilatedTransformerDecoderLayer", "DilatedTransformerEncoderLayer", "LongNet"]
@@ -159,26 +159,13 @@ class LongNet(nn.Module):
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
 
-        def stack(layer: Callable[..., nn.Module], count: int, gamma: float) -> _Stack:
-            return _Stack(
-                layer(
-                    d_model,
-                    nhead,
-                    segment_lengths,
-                    dilation_rates,
-                    dim_feedforward,
-                    dropout,
-                    activation,
-                    layer_norm_eps,
-                    gamma,
-                    device,
-                    dtype,
-                )
-                for _ in range(count)
-            )
-
-        self.encoder = stack(DilatedTransformerEncoderLayer, num_encoder_layers, encoder_gamma)
-        self.decoder = stack(DilatedTransformerDecoderLayer, num_decoder_layers, decoder_gamma)
+        layer = (d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps)
+        self.encoder = _Stack(
+            DilatedTransformerEncoderLayer(*layer, encoder_gamma, device, dtype) for _ in range(num_encoder_layers)
+        )
+        self.decoder = _Stack(
+            DilatedTransformerDecoderLayer(*layer, decoder_gamma, device, dtype) for _ in range(num_decoder_layers)
+        )
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
         """`(b, n, d_model)` from embeddings of that shape, causal in all attentions or in none."""

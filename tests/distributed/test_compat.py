@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.sharding import even_shard_lengths
+from tests.compat.cases import BATCH, EMBED, HEAD_DIM, HEADS, HILBERT, TOKENS, build, inputs, only
 from tests.distributed.processes import Ranks
-from tests.test_compat import BATCH, EMBED, HEAD_DIM, HEADS, HILBERT, TOKENS, build, inputs, only
 from tests.tolerances import EXACT, SINGLE
 
 WORLD_SIZE = 3

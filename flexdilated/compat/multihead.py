@@ -1,0 +1,221 @@
+"""Layers with projections under the names and arguments of earlier packages; they load the earlier names of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flexdilated.compat.arguments import warns
+from flexdilated.compat.ring import attention_over
+from flexdilated.nn import attention
+from flexdilated.pattern import DilatedPattern
+
+__all__ = [
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "RingMultiheadDilatedAttention",
+    "RingMultiheadDilatedAttentionHybrid",
+]
+
+
+class _Multihead(attention.MultiheadDilatedAttention):
+    """`flexdilated.MultiheadDilatedAttention` under the grouped pattern; loads earlier names of its weights."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        dropout: float,
+        bias: bool,
+        layer_norm: bool,
+        layer_norm_eps: float,
+        gamma_init: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            pattern,
+            dropout_p=dropout,
+            bias=bias,
+            layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps,
+            gamma_init=gamma_init,
+            device=device,
+            dtype=dtype,
+        )
+        self.use_checkpointing = False
+        self.register_load_state_dict_pre_hook(_rename_weights)
+
+    @classmethod
+    def from_torch(cls, *_: object, **__: object) -> NoReturn:
+        """Refused: the converted layer is not one of these."""
+        raise NotImplementedError("from_torch must be called on flexdilated.MultiheadDilatedAttention, which takes any pattern")
+
+    def forward(  # type: ignore[override]  # the earlier call, which has no padding mask in fourth place
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Tensor, None]:
+        """`((b, n, embed_dim), None)` from query, key and value of that shape; key defaults to query, value to key."""
+        if not isinstance(is_causal, bool):
+            raise TypeError(
+                f"is_causal must be a bool, got {type(is_causal).__name__}; masks go to flexdilated.MultiheadDilatedAttention"
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        if self.use_checkpointing:
+            return checkpoint(super().forward, query, key, value, is_causal=is_causal, use_reentrant=False)
+        return super().forward(query, key, value, is_causal=is_causal)
+
+
+class MultiheadDilatedAttention(_Multihead):
+    """The popular port's layer, dilation rates before segment lengths as there; arguments are explained in `ARGUMENTS`."""
+
+    @warns("always")
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        op: object = None,
+    ) -> None:
+        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+
+
+class ImprovedMultiheadDilatedAttention(_Multihead):
+    """The same with another last argument, rates before lengths as there; arguments are explained in `ARGUMENTS`."""
+
+    @warns("always")
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        use_tf32: bool | None = None,
+    ) -> None:
+        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+
+
+class RingMultiheadDilatedAttention(_Multihead):
+    """The layer of the ring classes, segment lengths before dilation rates; arguments are explained in `ARGUMENTS`.
+
+    Over a ring as `RingDilatedAttention`: whole inputs, outputs and gradients on every rank; the projections are computed on each.
+    """
+
+    @warns("always")
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        *,
+        ring_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        use_checkpointing: bool = False,
+        use_tf32: bool | None = None,
+        use_flash_attention: bool | None = None,
+        enable_memory_pool: bool | None = None,
+        use_pattern_cache: bool | None = None,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+        self.attention = attention_over(pattern, ring_size, group, dropout_p=dropout)
+        self.use_checkpointing = use_checkpointing
+
+
+class RingMultiheadDilatedAttentionHybrid(_Multihead):
+    """The hybrid's layer, called like `nn.MultiheadAttention`; arguments are explained in `ARGUMENTS`.
+
+    Over a ring as `RingMultiheadDilatedAttention`; so is the mask, whole and the same on every rank.
+
+    Raises:
+        NotImplementedError: If `layer_norm` is asked for: there it normalised queries and keys, not the attention's output.
+    """
+
+    @warns("always")
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        layer_norm: bool = False,
+        gamma_init: float = 1.0,
+        ring_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        use_flash_attention: bool | None = None,
+        enable_memory_pool: bool | None = None,
+        use_pattern_cache: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if layer_norm:
+            raise NotImplementedError(
+                "layer_norm must be False, got True: there it normalised queries and keys; "
+                "RingMultiheadDilatedAttention has a LayerNorm before the output projection"
+            )
+        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        super().__init__(embed_dim, num_heads, pattern, dropout, bias, False, 1e-5, gamma_init, device, dtype)
+        self.attention = attention_over(pattern, ring_size, group, dropout_p=dropout)
+
+    def forward(  # type: ignore[override]  # the call of nn.MultiheadAttention again
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """As `flexdilated.MultiheadDilatedAttention`, whose docstring explains the arguments."""
+        return attention.MultiheadDilatedAttention.forward(
+            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+
+def _rename_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Earlier names to today's: `norm` is `inner_attn_ln`, and a fused `qkv_proj` is three projections."""
+    for part in ("weight", "bias"):
+        if prefix + f"norm.{part}" in state:
+            state[prefix + f"inner_attn_ln.{part}"] = state.pop(prefix + f"norm.{part}")
+        if prefix + f"qkv_proj.{part}" in state:
+            for name, rows in zip("qkv", state.pop(prefix + f"qkv_proj.{part}").chunk(3)):
+                state[prefix + f"{name}_proj.{part}"] = rows

@@ -1,0 +1,186 @@
+"""A ring of ranks as earlier packages have it: every rank holds whole sequences, computes its shard, and gets the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.distributed.attention import withdraw_from
+from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
+from flexdilated.nn.attention import DilatedAttention
+from flexdilated.pattern import DilatedPattern
+from flexdilated.reference import MaskMod, ScoreMod
+
+__all__ = ["RingAttention", "attention_over"]
+
+SAMPLES = 256  # elements of a tensor that ranks compare
+TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by
+EAGER_FIRST = "a module over a ring must be called once before it is compiled with fullgraph=True: that call compares the ranks"
+
+
+def attention_over(
+    pattern: DilatedPattern, ring_size: int | None, group: dist.ProcessGroup | None, *, scale: float | None = None, dropout_p: float
+) -> DilatedAttention:
+    """Attention over the ring that the arguments of a ring class name, on this rank alone where that is all of it.
+
+    Raises:
+        TypeError: If `ring_size` is no integer, or `group` no group that holds this rank.
+        ValueError: If `ring_size` is neither 1 nor the number of ranks of the group.
+    """
+    ring = _find_ring(ring_size, group)
+    if ring is None:
+        return DilatedAttention(pattern, scale=scale, dropout_p=dropout_p)
+    return RingAttention(pattern, ring, scale=scale, dropout_p=dropout_p)
+
+
+class RingAttention(DilatedAttention):
+    """Attention of whole sequences that all ranks of a group hold: each computes its shard, and each gets the whole.
+
+    Outputs and gradients on every rank are those of one process, if all ranks go on to compute the same loss. Ranks that hold
+    different sequences, as in data parallelism, would mix them: the first call compares samples of the inputs. It must not be
+    compiled with `fullgraph=True`; later calls may.
+    """
+
+    def __init__(self, pattern: DilatedPattern, group: dist.ProcessGroup, *, scale: float | None, dropout_p: float) -> None:
+        super().__init__(pattern, scale=scale, dropout_p=dropout_p)
+        # A name is copied and pickled with the module; a group, and the mesh of it that `forward` builds, are not.
+        self.group_name, self.ring_size = group.group_name, group.size()
+        self.compared = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "mesh": None, "compared": False}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        shard_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `flexdilated.DilatedAttention`, of whole sequences; `shard_lengths`, as even as can be by default, tile them."""
+        whole = {"query": q, "key": k, "value": v}
+        if key_padding_mask is not None:
+            whole["key_padding_mask"] = key_padding_mask
+        try:
+            self._check(whole)
+            if self.mesh is None or self.mesh.device_type != q.device.type:
+                self.mesh = self._mesh(q.device.type)
+            mesh = self.mesh
+            lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else tuple(shard_lengths)
+            shards = {name: _Shard.apply(x, mesh, lengths) for name, x in whole.items()}
+        except (TypeError, ValueError) as error:
+            withdraw_from(self.group_name, str(error))  # the other ranks would wait for this one
+            raise
+        out = super().forward(
+            shards["query"],
+            shards["key"],
+            shards["value"],
+            is_causal=is_causal,
+            key_padding_mask=shards.get("key_padding_mask"),
+            cu_seqlens=cu_seqlens,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            shard_lengths=lengths,
+        )
+        if not self.compared:
+            self._compare(whole, mesh)  # after the ranks have agreed on shapes and dtypes, so that no rank waits here alone
+            self.compared = True
+        return unshard_sequence(out, mesh, shard_lengths=lengths)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ring_size={self.ring_size}"
+
+    def _check(self, whole: Mapping[str, Tensor]) -> None:
+        """That there are tokens to shard, as many in each; the rest is checked where the shards are."""
+        for name, x in whole.items():
+            dims = 2 if name == "key_padding_mask" else 4
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            if x.dim() != dims:
+                raise ValueError(f"{name} must have {dims} dims, the tokens in the second, got shape {tuple(x.shape)}")
+            if x.shape[1] != whole["query"].shape[1]:
+                raise ValueError(f"{name} must have the tokens of query={whole['query'].shape[1]}, got {x.shape[1]}")
+
+    @torch.compiler.disable(reason=EAGER_FIRST)
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks of the ring as a mesh for tensors of a device."""
+        group = distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+        if group.size() != self.ring_size:  # a module that another run saved
+            raise ValueError(f"ring_size must be the number of ranks of the group={group.size()}, got {self.ring_size}")
+        return DeviceMesh.from_group(group, device_type)
+
+    @torch.compiler.disable(reason=EAGER_FIRST)
+    def _compare(self, whole: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+        """Refuse inputs that differ between the ranks, by evenly spaced samples."""
+        local = torch.stack([_samples(x) for x in whole.values()])[None]
+        all_samples = unshard_sequence(local, mesh, dim=0)  # (ranks, tensors, samples)
+        allowed = TOLERANCE * all_samples.abs().amax((0, 2))
+        for name, differs in zip(whole, ((all_samples - all_samples[0]).abs().amax(2) > allowed).unbind(1)):
+            if bool(differs.any()):
+                other = int(differs.int().argmax())
+                raise ValueError(
+                    f"{name} must be the same on all ranks of the ring, got other values on rank {other} than on rank 0; "
+                    "for data parallelism give ring_size=1"
+                )
+
+
+class _Shard(torch.autograd.Function):
+    """This rank's shard of a tensor that all ranks hold, and backward the whole gradient on each: `unshard_sequence` reversed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, lengths: tuple[int, ...]) -> Tensor:
+        ctx.mesh, ctx.lengths = mesh, lengths
+        return shard_sequence(x, mesh, shard_lengths=lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return unshard_sequence(grad, ctx.mesh, shard_lengths=ctx.lengths), None, None
+
+
+def _find_ring(ring_size: int | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group whose ranks share a sequence, None where this rank is alone."""
+    if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int)):
+        raise TypeError(f"ring_size must be an integer or None, got {ring_size!r}")
+    if group is None:
+        if ring_size == 1:
+            return None
+        if not (dist.is_available() and dist.is_initialized()):
+            if ring_size is not None:
+                raise ValueError(
+                    f"ring_size must be None or 1 where torch.distributed is not initialised, got {ring_size}; "
+                    "call torch.distributed.init_process_group first"
+                )
+            return None
+        ring = distributed_c10d._get_default_group()
+        if ring_size not in (None, ring.size()):
+            raise ValueError(
+                f"ring_size must be 1 or the number of ranks of the default group={ring.size()}, got {ring_size}; "
+                "for a ring of other ranks give group"
+            )
+    elif isinstance(group, dist.ProcessGroup):
+        ring = group
+        if ring_size not in (None, ring.size()):
+            raise ValueError(f"ring_size must be the number of ranks of group={ring.size()}, got {ring_size}")
+    else:
+        raise TypeError(f"group must be a ProcessGroup that holds this rank, or None, got {group!r}")
+    return ring if ring.size() > 1 else None
+
+
+def _samples(x: Tensor) -> Tensor:
+    """`(SAMPLES,)` elements of a tensor, evenly spaced in the order of its dims, without a copy of it."""
+    if x.numel() == 0:
+        return torch.zeros(SAMPLES, device=x.device)
+    places = torch.arange(SAMPLES, device=x.device) * (x.numel() - 1) // (SAMPLES - 1)
+    return x.detach()[torch.unravel_index(places, x.shape)].float()

@@ -1,0 +1,83 @@
+"""The names of earlier packages by their kinds, small modules of each, and inputs for them."""
+
+import inspect
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern, compat
+
+BATCH, TOKENS, HEADS, HEAD_DIM = 2, 23, 5, 3
+EMBED = HEADS * HEAD_DIM
+LENGTHS, RATES = [7, 13], [2, 3]
+GROUPED = DilatedPattern.grouped(LENGTHS, RATES)
+GRID = (5, 7)
+
+MIGRATION = Path(__file__).parents[2] / "docs" / "migration.md"
+
+BARE = (
+    "DilatedAttention",
+    "ImprovedDilatedAttention",
+    "RingDilatedAttention",
+    "RingDilatedAttentionHybrid",
+    "RingDilatedAttentionHybridFixed",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV3",
+)
+LAYERS = (
+    "MultiheadDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "RingMultiheadDilatedAttention",
+    "RingMultiheadDilatedAttentionHybrid",
+    "RingAdvancedDistributedDilatedAttention",
+)
+HILBERT = "RingDilatedAttentionHybridHilbert"
+TRANSFORMERS = ("DilatedTransformerEncoderLayer", "DilatedTransformerDecoderLayer", "LongNet")
+FACTORIES = ("create_dilated_attention", "create_multihead_dilated_attention")
+
+# A value of each argument that has no effect.
+GIVEN = {
+    "op": object(),
+    "use_flash_attention": True,
+    "use_tf32": False,
+    "enable_memory_pool": True,
+    "lightweight_pool": False,
+    "enable_profiling": False,
+    "use_pattern_cache": True,
+    "block_size": 1024,
+    "hilbert_chunk_size": 4096,
+    "device": "cpu",
+    "dtype": torch.float32,
+}
+
+
+def draw(num_tokens: int = TOKENS) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(BATCH, num_tokens, HEADS, HEAD_DIM, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+
+def build(name: str, **options: object) -> nn.Module:
+    """A module of any of the names, with random biases and gains."""
+    if name in LAYERS:
+        options = {"embed_dim": EMBED, "num_heads": HEADS, "dtype": torch.float64, **options}
+    elif name == HILBERT:
+        options = {"grid": GRID, **options}
+    module = getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options})
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+def arguments(name: str) -> set[str]:
+    return set(inspect.signature(getattr(compat, name)).parameters)
+
+
+def inputs(name: str) -> tuple[Tensor, ...]:
+    if name in LAYERS:
+        return tuple(x.detach().flatten(2) for x in draw())
+    return draw(GRID[0] * GRID[1] if name == HILBERT else TOKENS)
+
+
+def only(result: object) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,83 @@
+"""Attention without parameters: the definition, by hand, and along a Hilbert curve."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexdilated import compat, dilated_attention, reference
+from flexdilated.ordering import grid_order, reorder, restore
+from tests.compat.cases import BARE, BATCH, GRID, GROUPED, HEAD_DIM, HEADS, HILBERT, LENGTHS, RATES, TOKENS, build, draw, inputs
+from tests.tolerances import EXACT
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", BARE)
+def test_attention_equals_the_function_and_the_definition(name: str, is_causal: bool) -> None:
+    inputs, dout = draw(), torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM, dtype=torch.float64)
+    actual = build(name)(*inputs, is_causal)
+    assert torch.equal(actual, dilated_attention(*inputs, GROUPED, is_causal=is_causal))
+    expected, _ = reference.dilated_attention(*inputs, GROUPED, is_causal=is_causal)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    for a, b in zip(torch.autograd.grad(actual, inputs, dout), torch.autograd.grad(expected, inputs, dout)):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_groups_by_hand() -> None:
+    """Five heads in groups of three and two, each its own branch and offset, over plain softmax; the rest is 0, nothing divided."""
+    q, k, v = draw()
+    out = build("DilatedAttention")(q, k, v)
+    expected = torch.zeros_like(out)
+    for heads, length, rate, offset in ((slice(0, 3), 7, 2, 0), (slice(3, 5), 13, 3, 1)):
+        for start in range(0, TOKENS, length):
+            rows = slice(start + offset, min(start + length, TOKENS), rate)
+            part = (x[:, rows, heads].transpose(1, 2) for x in (q, k, v))
+            expected[:, rows, heads] = F.scaled_dot_product_attention(*part).transpose(1, 2)
+    torch.testing.assert_close(out, expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", [name for name in (*BARE, HILBERT) if name != "ImprovedDilatedAttention"])
+def test_softmax_scale_multiplies_the_scores(name: str) -> None:
+    q, k, v = inputs(name)
+    plain = build(name)(q * 0.7 * HEAD_DIM**0.5, k, v)
+    torch.testing.assert_close(build(name, softmax_scale=0.7)(q, k, v), plain, **EXACT)
+
+
+def test_positional_arguments_of_the_popular_port() -> None:
+    module = compat.DilatedAttention(LENGTHS, RATES, 0.7, 0.25)
+    assert (module.attention.scale, module.attention.dropout_p) == (0.7, 0.25)
+    assert compat.ImprovedDilatedAttention(LENGTHS, RATES, 0.25).attention.dropout_p == 0.25
+    assert compat.RingDilatedAttention(LENGTHS, RATES, 0.25).attention.dropout_p == 0.25
+
+
+@pytest.mark.parametrize("name", [*BARE, HILBERT])
+def test_attention_has_no_state(name: str) -> None:
+    assert not build(name).state_dict()
+
+
+def test_hilbert_reorders_all_three_and_puts_outputs_back() -> None:
+    q, k, v = draw(GRID[0] * GRID[1])
+    order = grid_order(GRID)
+    expected = restore(reference.dilated_attention(*(reorder(x, order) for x in (q, k, v)), GROUPED)[0], order)
+    actual = build(HILBERT)(q, k, v)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    dout = torch.randn_like(actual)
+    for a, b in zip(torch.autograd.grad(actual, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_hilbert_switched_off_takes_any_length_and_causality() -> None:
+    module, (q, k, v) = build(HILBERT, use_hilbert=False, grid=None), draw()
+    assert torch.equal(module(q, k, v, True), dilated_attention(q, k, v, GROUPED, is_causal=True))
+    with pytest.raises(ValueError, match=r"^grid must be None when use_hilbert=False, got \(5, 7\)$"):
+        build(HILBERT, use_hilbert=False)
+
+
+def test_hilbert_rejects_text_causality_and_another_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^grid must be \(height, width\), got None; 1-D text is already in the order"):
+        build(HILBERT, grid=None)
+    with pytest.raises(
+        NotImplementedError, match=r"^is_causal must be False when use_hilbert=True, got True: those before a token"
+    ):
+        build(HILBERT)(*draw(35), True)
+    with pytest.raises(ValueError, match=r"^query must have shape \(b, 35, h, d\) under grid=\(5, 7\), got \(2, 23, 5, 3\)$"):
+        build(HILBERT)(*draw())

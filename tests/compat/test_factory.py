@@ -1,0 +1,70 @@
+"""Factory functions: the classes that they build, what they warn of and refuse."""
+
+import re
+import warnings
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, compat
+from flexdilated.compat import ARGUMENTS
+from tests.compat.cases import EMBED, FACTORIES, GIVEN, GROUPED, HEADS, LENGTHS, RATES, arguments
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring"])
+def test_factories_build_the_classes_with_all_their_arguments(kind: str) -> None:
+    ring = {"ring_size": 1, "use_checkpointing": True} if kind == "ring" else {}
+    attention = compat.create_dilated_attention(kind, LENGTHS, RATES, dropout=0.25, **ring)
+    assert type(attention) is (compat.RingDilatedAttention if kind == "ring" else compat.ImprovedDilatedAttention)
+    assert (attention.attention.pattern, attention.attention.dropout_p) == (GROUPED, 0.25)
+    options = {"bias": False, "layer_norm_eps": 0.1, "dtype": torch.float64, "device": "meta", "dropout": 0.25}
+    layer = compat.create_multihead_dilated_attention(kind, EMBED, HEADS, LENGTHS, RATES, **options, **ring)
+    assert type(layer) is (compat.RingMultiheadDilatedAttention if kind == "ring" else compat.ImprovedMultiheadDilatedAttention)
+    assert (layer.attention.pattern, layer.attention.dropout_p) == (GROUPED, 0.25)
+    assert (layer.q_proj.bias, layer.q_proj.weight.dtype, layer.inner_attn_ln.eps) == (None, torch.float64, 0.1)
+    assert layer.q_proj.weight.is_meta
+    assert attention.use_checkpointing == layer.use_checkpointing == (kind == "ring")
+    assert compat.create_dilated_attention(kind).attention.pattern == DilatedPattern.grouped((2048, 4096, 8192), (1, 2, 4))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories_warn_of_what_has_no_effect_and_refuse_what_they_do_not_know(name: str) -> None:
+    factory = getattr(compat, name)
+    for kind in ("auto", "ring"):
+        for argument in sorted(arguments(name) & set(GIVEN)):
+            silent = ARGUMENTS[argument].warns == "without parameters" and "multihead" in name
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                factory(kind, segment_lengths=LENGTHS, dilation_rates=RATES, **{argument: GIVEN[argument]})
+            assert [str(warning.message) for warning in caught] == (
+                [] if silent else [f"{argument} has no effect: {ARGUMENTS[argument].meaning}"]
+            )
+            assert all(warning.filename == __file__ for warning in caught)
+    for kind, use in (("distributed", r"DilatedAttention\(mesh="), ("block_sparse_ring", r"dilated_attention\(mask_mod=")):
+        with pytest.raises(NotImplementedError, match=rf"^attention_type must be one of .*, got '{kind}'; .*{use}"):
+            factory(kind)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparsity_ratio'"):
+        factory(sparsity_ratio=0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        (
+            "create_dilated_attention",
+            {"attention_type": "fast"},
+            ValueError,
+            "attention_type must be one of ('auto', 'standard', 'improved', 'ring'), got 'fast'",
+        ),
+        ("create_dilated_attention", {"ring_size": 1}, ValueError, "ring_size must be None unless attention_type='ring', got 1"),
+        (
+            "create_multihead_dilated_attention",
+            {"use_checkpointing": True},
+            ValueError,
+            "use_checkpointing must be False unless attention_type='ring', got True",
+        ),
+    ],
+)
+def test_factories_reject_wrong_arguments(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options})
