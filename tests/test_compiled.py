@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import example, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -23,6 +25,7 @@ from flexdilated import (
 from flexdilated.backends import crossovers
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.nn import Block, FeedForward
+from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((5, 13), (1, 3))
@@ -50,6 +53,14 @@ def padding(num_tokens: int, batch: int = 2) -> Tensor:
     return torch.arange(batch * num_tokens).view(batch, num_tokens) % 3 == 0
 
 
+def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s * 0.5 - 0.1 * (h + 1) * (i - j).abs()
+
+
+def thirds(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + 2 * j + h + b) % 3 > 0
+
+
 # Per call: the options for so many tokens.
 CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": lambda n: {},
@@ -58,27 +69,49 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "documents": lambda n: {"cu_seqlens": torch.tensor([0, 5, n])},
     "lse": lambda n: {"return_lse": True, "is_causal": True},
     "negative_scale": lambda n: {"scale": -0.7},
+    "dropout": lambda n: {"dropout_p": 0.4},
+}
+# Calls whose graph holds for one length.
+FIXED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "score_mod": lambda n: {"score_mod": relative, "is_causal": True, "return_lse": True},
+    "mask_mod": lambda n: {"mask_mod": thirds, "key_padding_mask": padding(n)},
+    "both": lambda n: {"score_mod": relative, "mask_mod": thirds, "dropout_p": 0.4},
 }
 MODES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "train": (contextlib.nullcontext, torch.float32),
+    "half_train": (contextlib.nullcontext, torch.bfloat16),
     "no_grad": (torch.no_grad, torch.float32),
     "half": (torch.no_grad, torch.bfloat16),
     "inference": (torch.inference_mode, torch.float16),
 }
 
 
+def finite(x: Tensor) -> Tensor:
+    """lse is -inf where no key reaches."""
+    return torch.where(x > -torch.inf, x, 0.0)
+
+
 def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
     """What a function of floating-point tensors returns and, where it may be asked for, its gradients."""
     differentiable = torch.is_grad_enabled()
     leaves = [t.detach().clone().requires_grad_(differentiable) for t in x]
+    torch.manual_seed(5)  # for dropout
     result = function(*leaves, **options)
     outputs = [result] if isinstance(result, Tensor) else list(result)
-    grads = torch.autograd.grad([out.square().sum() for out in outputs], leaves) if differentiable else ()
+    grads = torch.autograd.grad([finite(out).square().sum() for out in outputs], leaves) if differentiable else ()
     return [*outputs, *grads]
 
 
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
-GRID = [*((call, "train") for call in CALLS), ("plain", "no_grad"), ("mask", "half"), ("causal", "half"), ("lse", "inference")]
+GRID = [
+    *((call, "train") for call in CALLS),
+    ("causal", "half_train"),
+    ("dropout", "no_grad"),
+    ("plain", "no_grad"),
+    ("mask", "half"),
+    ("causal", "half"),
+    ("lse", "inference"),
+]
 
 
 @pytest.mark.parametrize(("call", "mode"), GRID, ids=lambda name: name)
@@ -101,6 +134,58 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
     assert len(set(counts[1:])) == 1
 
 
+ONE_BRANCH = DilatedPattern((13,), (3,))
+FIXED_GRID = [
+    *((call, "train") for call in FIXED),
+    ("score_mod", "half_train"),
+    ("score_mod", "no_grad"),
+    ("mask_mod", "inference"),
+]
+
+
+@pytest.mark.parametrize(("call", "mode"), [*FIXED_GRID, ("both", "half")], ids=lambda name: name)
+def test_compiled_attention_under_functions_equals_eager(call: str, mode: str) -> None:
+    context, dtype = MODES[mode]
+
+    def attend(*x: Tensor, **options: Any) -> Any:
+        return dilated_attention(*x, ONE_BRANCH, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
+    x = (draw(2, 29, HEADS, 6, dtype=dtype), draw(2, 29, 2, 6, dtype=dtype), draw(2, 29, 2, 6, dtype=dtype) + 1)
+    with context():
+        actual, expected = (outputs_and_gradients(f, x, FIXED[call](29)) for f in (compiled, attend))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **TOLERANCE[dtype])
+
+
+@settings(max_examples=15)
+@given(
+    case=calls(),
+    backend=st.sampled_from(("eager", "aot_eager")),
+    dynamic=st.sampled_from((None, False, True)),
+    dropout_p=st.sampled_from((0.0, 0.3)),
+    autocast=st.booleans(),
+)
+@example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), batch=2, group=2, ignored=0.4), "aot_eager", True, 0.3, True)
+def test_every_call_equals_eager_however_it_is_compiled(
+    case: Case, backend: str, dynamic: bool | None, dropout_p: float, autocast: bool
+) -> None:
+    torch._dynamo.reset()
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    options = {**case.options(), "dropout_p": dropout_p, "return_lse": True}
+
+    def attend(*x: Tensor) -> Any:
+        return dilated_attention(*x, case.pattern, **options)
+
+    results = []
+    for call in (torch.compile(attend, fullgraph=True, backend=backend, dynamic=dynamic), attend):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.manual_seed(case.seed)
+            results.append(differentiate(call, q, k, v, dout.bfloat16() if autocast else dout, dlse))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e, **(HALF if autocast else SINGLE))
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +202,7 @@ def language_model(position: str) -> LongNetLM:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "attention": (lambda: DilatedAttention(PATTERN), lambda f, x: f(*x.unflatten(-1, (3, 2, 4)).unbind(2))),
     "multihead": (lambda: multihead(num_kv_heads=2), lambda f, x: f(x, x, x, padding(x.shape[1]))[0]),
+    "dropout": (lambda: multihead(dropout_p=0.4), lambda f, x: f(x, x, x, is_causal=True)[0]),
     "block": (lambda: Block(multihead(), FeedForward(WIDTH, FFN)), lambda f, x: f(x)),
     "encoder": (lambda: LongNetEncoder(WIDTH, 1, HEADS, PATTERN), lambda f, x: f(x, key_padding_mask=padding(x.shape[1]))),
     "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
@@ -125,7 +211,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
 }
 
 
-MODULE_GRID = [*((name, mode) for name in MODULES for mode in ("train", "no_grad")), ("rotary", "eval"), ("multihead", "inference")]
+def seeded(call: Callable[..., Any], *x: Any) -> Any:
+    torch.manual_seed(5)
+    return call(*x)
+
+
+MODULE_GRID = [
+    *((name, mode) for name in MODULES for mode in ("train", "no_grad")),
+    ("rotary", "eval"),
+    ("multihead", "inference"),
+    ("dropout", "eval"),
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), MODULE_GRID, ids=lambda name: name)
@@ -139,7 +235,7 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
     with context():
         for n in LENGTHS[:3]:
             x = draw(2, n, WIDTH, dtype=dtype)
-            actual, expected = (call(f, x) for f in (compiled, module))
+            actual, expected = (seeded(call, f, x) for f in (compiled, module))
             torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
             if parameters := list(module.parameters()) if torch.is_grad_enabled() else []:
                 grads = (torch.autograd.grad(out.float().square().mean(), parameters) for out in (actual, expected))
@@ -147,6 +243,26 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
                     torch.testing.assert_close(a, e, **SINGLE)
             counts.append(graphs.frame_count)
     assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*(("score_mod", mode) for mode in ("train", "eval", "no_grad", "inference")), ("mask_mod", "train")]
+)
+def test_compiled_module_under_functions_equals_eager(name: str, mode: str) -> None:
+    dtype = torch.bfloat16 if mode == "inference" else torch.float32
+    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
+    module = MultiheadDilatedAttention(WIDTH, HEADS, ONE_BRANCH, dropout_p=0.4, dtype=dtype).train(mode == "train")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
+    options: dict[str, Any] = {"score_mod": relative} if name == "score_mod" else {"mask_mod": thirds}
+    call = lambda f, x: f(x, x, x, is_causal=True, **options)[0]  # noqa: E731
+    x = draw(2, 29, WIDTH, dtype=dtype)
+    with context():
+        actual, expected = (seeded(call, f, x) for f in (compiled, module))
+        torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
+        if torch.is_grad_enabled():
+            grads = (torch.autograd.grad(out.square().mean(), list(module.parameters())) for out in (actual, expected))
+            for a, e in zip(*grads, strict=True):
+                torch.testing.assert_close(a, e, **SINGLE)
 
 
 @pytest.mark.slow
