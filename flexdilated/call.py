@@ -204,10 +204,10 @@ def check_scale(scale: float | None, dtype: torch.dtype) -> None:
     """
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale must be a number or None, got {scale!r}")
-    if isinstance(scale, float) and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
     scores = accumulated(dtype)
-    if scale is not None and abs(scale) > torch.finfo(scores).max:
+    if scale is not None and not abs(scale) <= torch.finfo(scores).max:  # not of NaN either; the compiler traces no `isfinite`
+        if isinstance(scale, float) and not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
         raise ValueError(f"scale must be finite in {scores}, in which {dtype} is scored, got {scale}")
 
 

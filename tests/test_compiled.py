@@ -158,7 +158,20 @@ def test_compiled_attention_under_functions_equals_eager(call: str, mode: str) -
         torch.testing.assert_close(a, e, **TOLERANCE[dtype])
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+def test_numbers_may_change_from_call_to_call(name: str) -> None:
+    def attend(*x: Tensor, **options: Any) -> Any:
+        return dilated_attention(*x, PATTERN, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    x = (draw(2, 29, HEADS, 6), draw(2, 29, 2, 6), draw(2, 29, 2, 6) + 1)
+    for number in (0.3, 0.5, 0.7):
+        actual, expected = (outputs_and_gradients(f, x, {name: number}) for f in (compiled, attend))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, **SINGLE)
+
+
+@settings(max_examples=10)
 @given(
     case=calls(),
     backend=st.sampled_from(("eager", "aot_eager")),
@@ -167,6 +180,7 @@ def test_compiled_attention_under_functions_equals_eager(call: str, mode: str) -
     autocast=st.booleans(),
 )
 @example(Case(DilatedPattern.torchscale((5, 13), (2, 5)), batch=2, group=2, ignored=0.4), "aot_eager", True, 0.3, True)
+@example(Case(PATTERN, scale=-0.4), "eager", True, 0.0, False)
 def test_every_call_equals_eager_however_it_is_compiled(
     case: Case, backend: str, dynamic: bool | None, dropout_p: float, autocast: bool
 ) -> None:
