@@ -14,11 +14,11 @@ from rich.text import Text
 
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
-from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels, tiles_per_cell
+from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
 from flexdilated.draw.panels import describe_heads, figure_of
 from flexdilated.draw.pattern import draw, multiplicity_panels
 from flexdilated.draw.terminal import print_panels
-from flexdilated.draw.tiles import HeadTiles, all_heads, head_tiles
+from flexdilated.draw.tiles import HeadTiles, all_heads
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["show"]
@@ -157,9 +157,7 @@ def _show_blocks(
     name = None if preset is None else NAMES[preset] + (", without torchscale's zero keys" if pattern.zero_padding else "")
     console = Console()
     most = PICTURE_CELLS if output is not None else min(TERMINAL_CELLS, console.width)
-    group = tiles_per_cell(num_tokens, block_size, most)
-    found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
-    panels = block_panels(pattern, num_tokens, num_heads, found, group, is_causal=is_causal, name=name)
+    panels, found = block_panels(pattern, num_tokens, num_heads, block_size, most, is_causal=is_causal, name=name)
     if output is None:
         print_panels(console, panels)
         console.print()

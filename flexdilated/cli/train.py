@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +25,7 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import STOP_SECONDS, TIMEOUT_SECONDS, rank_of, started, stop_deadline, tells, wait_for_all
+from flexdilated.training.ranks import TIMEOUT_SECONDS, rank_of, started, stop_deadline, wait_for_all
 from flexdilated.training.trainer import Trainer
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
@@ -157,12 +156,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: S
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
 
-        def hang() -> None:
-            error = trainer.lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop")
-            if store is not None and tells(store, trainer.rank, error):
-                typer.echo(f"error: {error}", err=True)
-
-        with nullcontext() if store is None else stop_deadline(hang):
+        with stop_deadline(store, trainer.rank, trainer.lost):
             finished = trainer.run(report)
     if not finished:
         console.print("stopped; the checkpoint is saved: the same command with --resume goes on")

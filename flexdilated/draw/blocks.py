@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
@@ -13,7 +12,7 @@ from flexdilated.pattern import DilatedPattern
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BLOCK_SIZE", "PICTURE_CELLS", "block_panels", "draw_blocks", "tiles_per_cell"]
+__all__ = ["BLOCK_SIZE", "PICTURE_CELLS", "block_panels", "draw_blocks"]
 
 BLOCK_SIZE = 128
 PICTURE_CELLS = 512  # per side
@@ -44,29 +43,28 @@ def draw_blocks(
         is_causal: As in `draw`.
         name: As in `draw`.
     """
-    group = tiles_per_cell(num_tokens, block_size, PICTURE_CELLS)
-    found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
-    return figure_of(block_panels(pattern, num_tokens, num_heads, found, group, is_causal=is_causal, name=name))
+    picture, _ = block_panels(pattern, num_tokens, num_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
+    return figure_of(picture)
 
 
 def block_panels(
     pattern: DilatedPattern,
     num_tokens: int,
     num_heads: int,
-    found: Sequence[HeadTiles],
-    group: int,
+    block_size: int,
+    most: int,
     *,
     is_causal: bool,
     name: str | None = None,
-) -> Panels:
-    """The picture that `draw_blocks` makes a figure of."""
+) -> tuple[Panels, list[HeadTiles]]:
+    """The picture that `draw_blocks` makes a figure of, of at most so many cells per side, and the tiles that it shows."""
+    group = math.ceil(math.ceil(num_tokens / block_size) / most)
+    found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
     panels = []
     for heads, tally, cells in found:
         words = [f"{tally.density} visited", f"waste: raw {tally.waste_raw}, packed {tally.waste_packed}"]
         # More outlines than these would hide the tiles.
         panels.append(head_panel(pattern, heads, num_heads, cells, words, shortest=-(-num_tokens // 64)))
-    tally = all_heads(found)
-    size = tally.block_size
     labels = {Cell.NONE: "not visited", Cell.VISITED: "partial", Cell.FULL: "full"}
     if group > 1:
         labels = {
@@ -76,24 +74,20 @@ def block_panels(
             Cell.VISITED: "all visited",
             Cell.FULL: "all full",
         }
-    density = f"{tally.density} of tiles visited"
+    density = f"{all_heads(found).density} of tiles visited"
     title = pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=density)
-    return Panels(
+    picture = Panels(
         title=[*title, "waste: pairs in visited tiles / useful pairs summed over branches"],
         panels=panels,
         num_tokens=num_tokens,
-        cell=size * group,
+        cell=block_size * group,
         has_grid=True,
-        tick=tick_step(min(pattern.segment_lengths), len(found[0].cells) * size * group, 4),
+        tick=tick_step(min(pattern.segment_lengths), len(found[0].cells) * block_size * group, 4),
         is_causal=is_causal,
         colors=CELL_COLORS,
         glyphs=" ·-+o#",
-        legend=f"tiles of {size} x {size} pairs" + (f", {group} x {group} of them per cell" if group > 1 else ""),
+        legend=f"tiles of {block_size} x {block_size} pairs" + (f", {group} x {group} of them per cell" if group > 1 else ""),
         labels={int(cell): label for cell, label in labels.items()} | ({int(Cell.FUTURE): "future"} if is_causal else {}),
         title_width=34,
     )
-
-
-def tiles_per_cell(num_tokens: int, block_size: int, most: int) -> int:
-    """Tiles per side of a cell, for at most so many cells per side."""
-    return math.ceil(math.ceil(num_tokens / block_size) / most)
+    return picture, found

@@ -21,18 +21,7 @@ from torch import Tensor, nn
 
 from flexdilated.training.options import UserError
 
-__all__ = [
-    "STATE_FILE",
-    "ensure_writable",
-    "latest",
-    "read_state",
-    "read_tensors",
-    "save",
-    "set_tensors",
-    "step_of",
-    "tensors_of",
-    "write_tensors",
-]
+__all__ = ["STATE_FILE", "ensure_writable", "latest", "read_state", "read_tensors", "save", "set_tensors", "step_of", "tensors_of"]
 
 STATE_FILE = "state.json"  # what is no tensor in a checkpoint
 MODEL, OPTIMIZER = "model/", "optimizer/"  # how the names of its tensors begin
@@ -50,7 +39,7 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
         for left in folder.glob(".checkpoint-*"):  # by a process that was killed
             _remove(left)
         part.mkdir()
-        write_tensors(tensors, part)
+        _write_tensors(tensors, part)
         with (part / STATE_FILE).open("w") as file:
             json.dump(state, file)
             file.flush()
@@ -122,7 +111,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     """By torch.distributed.checkpoint in its safetensors format: the default one would be unpickled when read."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save

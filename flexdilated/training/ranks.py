@@ -24,20 +24,7 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-__all__ = [
-    "STOP_SECONDS",
-    "TIMEOUT_SECONDS",
-    "is_rank",
-    "leave",
-    "losses_of_ranks",
-    "mean",
-    "rank_of",
-    "span",
-    "started",
-    "stop_deadline",
-    "tells",
-    "wait_for_all",
-]
+__all__ = ["is_rank", "leave", "losses_of_ranks", "mean", "rank_of", "span", "started", "stop_deadline", "tells", "wait_for_all"]
 
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
@@ -188,11 +175,14 @@ def tells(store: Store, rank: int, error: Exception) -> bool:
 
 
 @contextmanager
-def stop_deadline(hang: Callable[[], None]) -> Iterator[None]:
-    """Call `hang` and end the process where a signal to stop has not ended the block in time.
+def stop_deadline(store: Store | None, rank: int, lost: Callable[[str], RankLostError]) -> Iterator[None]:
+    """Tell what `lost` makes of it and end the process of a rank where a signal to stop has not ended the block in time.
 
     The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
     """
+    if store is None:
+        yield
+        return
     ended = threading.Event()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -200,7 +190,9 @@ def stop_deadline(hang: Callable[[], None]) -> Iterator[None]:
     def watch() -> None:
         while byte := reader.recv(1):
             if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
-                hang()
+                error = lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop")
+                if tells(store, rank, error):
+                    print(f"error: {error}", file=sys.stderr, flush=True)
                 os._exit(2)
 
     thread = threading.Thread(target=watch, daemon=True)

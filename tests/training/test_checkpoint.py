@@ -112,8 +112,8 @@ def test_failed_save_keeps_the_old_checkpoint(tmp_path: Path, text: Path, monkey
         written(tensors, folder)
         raise OSError("No space left on device")
 
-    written = checkpoint.write_tensors
-    monkeypatch.setattr(checkpoint, "write_tensors", broken)
+    written = checkpoint._write_tensors
+    monkeypatch.setattr(checkpoint, "_write_tensors", broken)
     for trainer.step in (0, 1):
         with pytest.raises(UserError, match=r"the checkpoint must be writable, got .*No space left"):
             trainer.save()
@@ -123,13 +123,13 @@ def test_failed_save_keeps_the_old_checkpoint(tmp_path: Path, text: Path, monkey
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk_is_told_in_one_line(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path / "run", text)
-    written = checkpoint.write_tensors
+    written = checkpoint._write_tensors
 
     def full(tensors: dict[str, torch.Tensor], folder: Path) -> None:
         (folder / "model-00001-of-00001.safetensors").symlink_to("/dev/full")
         written(tensors, folder)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    monkeypatch.setattr(checkpoint, "_write_tensors", full)
     with pytest.raises(UserError, match=r"^the checkpoint must be writable, got .*checkpoint-0: [^\n]*No space left[^\n]*$"):
         trainer.save()
     assert contents(trainer.folder) == {}

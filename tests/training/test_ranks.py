@@ -399,15 +399,16 @@ def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
     script = """
 import os, signal, time
 from flexdilated.training import ranks
+from torch.distributed import HashStore
 ranks.STOP_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
-with ranks.stop_deadline(lambda: print("followed", flush=True)):
-    os.kill(os.getpid(), signal.SIGTERM)
-with ranks.stop_deadline(lambda: print("hangs", flush=True)):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), "hangs")):
+    with ranks.stop_deadline(store, 0, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
+        os.kill(os.getpid(), signal.SIGTERM)
+        if name == "hangs":
+            time.sleep(60)
 """
     package = str(Path(flexdilated.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=DEADLINE)
-    assert (result.returncode, result.stdout) == (2, "hangs\n"), result.stderr
+    assert (result.returncode, result.stderr) == (2, "error: hangs: no answer for 0 s since the signal to stop\n")
