@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import nox
 
@@ -73,8 +72,7 @@ def tests_transformers(session: nox.Session) -> None:
     """The models of the transformers library under dilated attention, and adapters of peft on this library's models."""
     _install(session)
     session.install("-e", ".[test,transformers]", "accelerate", "peft", f"torch=={TORCH}")
-    files = sorted(str(path) for path in Path("tests", "hub").glob("test_transformers*.py"))
-    session.run("pytest", *files, "tests/nn/test_peft.py", *session.posargs)
+    session.run("pytest", "tests/hub/transformers", "tests/nn/test_peft.py", *session.posargs)
 
 
 @nox.session

@@ -1,8 +1,6 @@
 """What `config.dilated_pattern` does in the transformers library: it is checked, saved with the config, and chooses the attention.
 
-The library has a registry of attention functions, but no place where a config may choose one of them for good: what a user asked
-for is not saved. So this file extends two of its classes: configs check and save a pattern, and models look for one when they
-choose their attention.
+Two classes of the library are extended for it: docs/adr/0007-extended-transformers-classes.md says why.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.tolerances import EXACT, SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
-from flexdilated.hub.head_shards import find_head_shard  # noqa: E402
+from flexdilated.hub.transformers.heads import find_head_shard  # noqa: E402
 
 HEADS, TOKENS = 12, 23
 RATES = DilatedPattern((5, 13), (1, 3))

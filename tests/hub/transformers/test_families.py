@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 
 import flexdilated.hub.transformers  # noqa: E402, F401
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "transformers.md"
 DENSE, DILATED = DilatedPattern((64,), (1,)), DilatedPattern((5, 13), (1, 3))
 
 TEXT = {

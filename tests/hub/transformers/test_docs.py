@@ -13,7 +13,7 @@ from flexdilated import DilatedPattern
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
-DOCS = Path(__file__).parents[2] / "docs" / "transformers.md"
+DOCS = Path(__file__).parents[3] / "docs" / "transformers.md"
 SIZES = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 4}
 LONG, SHORT = "(2048, 4096, 8192)", "(8, 16, 32)"  # the second shows at the length of a test
 

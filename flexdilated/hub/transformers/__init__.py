@@ -1,0 +1,40 @@
+"""The `transformers` library: its models under a dilated pattern, and LongNet as one of its models.
+
+Importing this module registers `"flexdilated"` as an attention implementation, and `LongNetForCausalLM` with the auto classes:
+
+    import flexdilated.hub.transformers
+    config = AutoConfig.from_pretrained(folder)
+    config.dilated_pattern = DilatedPattern.longnet()       # saved and loaded with the config, and chooses "flexdilated"
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config)
+
+Source: the library's documentation of `AttentionInterface` and `AttentionMaskInterface`.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+
+from flexdilated.hub.transformers.interface import dilated_attention_forward as dilated_attention_forward
+from flexdilated.hub.transformers.longnet import LongNetForCausalLM as LongNetForCausalLM
+from flexdilated.hub.transformers.longnet import LongNetHFConfig as LongNetHFConfig
+from flexdilated.hub.transformers.patterns import NAME as NAME
+from flexdilated.hub.transformers.patterns import extend_configs_and_models
+from flexdilated.hub.transformers.positions import dilated_attention_positions as dilated_attention_positions
+
+__all__ = ["NAME", "LongNetForCausalLM", "LongNetHFConfig", "dilated_attention_forward", "dilated_attention_positions", "register"]
+
+
+def register() -> None:
+    """Make `"flexdilated"` an attention implementation and LongNet one of the auto classes' models; importing the module does it.
+
+    Any model that takes its attention from the library's interface then runs with `attn_implementation="flexdilated"` and the
+    pattern in `config.dilated_pattern`. Calling it again changes nothing.
+    """
+    extend_configs_and_models()
+    AttentionInterface.register(NAME, dilated_attention_forward)
+    AttentionMaskInterface.register(NAME, dilated_attention_positions)
+    AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LongNetHFConfig, LongNetForCausalLM, exist_ok=True)
+
+
+register()

@@ -1,0 +1,201 @@
+"""The library's attention function: dilated attention under the pattern of a config; what it refuses, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
+
+from flexdilated.attention import attend
+from flexdilated.call import Call
+from flexdilated.hub.transformers.decoding import decode
+from flexdilated.hub.transformers.heads import find_head_shard
+from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["REFUSED", "dilated_attention_forward"]
+
+# Options of a call that change what is computed, and what to say when one is set.
+REFUSED = {
+    "softcap": "dilated attention does not cap its scores",
+    "sliding_window": "the pattern says what is seen; set config.sliding_window=None",
+    "s_aux": "dilated attention has no sinks",
+    "sinks": "dilated attention has no sinks",
+    "position_bias": "dilated attention takes no bias of scores",
+    "indices": "the pattern says what is seen",
+    "block_indices": "the pattern says what is seen",
+    "cache": "dilated attention has no paged cache; use a dynamic or static one",
+    "block_table": "dilated attention has no paged cache; use a dynamic or static one",
+    "output_attentions": "dilated attention never forms its weights; flexdilated.attention_map gives those of chosen queries",
+}
+
+# Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
+KNOWN = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "token_type_ids",
+    "use_cache",
+}
+
+
+def dilated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    first_head: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention function, under the pattern of `module.config.dilated_pattern`.
+
+    Training, prefill and encoders run `dilated_attention`. Where a cache holds more keys than there are queries, the queries are
+    scored against all its rows, O(queries * keys), with the pattern's rule as a mask; the result is that of the full forward.
+    The signature, and that options which change no attention are dropped, are the library's; an option that is not known to be
+    such is refused.
+
+    Where a call holds a part of the model's heads, their offsets and branches are those of their place in the model: under the
+    library's tensor parallelism it is read from the parameters of `module`, and any other wrapper has to say `first_head`.
+
+    Args:
+        module: Whose `config` holds the pattern, and whose `is_causal` counts where the call says nothing.
+        query: `(B, H, queries, D)`.
+        key: `(B, Hkv, keys, D)`.
+        value: As key.
+        attention_mask: What `dilated_attention_positions` gave: None, or positions.
+        dropout: Probability of dropping an attention weight.
+        scaling: Multiplies the scores. Default: `D ** -0.5`.
+        is_causal: Whether a query sees only keys at its own position and before.
+        first_head: Index in the model of the first query head here. Default: as `module` and its config say.
+        **options: `cu_seq_lens_q`, `cu_seq_lens_k`: borders of packed documents, for B = 1. Others of the library's options.
+
+    Returns:
+        `(B, queries, H, D)` and None in the place of the weights.
+
+    Raises:
+        ValueError: If the config has no pattern or a malformed one, or borders are given twice and differ.
+        TypeError: If the pattern is not a mapping.
+        NotImplementedError: If the call asks for softcap, sinks, windows, biases, weights, a paged cache, cross-attention, a mask
+            that is no padding mask, or an option that is not known; or if it holds some of the heads, and nothing says which.
+    """
+    _refuse_options(options)
+    config: Any = module.config
+    crosses = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if crosses or getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise NotImplementedError(
+            f"config must have no cross-attention with {NAME!r} attention, got {type(config).__name__} with it"
+        )
+    pattern = _pattern_of(config)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True)) and getattr(config, "is_causal", None) is not False
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    num_keys = _num_keys(query, key, attention_mask)
+    shard = find_head_shard(module, query.shape[1], key.shape[1], first_head)
+    if shard is not None:
+        key, value = key[:, shard.held], value[:, shard.held]
+    q, k, v = query.transpose(1, 2), key[:, :, :num_keys].transpose(1, 2), value[:, :, :num_keys].transpose(1, 2)
+    borders = borders_of(attention_mask, q, options)
+    if borders is None and options.get("seq_idx") is not None:
+        raise ValueError(
+            "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
+        )
+    if num_keys != q.shape[1]:
+        if borders is not None:
+            raise NotImplementedError(
+                f"cu_seq_lens_q must be None while decoding from a cache, got {num_keys} keys for {q.shape[1]} queries"
+            )
+        if not is_causal:
+            raise NotImplementedError(
+                f"queries and keys must be the same tokens unless is_causal=True, got {q.shape[1]} queries and {num_keys} keys"
+            )
+        assert attention_mask is not None
+        positions = attention_mask[:, 0, 0]
+        return decode(q, k, v, pattern, shard, positions[:, num_keys:], positions[:, :num_keys], scaling, dropout), None
+
+    call = Call(
+        pattern,
+        is_causal,
+        scaling,
+        dropout,
+        first_head=0 if shard is None else shard.first_key,
+        num_heads=None if shard is None else shard.total_key,
+    )
+    if borders is not None:
+        batch = q.shape[0]
+        q, k, v = (rearrange(x, "b n h d -> 1 (b n) h d") for x in (q, k, v))
+        out, _ = attend(q, k, v, call._replace(cu_seqlens=borders))
+        return rearrange(out, "1 (b n) h d -> b n h d", b=batch).contiguous(), None
+    if attention_mask is None:
+        return attend(q, k, v, call)[0].contiguous(), None
+    real = attention_mask[:, 0, 0, :num_keys] >= 0
+    shift = first_real(real)
+    q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
+    out, _ = attend(q, k, v, call._replace(key_padding_mask=padding))
+    return shifted(out, -shift).contiguous(), None
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    for name, given in options.items():
+        if given is None or given is False or name in KNOWN:
+            continue
+        shown = "a tensor" if isinstance(given, Tensor) else repr(given)
+        reason = REFUSED.get(name, "nothing is known of such an option")
+        raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
+    # Some models do not hand on output_attentions, and collect what their layers return.
+    collected = None if torch.compiler.is_compiling() else _active_collector.get()
+    if collected and any("attentions" in name for name in collected):
+        raise NotImplementedError(
+            f"output_attentions must be None with {NAME!r} attention, got True: {REFUSED['output_attentions']}"
+        )
+
+
+def _pattern_of(config: Any) -> DilatedPattern:
+    values = getattr(config, "dilated_pattern", None)
+    if values is None:
+        raise ValueError(
+            f"config.dilated_pattern must be set with {NAME!r} attention, got None in {type(config).__name__}; "
+            "use config.dilated_pattern = DilatedPattern(...)"
+        )
+    # The compiler cannot trace the checks of from_dict.
+    return DilatedPattern(**values) if torch.compiler.is_compiling() else DilatedPattern.from_dict(values)
+
+
+def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
+    """How many keys, from the first, the call is about."""
+    num_queries = query.shape[2]
+    if mask is None:
+        if key.shape[2] != num_queries:
+            raise NotImplementedError(
+                f"attention_mask must say where {num_queries} queries stand among {key.shape[2]} keys, got None: "
+                "the model must make its masks with transformers.masking_utils"
+            )
+        return num_queries
+    if mask.dim() == 4 and mask.shape[2] == 0:
+        raise NotImplementedError(
+            f"config must have no sliding window or attention chunks, got {mask.shape[3]}: the pattern says what is seen; set "
+            'config.sliding_window = None, or "full_attention" for every layer in config.layer_types'
+        )
+    if mask.dtype != torch.int64 or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] > 2 or mask.shape[3] <= num_queries:
+        raise NotImplementedError(
+            f"attention_mask must be a (B, N) padding mask with {NAME!r} attention, got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return mask.shape[3] - num_queries

@@ -1,0 +1,223 @@
+"""LongNet as a model of the transformers library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from flexdilated.hub.transformers.interface import REFUSED
+from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
+from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["LongNetForCausalLM", "LongNetHFConfig"]
+
+
+class LongNetHFConfig(PreTrainedConfig):
+    """What determines a `LongNetForCausalLM`: the fields of `flexdilated.LongNetConfig`, the pattern as `dilated_pattern`.
+
+    Args:
+        vocab_size: As in `LongNetConfig`.
+        embed_dim: As in `LongNetConfig`; `hidden_size` to the library.
+        num_layers: As in `LongNetConfig`; `num_hidden_layers` to the library.
+        num_heads: As in `LongNetConfig`; `num_attention_heads` to the library.
+        dilated_pattern: A pattern, or what its `to_dict` gives. Default: `DilatedPattern.longnet()`.
+        num_kv_heads: As in `LongNetConfig`.
+        ffn_dim: As in `LongNetConfig`.
+        position: As in `LongNetConfig`.
+        tie_embeddings: As in `LongNetConfig`.
+        dropout_p: As in `LongNetConfig`.
+        attention_dropout_p: As in `LongNetConfig`.
+        backend: As in `LongNetConfig`.
+        **options: Fields that every configuration of the library has.
+
+    Raises:
+        ValueError: As `LongNetConfig` and `DilatedPattern.from_dict`.
+        TypeError: As `DilatedPattern.from_dict`.
+    """
+
+    model_type = "flexdilated_longnet"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "embed_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        embed_dim: int = 512,
+        num_layers: int = 6,
+        num_heads: int = 8,
+        dilated_pattern: DilatedPattern | Mapping[str, Any] | None = None,
+        num_kv_heads: int | None = None,
+        ffn_dim: int | None = None,
+        position: str = "xpos",
+        tie_embeddings: bool = True,
+        dropout_p: float = 0.0,
+        attention_dropout_p: float = 0.0,
+        backend: str = "auto",
+        **options: Any,
+    ) -> None:
+        self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
+        self.num_kv_heads, self.ffn_dim, self.position, self.tie_embeddings = num_kv_heads, ffn_dim, position, tie_embeddings
+        self.dropout_p, self.attention_dropout_p, self.backend = dropout_p, attention_dropout_p, backend
+        self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
+        self.to_longnet()
+        # LongNetLM ties by having no head at all: nothing is left for the library to tie. No cache is kept between tokens.
+        super().__init__(**{**options, "tie_word_embeddings": False, "use_cache": False})
+
+    def to_longnet(self) -> LongNetConfig:
+        """The configuration of the `LongNetLM` inside."""
+        names = {field.name for field in dataclasses.fields(LongNetConfig)} - {"pattern"}
+        values = {name: getattr(self, name) for name in names}
+        return LongNetConfig.from_dict({**values, "pattern": self.dilated_pattern})
+
+
+class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
+    """`flexdilated.LongNetLM` as a model of the library: auto classes, `Trainer`, `generate`.
+
+    `generate` keeps no cache: it reads the whole prefix again for every token. Documents may be padded on either side; positions
+    count from the first real token.
+
+    Args:
+        config: Sizes, pattern and options.
+    """
+
+    config_class = LongNetHFConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Dilated attention: there is no other.
+
+        Raises:
+            ValueError: If another is asked for.
+        """
+        if requested_attention not in (None, NAME):
+            raise ValueError(
+                f"attn_implementation must be None or {NAME!r} in LongNetForCausalLM, got {requested_attention!r}; "
+                "for attention weights see flexdilated.attention_map"
+            )
+        return NAME
+
+    def __init__(self, config: LongNetHFConfig) -> None:
+        super().__init__(config)
+        self.model = LongNetLM(config.to_longnet())
+        self.generation_config.use_cache = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.model.head = value
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """LongNet's own initial weights, for what a checkpoint lacks; called for the innermost modules."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.embed_dim**-0.5)
+        elif isinstance(module, nn.LayerNorm) or module is self.model.head:
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            name = next(name for name, found in self.named_modules() if found is module)
+            gamma = math.sqrt(math.log(2 * self.config.num_layers))
+            nn.init.xavier_normal_(module.weight, gain=1.0 if name.endswith(("q_proj", "k_proj")) else gamma)
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> CausalLMOutput | tuple[Tensor, ...]:
+        """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
+
+        Args:
+            input_ids: `(B, N)`.
+            attention_mask: `(B, N)`, 1 at real tokens.
+            labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned.
+            past_key_values: Must be None.
+            use_cache: Must not be True.
+            return_dict: Whether to return a `CausalLMOutput`, or a tuple. Default: what the config says.
+            cu_seq_lens_q: `(documents + 1,)` borders of packed documents, for B = 1.
+            cu_seq_lens_k: The same.
+            max_length_q: Follows from the borders, and is not needed.
+            max_length_k: The same.
+            num_items_in_batch: Divides the summed loss, where `Trainer` accumulates gradients.
+            output_attentions: Must not be True, here or in the config.
+            output_hidden_states: Must not be True, here or in the config.
+
+        Raises:
+            NotImplementedError: If a cache, weights or hidden states are asked for.
+            ValueError: If the pattern of the config is no longer that of the model, a shape is wrong, or borders are given once,
+                differ, or come with padding.
+        """
+        if past_key_values is not None or use_cache:
+            raise NotImplementedError(
+                "use_cache must be False, got True: LongNetForCausalLM reads the prefix again for every token"
+            )
+        for name, given, reason in (
+            ("output_attentions", output_attentions, REFUSED["output_attentions"]),
+            ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),
+        ):
+            if getattr(self.config, name) if given is None else given:
+                raise NotImplementedError(f"{name} must not be True in LongNetForCausalLM, got True: {reason}")
+        if not torch.compiler.is_compiling() and self.config.dilated_pattern != self.model.config.pattern.to_dict():
+            raise ValueError(
+                f"config.dilated_pattern must stay {self.model.config.pattern} once the model is built, got "
+                f"{self.config.dilated_pattern}; build another model with it"
+            )
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have shape (B, N), got {tuple(input_ids.shape)}")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids={tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+            )
+        real = None if attention_mask is None else attention_mask.bool()
+        if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
+            real = None
+        borders = None
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            if real is not None:
+                raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
+            borders = borders_of(None, input_ids, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
+        if real is None:
+            logits = self.model(input_ids, cu_seqlens=borders)
+        else:
+            shift = first_real(real)
+            tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
+            logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+            )
+        output = CausalLMOutput(loss=loss, logits=logits)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -1,0 +1,148 @@
+"""Where tokens stand in their documents, as the library's masks say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from flexdilated.hub.transformers.patterns import NAME
+
+__all__ = ["borders_of", "dilated_attention_positions", "first_real", "shifted"]
+
+
+def dilated_attention_positions(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor | None:
+    """The library's mask function: no mask, but where each key and query stands in its document.
+
+    Positions count from the first real token of a row, so left padding moves no segment. The signature, and that options of other
+    mask functions are dropped, are the library's.
+
+    Args:
+        batch_size: B.
+        q_length: Queries.
+        kv_length: Keys, unwritten rows of a static cache included.
+        q_offset: Tokens before the first query.
+        kv_offset: Tokens before the first key.
+        mask_function: Causal or bidirectional, with or without packed documents.
+        attention_mask: `(B, tokens)`, True or 1 at real tokens; what it does not reach is not real.
+        local_size: Of a sliding window or chunks, which the layers that get such a mask refuse.
+        use_vmap: Must be False: the library sets it for mask functions of a model's own.
+        device: Where the answer lives.
+        **options: For other mask functions.
+
+    Returns:
+        None where queries and keys are the same real tokens of one document. Otherwise `(B, 1, 1, keys + q_length)` int64: the
+        position of every key, then of every query; -1 at keys to ignore. Keys after the last query are left out where none was
+        written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document. `(B, 1, 0, local_size)`
+        where there is a window: models make such masks whether or not a layer reads them.
+
+    Raises:
+        NotImplementedError: If the model asks for a mask function of its own.
+        RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
+    """
+    if local_size is not None:
+        return torch.empty(batch_size, 1, 0, local_size, dtype=torch.int64, device=device)
+    if use_vmap:
+        raise NotImplementedError(f"mask functions of a model's own must be absent with {NAME!r} attention, got one")
+    if kv_offset:
+        raise NotImplementedError(f"the cache must hold every token from the first, got a first key at {kv_offset}")
+    packed = mask_function not in (causal_mask_function, bidirectional_mask_function)
+    compiling = torch.compiler.is_compiling()
+    documents = _documents(mask_function, batch_size, kv_length, device) if packed else None
+    if documents is not None and compiling:
+        torch._assert_async(
+            (documents == 0).all(),
+            "position_ids must not pack documents inside torch.compile; pass cu_seq_lens_q and cu_seq_lens_k",
+        )
+        documents = None
+    if documents is not None and not bool(documents.any()):
+        documents = None
+    num_keys = kv_length
+    if mask_function is not bidirectional_mask_function and not (compiling and isinstance(q_offset, Tensor)) and int(q_offset) == 0:
+        num_keys = min(kv_length, q_length)  # the rest of a static cache comes after the queries
+    keys = torch.arange(num_keys, device=device).expand(batch_size, -1)
+    if documents is not None:
+        starts = torch.where(F.pad(documents.diff(dim=-1), (1, 0), value=1) > 0, keys, 0).cummax(-1).values
+        both = torch.stack((keys - starts, documents), dim=1)[:, None]
+        return torch.cat((both, both), dim=-1)
+    queries = torch.arange(q_length, device=device).expand(batch_size, -1) + q_offset
+    if attention_mask is None:
+        real = keys <= queries[:, -1:]
+    else:
+        real = attention_mask.to(device=device, dtype=torch.bool)[:, :num_keys]
+        real = F.pad(real, (0, num_keys - real.shape[1]))
+    if kv_length == q_length and (attention_mask is None or (not compiling and bool(real.all()))):
+        return None
+    first = first_real(real)[:, None]
+    return torch.cat((torch.where(real, keys - first, -1), queries - first), dim=-1)[:, None, None]
+
+
+def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens: int, device: torch.device | str) -> Tensor:
+    """`(B, N)` number of the document of each token: a token opens one when it does not see the token before it."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    rows = torch.arange(batch_size, device=device)[:, None]
+    later = torch.arange(1, num_tokens, device=device)[None]
+    joined = mask_function(rows, zero, later, later - 1).expand(batch_size, -1)
+    ahead = mask_function(rows, zero, later - 1, later).any()
+    if torch.compiler.is_compiling():
+        torch._assert_async(~ahead, "mask functions must be causal or bidirectional with flexdilated attention")
+    elif bool(ahead):
+        raise NotImplementedError(
+            f"mask functions must be causal or bidirectional with {NAME!r} attention, got one that looks ahead"
+        )
+    return F.pad((~joined).long(), (1, 0)).cumsum(-1)
+
+
+def first_real(real: Tensor) -> Tensor:
+    """`(B,)` index of the first True of `(B, N)`; 0 where there is none."""
+    return real.int().argmax(-1)
+
+
+def shifted(x: Tensor, shift: Tensor) -> Tensor:
+    """`x` `(B, N, ...)` with row b turned left by `shift[b]`."""
+    index = (torch.arange(x.shape[1], device=x.device) + shift[:, None]) % x.shape[1]
+    return torch.take_along_dim(x, index.view(*index.shape, *(1,) * (x.dim() - 2)), dim=1)
+
+
+def borders_of(mask: Tensor | None, q: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+    """`cu_seqlens` of packed documents over the flattened batch, or None."""
+    given, other = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    found = None
+    if mask is not None and mask.shape[2] == 2:
+        positions = mask[:, 0, 0, : q.shape[1]].flatten()
+        found = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=positions.shape[0])
+    if given is None and other is None:
+        return found
+    if given is None or other is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must come together, got one of them")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q must come with one row of tokens, got batch size {q.shape[0]}")
+    if mask is not None and found is None:
+        raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
+    for name, borders in (("cu_seq_lens_k", other), ("position_ids", found)):
+        if borders is None or borders is given:
+            continue
+        if torch.compiler.is_compiling():  # documents told by position_ids are refused there
+            if given.shape != borders.shape:
+                raise ValueError(f"cu_seq_lens_q must have as many borders as {name}={borders.shape[0]}, got {given.shape[0]}")
+            torch._assert_async((given == borders).all(), f"cu_seq_lens_q must have the borders of {name}")
+            continue
+        if given.tolist() != borders.tolist():
+            raise ValueError(f"cu_seq_lens_q must have the borders of {name}={borders.tolist()}, got {given.tolist()}")
+    return given

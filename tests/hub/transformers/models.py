@@ -1,0 +1,80 @@
+"""Tiny random models of the library under dilated attention, and inputs for them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+
+VOCAB, TOKENS, BATCH = 31, 23, 3
+DENSE = DilatedPattern((64,), (1,))
+RAGGED = DilatedPattern((5, 13), (1, 3))
+INTERLEAVED = DilatedPattern((4, 11, 32), (1, 2, 4), offsets="interleaved")
+GROUPED = DilatedPattern.grouped((5, 11), (1, 2))
+PATTERNS = [RAGGED, INTERLEAVED, GROUPED]
+TEXT = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 6}
+DECODER = {
+    **TEXT,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+DECODERS = ["Llama", "Qwen3", "Mistral"]
+
+
+def build(name: str, pattern: DilatedPattern | None = RAGGED, **options: Any) -> Any:
+    """A tiny random model of the library, in evaluation mode, with dilated attention."""
+    sizes: dict[str, Any]
+    if name == "Bert":
+        sizes, kind = {**TEXT, "max_position_embeddings": 64}, "ForMaskedLM"
+    elif name == "ViT":
+        sizes = {"hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 6}
+        sizes, kind = {**sizes, "image_size": 20, "patch_size": 4, "num_labels": 5}, "ForImageClassification"
+    else:
+        sizes, kind = {**DECODER, "sliding_window": None} if name != "Llama" else dict(DECODER), "ForCausalLM"
+        sizes = {**sizes, "head_dim": 8} if name == "Qwen3" else sizes
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
+    config.dilated_pattern = None if pattern is None else pattern.to_dict()
+    config._attn_implementation = "flexdilated"
+    return getattr(transformers, name + kind)(config).eval()
+
+
+def make_dense(model: Any) -> None:
+    model.config.dilated_pattern = None
+    model.set_attn_implementation("sdpa")
+
+
+def draw_tokens(batch: int = BATCH, num_tokens: int = TOKENS) -> Tensor:
+    return torch.randint(2, VOCAB, (batch, num_tokens))
+
+
+def inputs_of(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(BATCH, 3, 20, 20, dtype=dtype)} if name == "ViT" else {"input_ids": draw_tokens()}
+
+
+def run(model: nn.Module, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of a weighted sum of them."""
+    model.zero_grad()
+    logits = model(**inputs).logits
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)).to(logits.dtype)
+    (logits * weights).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mask_of(lengths: list[int], side: str) -> Tensor:
+    rows = [[1] * n + [0] * (TOKENS - n) for n in lengths]
+    return torch.tensor([row if side == "right" else row[::-1] for row in rows])
+
+
+def longnet(**options: Any) -> Any:
+    sizes = {"vocab_size": 256, "embed_dim": 24, "num_layers": 2, "num_heads": 4, "ffn_dim": 31}
+    config = hub.LongNetHFConfig(**{**sizes, "dilated_pattern": RAGGED.to_dict(), **options})
+    return hub.LongNetForCausalLM(config).eval()

@@ -1,0 +1,340 @@
+"""The attention function in models of the library: results, padding, packed documents, compilation, and what it refuses."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern, dilated_attention, reference
+from tests.hub.transformers.models import (
+    BATCH,
+    DECODERS,
+    DENSE,
+    INTERLEAVED,
+    PATTERNS,
+    RAGGED,
+    TOKENS,
+    build,
+    draw_tokens,
+    inputs_of,
+    make_dense,
+    mask_of,
+    run,
+)
+from tests.tolerances import EXACT, SINGLE, assert_twice_naive
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "Bert", "ViT"])
+def test_dense_pattern_equals_sdpa_with_its_gradients(name: str) -> None:
+    model = build(name, DENSE).double()
+    inputs = inputs_of(name, torch.float64)
+    logits, gradients = run(model, **inputs)
+    make_dense(model)
+    expected, expected_gradients = run(model, **inputs)
+    torch.testing.assert_close(logits, expected, **EXACT)
+    assert set(gradients) == set(expected_gradients)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[parameter], **EXACT)
+    model.set_attn_implementation("flexdilated")
+    model.config.dilated_pattern = RAGGED
+    assert (model(**inputs).logits - expected).abs().max() > 1e-4  # it was our attention that ran
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "Bert", "ViT"])
+def test_dense_pattern_in_bfloat16_errs_at_most_twice_sdpa(name: str) -> None:
+    model = build(name, DENSE).bfloat16()
+    inputs = inputs_of(name, torch.bfloat16)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        make_dense(model)
+        naive = model(**inputs).logits
+        model = model.double()
+        expected = model(**{key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}).logits
+    assert_twice_naive(logits, naive, expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_equals_the_reference(pattern: DilatedPattern, is_causal: bool) -> None:
+    model = build("Llama", pattern)
+    module = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    out, weights = hub.dilated_attention_forward(module, q, k, v, None, scaling=0.3, is_causal=is_causal)
+    expected, _ = reference.dilated_attention(*(x.transpose(1, 2) for x in (q, k, v)), pattern, is_causal=is_causal, scale=0.3)
+    assert weights is None
+    torch.testing.assert_close(out, expected, **EXACT)
+
+
+def test_causality_is_the_calls_then_the_modules_and_the_configs() -> None:
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    module = build("Llama").model.layers[0].self_attn
+    attend = hub.dilated_attention_forward
+    causal, full = (attend(module, q, k, v, None, is_causal=flag)[0] for flag in (True, False))
+    torch.testing.assert_close(attend(module, q, k, v, None)[0], causal, **EXACT)
+    module.is_causal = False
+    torch.testing.assert_close(attend(module, q, k, v, None)[0], full, **EXACT)
+    module.is_causal, module.config.is_causal = True, False
+    torch.testing.assert_close(attend(module, q, k, v, None)[0], full, **EXACT)
+    assert not torch.allclose(causal, full)
+
+
+def test_dropout_is_that_of_dilated_attention_and_only_in_training() -> None:
+    model = build("Llama", attention_dropout=0.5)
+    module = model.model.layers[0].self_attn
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
+    torch.manual_seed(7)
+    out, _ = hub.dilated_attention_forward(module, q, k, v, None, dropout=0.5)
+    torch.manual_seed(7)
+    expected = dilated_attention(*(x.transpose(1, 2) for x in (q, k, v)), RAGGED, is_causal=True, dropout_p=0.5)
+    torch.testing.assert_close(out, expected, **SINGLE)
+    tokens = draw_tokens()
+    torch.testing.assert_close(model(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    model.train()
+    assert not torch.allclose(model(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_padded_rows_equal_the_documents_alone(name: str, side: str) -> None:
+    model = build(name, position_embedding_type="none" if name == "Bert" else None).double()
+    lengths = [TOKENS, 17, 11]
+    tokens, mask = draw_tokens(), mask_of(lengths, side)
+    # As generate gives them: positions count from the first real token.
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits, gradients = run(_Masked(model, mask), input_ids=tokens, attention_mask=mask, position_ids=position_ids)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float32).double()
+    model.zero_grad()
+    for b in range(BATCH):
+        real = mask[b].bool()
+        alone = model(input_ids=tokens[b, real][None]).logits[0]
+        torch.testing.assert_close(logits[b, real], alone.detach(), **EXACT)
+        (alone * weights[b, real]).sum().backward()
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(gradients["model." + parameter], value.grad, **EXACT)
+
+
+class _Masked(nn.Module):
+    """A model whose logits at padding are 0: they are nobody's business."""
+
+    def __init__(self, model: nn.Module, mask: Tensor) -> None:
+        super().__init__()
+        self.model, self.mask = model, mask
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.model(**inputs)
+        output.logits = output.logits * self.mask[..., None]
+        return output
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_documents_equal_the_documents_alone(name: str, how: str) -> None:
+    model, lengths = build(name).double(), [7, 13, 1, 6]
+    tokens = draw_tokens(1, sum(lengths))
+    options: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    if how != "position_ids":
+        options |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone(), "max_length_q": 13, "max_length_k": 13}
+    if how == "cu_seq_lens":  # rotary positions are relative: they may run on
+        del options["position_ids"]
+    logits = model(tokens, **options, use_cache=False).logits
+    expected = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    # The library's rotary tables are float32.
+    torch.testing.assert_close(logits, expected, **(SINGLE if how == "cu_seq_lens" else EXACT))
+
+
+def test_packed_documents_in_several_rows_equal_the_documents_alone() -> None:
+    model, lengths = build("Llama").double(), [[9, 14], [23], [3, 4, 16]]
+    tokens = draw_tokens()
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    logits = model(tokens, position_ids=position_ids, use_cache=False).logits
+    for b, row in enumerate(lengths):
+        expected = torch.cat([model(part).logits for part in tokens[b : b + 1].split(row, dim=1)], dim=1)
+        torch.testing.assert_close(logits[b : b + 1], expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
+    model = build(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    tokens, mask = draw_tokens(), mask_of([TOKENS, 17, 11], "right")
+    logits, gradients = run(model, input_ids=tokens, attention_mask=mask)
+    later_name = "activation_checkpointing_enable"  # the other is deprecated where this exists
+    getattr(model, later_name if hasattr(model, later_name) else "gradient_checkpointing_enable")()
+    again, checkpointed = run(model, input_ids=tokens, attention_mask=mask)
+    torch.testing.assert_close(again, logits, **SINGLE)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(checkpointed[parameter], gradient, **SINGLE)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_compiled_model_equals_eager(side: str) -> None:
+    torch.compiler.reset()
+    model, tokens = build("Llama", num_hidden_layers=1), draw_tokens()
+    mask = None if side == "none" else mask_of([TOKENS, 17, 11], side)
+    expected, expected_gradients = run(model, input_ids=tokens, attention_mask=mask, use_cache=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits, gradients = run(compiled, input_ids=tokens, attention_mask=mask, use_cache=False)
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(logits[real], expected[real], **SINGLE)
+    for parameter, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients["_orig_mod." + parameter], gradient, **SINGLE)
+
+
+@torch.no_grad()
+def test_compiled_inference_equals_eager() -> None:
+    torch.compiler.reset()
+    model, tokens, mask = build("Llama", num_hidden_layers=1), draw_tokens(), mask_of([TOKENS, 17, 11], "left")
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits
+    logits = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **SINGLE)
+
+
+@torch.no_grad()
+def test_compiled_model_compares_the_borders_of_documents() -> None:
+    torch.compiler.reset()
+    model, tokens = build("Llama", num_hidden_layers=1), draw_tokens(1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    options = {"use_cache": False, "max_length_q": 15, "max_length_k": 15}
+    first, second = torch.tensor([0, 9, TOKENS], dtype=torch.int32), torch.tensor([0, 8, TOKENS], dtype=torch.int32)
+    expected = model(tokens, cu_seq_lens_q=first, cu_seq_lens_k=first, **options).logits
+    logits = compiled(tokens, cu_seq_lens_q=first, cu_seq_lens_k=first.clone(), **options).logits
+    torch.testing.assert_close(logits, expected, **SINGLE)
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q must have the borders of cu_seq_lens_k"):
+        compiled(tokens, cu_seq_lens_q=first, cu_seq_lens_k=second, **options)
+
+
+def test_compiled_model_refuses_positions_that_pack() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(build("Llama", num_hidden_layers=1), backend="aot_eager")
+    position_ids = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="position_ids must not pack documents"):
+        compiled(draw_tokens(1), position_ids=position_ids, use_cache=False)
+
+
+def test_saving_and_loading_keep_the_pattern(tmp_path: Path) -> None:
+    model, tokens = build("Llama", INTERLEAVED), draw_tokens()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert DilatedPattern.from_dict(loaded.config.dilated_pattern) == INTERLEAVED
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+def test_missing_and_malformed_patterns_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"config.dilated_pattern must be set .*got None in LlamaConfig"):
+        build("Llama", None)(draw_tokens())
+    config = build("Llama").config
+    with pytest.raises(TypeError, match=r"config.dilated_pattern must be a DilatedPattern, or what its to_dict gives, got list"):
+        config.dilated_pattern = [1, 2]
+    with pytest.raises(ValueError, match="pattern keys must include"):
+        config.dilated_pattern = {"segment_lengths": [4]}
+    assert config.dilated_pattern == RAGGED.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softcap", 30.0),
+        ("sliding_window", 4),
+        ("s_aux", torch.zeros(6)),
+        ("sinks", torch.zeros(6)),
+        ("indices", torch.zeros(1, dtype=torch.int64)),
+        ("anything_new", 3),
+        ("position_bias", torch.zeros(1, 6, TOKENS, TOKENS)),
+        ("cache", object()),
+        ("block_table", torch.zeros(1)),
+        ("output_attentions", True),
+    ],
+)
+def test_options_that_change_the_attention_are_refused(name: str, value: Any) -> None:
+    module = build("Llama").model.layers[0].self_attn
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match=f"{name} must be None with 'flexdilated' attention, got"):
+        hub.dilated_attention_forward(module, q, k, v, None, **{name: value})
+    off = False if name == "output_attentions" else None
+    hub.dilated_attention_forward(module, q, k, v, None, **{name: off}, use_cache=True)
+
+
+def test_sliding_windows_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"sliding_window must be None .*got 7.*set config.sliding_window=None"):
+        build("Mistral", sliding_window=7)(draw_tokens())
+    mask = hub.dilated_attention_positions(BATCH, TOKENS, TOKENS, local_size=7)
+    module = build("Llama").model.layers[0].self_attn
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match="config must have no sliding window or attention chunks, got 7"):
+        hub.dilated_attention_forward(module, q, k, v, mask)
+
+
+def test_mask_functions_of_other_kinds_are_refused() -> None:
+    sizes = {"batch_size": BATCH, "q_length": TOKENS, "kv_length": TOKENS}
+    with pytest.raises(NotImplementedError, match="mask functions of a model's own must be absent"):
+        hub.dilated_attention_positions(**sizes, use_vmap=True)
+    with pytest.raises(NotImplementedError, match="mask functions must be causal or bidirectional"):
+        hub.dilated_attention_positions(**sizes, mask_function=lambda b, h, q, k: (q >= k) | (k < 5))
+    with pytest.raises(NotImplementedError, match="the cache must hold every token from the first, got a first key at 3"):
+        hub.dilated_attention_positions(**sizes, kv_offset=3)
+    assert hub.dilated_attention_positions(**sizes) is None
+
+
+def test_masks_that_are_no_padding_masks_are_refused() -> None:
+    model, tokens = build("Llama"), draw_tokens()
+    square = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    with pytest.raises(NotImplementedError, match=r"attention_mask must be a \(B, N\) padding mask .*got torch.bool of shape"):
+        model(tokens, attention_mask=square, use_cache=False)
+    module = model.model.layers[0].self_attn
+    q, k, v = torch.randn(BATCH, 6, 2, 8), torch.randn(BATCH, 2, TOKENS, 8), torch.randn(BATCH, 2, TOKENS, 8)
+    with pytest.raises(NotImplementedError, match="attention_mask must say where 2 queries stand among 23 keys, got None"):
+        hub.dilated_attention_forward(module, q, k, v, None)
+    positions = torch.arange(TOKENS + 2).expand(BATCH, 1, 1, -1)
+    with pytest.raises(NotImplementedError, match="unless is_causal=True, got 2 queries and 23 keys"):
+        hub.dilated_attention_forward(module, q, k, v, positions, is_causal=False)
+    borders = torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="cu_seq_lens_q must come without padding"):
+        hub.dilated_attention_forward(module, q[:1], k[:1], v[:1], positions[:1], cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+
+
+def test_cross_attention_is_refused() -> None:
+    model = build("Bert", is_decoder=True, add_cross_attention=True)
+    with pytest.raises(NotImplementedError, match=r"config must have no cross-attention .*got BertConfig with it"):
+        model(draw_tokens())
+
+
+def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:
+    model, tokens = build("Llama"), draw_tokens(1)
+    first, second = torch.tensor([0, 9, 23]), torch.tensor([0, 8, 23])
+    position_ids = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    options = {"use_cache": False, "max_length_q": 14, "max_length_k": 14}
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must come together"):
+        model(tokens, cu_seq_lens_q=first, **options)
+    with pytest.raises(ValueError, match=r"borders of cu_seq_lens_k=\[0, 8, 23\], got \[0, 9, 23\]"):
+        model(tokens, cu_seq_lens_q=first, cu_seq_lens_k=second, **options)
+    with pytest.raises(ValueError, match=r"borders of position_ids=\[0, 9, 23\], got \[0, 8, 23\]"):
+        model(tokens, cu_seq_lens_q=second, cu_seq_lens_k=second, position_ids=position_ids, **options)
+    with pytest.raises(ValueError, match="cu_seq_lens_q must come with one row of tokens, got batch size 3"):
+        model(draw_tokens(), cu_seq_lens_q=first, cu_seq_lens_k=first, **options)
+
+
+@pytest.mark.parametrize("module", ["flexdilated", "flexdilated.hub"])
+def test_importing_the_package_does_not_import_transformers(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
+
+
+def test_registering_again_changes_nothing() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["flexdilated"]
+    hub.register()
+    assert ALL_ATTENTION_FUNCTIONS["flexdilated"] is before

@@ -1,0 +1,122 @@
+"""LongNet as a model of the library."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexdilated import LongNetConfig, LongNetLM
+from tests.hub.transformers.models import BATCH, RAGGED, TOKENS, longnet, mask_of
+from tests.tolerances import SINGLE
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_longnet_round_trip_by_the_auto_classes(tmp_path: Path, tied: bool) -> None:
+    model, tokens = longnet(tie_embeddings=tied, num_kv_heads=2, position="rotary"), torch.randint(256, (BATCH, TOKENS))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, hub.LongNetForCausalLM)
+    assert isinstance(transformers.AutoConfig.from_pretrained(tmp_path), hub.LongNetHFConfig)
+    assert loaded.config.to_longnet() == model.config.to_longnet()
+    assert loaded.config.to_longnet().pattern == RAGGED
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert half(tokens).logits.dtype == torch.bfloat16
+
+
+def test_longnet_equals_longnet_lm_and_its_loss() -> None:
+    model, tokens = longnet(), torch.randint(256, (BATCH, TOKENS))
+    plain = LongNetLM(LongNetConfig(vocab_size=256, embed_dim=24, num_layers=2, num_heads=4, ffn_dim=31, pattern=RAGGED)).eval()
+    plain.load_state_dict(model.model.state_dict())
+    labels = tokens.clone()
+    labels[:, :5] = -100
+    output = model(tokens, labels=labels)
+    torch.testing.assert_close(output.logits, plain(tokens), rtol=0, atol=0)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected, **SINGLE)
+    loss, logits = model(tokens, labels=labels, return_dict=False)
+    torch.testing.assert_close((loss, logits), (output.loss, output.logits), rtol=0, atol=0)
+    (logits_alone,) = model(tokens, return_dict=False)
+    torch.testing.assert_close(logits_alone, output.logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_longnet_padded_rows_equal_the_documents_alone(side: str) -> None:
+    model, tokens, mask = longnet().double(), torch.randint(256, (BATCH, TOKENS)), mask_of([TOKENS, 17, 11], side)
+    logits = model(tokens, attention_mask=mask).logits
+    for b in range(BATCH):
+        real = mask[b].bool()
+        # Rotary positions are float32 tables: another length centres xPos elsewhere.
+        torch.testing.assert_close(logits[b, real], model(tokens[b, real][None]).logits[0], **SINGLE)
+
+
+def test_longnet_packed_documents_equal_the_documents_alone() -> None:
+    model, lengths = longnet().double(), [7, 10, 6]
+    tokens, borders = torch.randint(256, (1, TOKENS)), torch.tensor([0, 7, 17, 23])
+    logits = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=10, max_length_k=10).logits
+    expected = torch.cat([model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(logits, expected, **SINGLE)
+
+
+def test_longnet_generates_what_its_forward_says() -> None:
+    model, tokens = longnet(), torch.randint(1, 256, (BATCH, TOKENS))
+    mask = mask_of([TOKENS, 17, 11], "left")
+    generated = model.generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    for b in range(BATCH):
+        row = tokens[b, mask[b].bool()][None]
+        for _ in range(9):
+            row = torch.cat((row, model(row).logits[:, -1:].argmax(-1)), dim=1)
+        torch.testing.assert_close(generated[b, TOKENS:], row[0, -9:], rtol=0, atol=0)
+
+
+def test_longnet_refuses_a_cache_and_wrong_shapes() -> None:
+    model, tokens = longnet(), torch.randint(256, (BATCH, TOKENS))
+    with pytest.raises(NotImplementedError, match="use_cache must be False, got True"):
+        model(tokens, use_cache=True)
+    with pytest.raises(NotImplementedError, match="use_cache must be False, got True"):
+        model.generate(tokens, max_new_tokens=2, use_cache=True, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"input_ids must have shape \(B, N\), got \(23,\)"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape of input_ids=\(3, 23\), got \(3, 22\)"):
+        model(tokens, attention_mask=torch.ones(BATCH, TOKENS - 1))
+    with pytest.raises(ValueError, match="embed_dim must be a multiple"):
+        hub.LongNetHFConfig(embed_dim=25)
+    with pytest.raises(ValueError, match="pattern keys must be among"):
+        hub.LongNetHFConfig(dilated_pattern={"window": 3})
+
+
+def test_longnet_starts_from_longnets_weights() -> None:
+    """The library's own initial weights would have standard deviation 0.02 everywhere."""
+    torch.manual_seed(11)
+    model = longnet(embed_dim=96, ffn_dim=256, tie_embeddings=False)
+    plain = LongNetLM(model.config.to_longnet())
+    for (name, ours), theirs in zip(model.model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.1, atol=1e-6, msg=name)
+
+
+def test_longnet_initialises_what_a_checkpoint_lacks(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = longnet(embed_dim=96, ffn_dim=256)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.ffn.fc1.weight"
+    kept = {key: value for key, value in weights.items() if key != name}
+    assert len(kept) == len(weights) - 1
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    torch.testing.assert_close(loaded[name].std(), weights[name].std(), rtol=0.1, atol=0)
+    for key, value in kept.items():
+        torch.testing.assert_close(loaded[key], value, rtol=0, atol=0)
+
+
+def test_longnet_token_embeddings_can_be_resized() -> None:
+    model = longnet()
+    model.resize_token_embeddings(259)
+    assert model(torch.tensor([[258, 3]])).logits.shape == (1, 2, 259)

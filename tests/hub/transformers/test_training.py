@@ -1,0 +1,78 @@
+"""`Trainer`, peft's adapters and accelerate train models under dilated attention."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hub.transformers.models import BATCH, TOKENS, build, draw_tokens, longnet
+from tests.tolerances import SINGLE
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+
+def test_trainer_lowers_the_loss_of_both_kinds_of_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    text = b"the quick brown fox jumps over the lazy dog. " * 12
+    rows = [{"input_ids": list(text[i : i + 32]), "labels": list(text[i : i + 32])} for i in range(0, 512, 32)]
+    for name, model in (("longnet", longnet()), ("llama", build("Llama", vocab_size=256))):
+        batch = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        before = model(**batch).loss.item()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / name),
+            max_steps=2,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert model.eval()(**batch).loss.item() < before
+        trainer.save_model()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, under this library's new name
+def test_adapters_change_the_outputs_and_train() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model, tokens = build("Llama"), draw_tokens()
+    before, frozen = model(tokens).logits.detach(), model.model.layers[0].self_attn.q_proj.weight.clone()
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, adapters)
+    torch.testing.assert_close(adapted(input_ids=tokens).logits, before, **SINGLE)  # they begin as nothing
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = adapted(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = adapted(input_ids=tokens).logits
+    assert (trained - before).abs().max() > 1e-3
+    torch.testing.assert_close(adapted.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, frozen)
+    torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, trained, **SINGLE)
+
+
+def test_accelerate_prepares_and_trains() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    model = longnet().train()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.randint(256, (BATCH, TOKENS))
+    losses = []
+    for _ in range(3):
+        loss = model(tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
