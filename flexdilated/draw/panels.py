@@ -15,6 +15,7 @@ from flexdilated.draw.figure import INK, new, wrapped
 from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["APART", "FUTURE", "Panels", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
@@ -127,20 +128,16 @@ def describe_heads(heads: Sequence[int]) -> str:
 
 def figure_of(picture: Panels) -> Figure:
     """The picture with sharp cells: every token has the same whole number of pixels, and no text meets another."""
-    from matplotlib.collections import LineCollection
-    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-    panels, num_tokens = picture.panels, picture.num_tokens
-    cells = len(panels[0].cells)
+    panels, cells = picture.panels, len(picture.panels[0].cells)
     columns = _columns(len(panels))
     rows = -(-len(panels) // columns)
     # Laid out in pixels.
     dpi, line, small = 160, 26, 22
     wanted = {1: 840, 2: 560}.get(len(panels), 400)
     side = cells * max(1, round(wanted / cells))
-    left, right, gap = max(96, 68 + 9 * len(f"{num_tokens:,}")), 32, 28
+    left, right, gap = max(96, 68 + 9 * len(f"{picture.num_tokens:,}")), 32, 28
     width = max(left + columns * side + (columns - 1) * gap + right, 760)
     left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
     legend_columns = _legend_columns(picture.labels.values(), width - 64)
@@ -150,9 +147,7 @@ def figure_of(picture: Panels) -> Figure:
     title_height = max(len(lines) for lines in titles) * small + 14
     top = 24 + len(title) * line + 10
     height = top + rows * (title_height + side) + (rows - 1) * 12 + bottom
-
     center = (left + (columns * side + (columns - 1) * gap) / 2) / width
-    end = cells * picture.cell - 0.5
 
     figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
     for i, text in enumerate(title):
@@ -164,29 +159,14 @@ def figure_of(picture: Panels) -> Figure:
         x = left + column * (side + gap)
         y = height - top - (row + 1) * (title_height + side) - row * 12
         axes = figure.add_axes((x / width, y / height, side / width, side / height))
-        colors = ListedColormap(list(picture.colors))
-        last = len(picture.colors) - 0.5
-        axes.imshow(panel.cells, cmap=colors, vmin=-0.5, vmax=last, interpolation="nearest", extent=(-0.5, end, end, -0.5))
-        if picture.has_grid and side >= 12 * cells:
-            lines = [picture.cell * i - 0.5 for i in range(1, cells)]
-            axes.hlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
-            axes.vlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
-        for length in panel.lengths:
-            starts = range(0, num_tokens, length)
-            borders = [_border(start, min(start + length, num_tokens), picture.is_causal) for start in starts]
-            axes.add_collection(LineCollection(borders, colors=INK, linewidths=0.5, alpha=0.7))
+        _fill(axes, panel, picture, cell_pixels=side // cells)
         axes.set_title("\n".join(titles[i]), fontsize=7.5, color=INK, pad=4, linespacing=1.25)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MultipleLocator(picture.tick))
-            axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
         is_last = i + columns >= len(panels)
         axes.tick_params(length=2.5, width=0.5, labelsize=7, colors=INK, labelbottom=is_last, labelleft=column == 0)
         if is_last:
             axes.set_xlabel("key", fontsize=8, color=INK, labelpad=2)
         if column == 0:
             axes.set_ylabel("query", fontsize=8, color=INK, labelpad=2)
-        for spine in axes.spines.values():
-            spine.set(linewidth=0.6, color=INK)
     figure.legend(
         handles=[
             Patch(facecolor=picture.colors[i], edgecolor=INK, linewidth=0.5, label=label) for i, label in picture.labels.items()
@@ -204,6 +184,31 @@ def figure_of(picture: Panels) -> Figure:
         borderaxespad=0,
     )
     return figure
+
+
+def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> None:
+    """Cells, the outlines of segments, and ticks in tokens."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import ListedColormap
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    cells = len(panel.cells)
+    end = cells * picture.cell - 0.5
+    colors, last = ListedColormap(list(picture.colors)), len(picture.colors) - 0.5
+    axes.imshow(panel.cells, cmap=colors, vmin=-0.5, vmax=last, interpolation="nearest", extent=(-0.5, end, end, -0.5))
+    if picture.has_grid and cell_pixels >= 12:
+        lines = [picture.cell * i - 0.5 for i in range(1, cells)]
+        axes.hlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
+        axes.vlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
+    for length in panel.lengths:
+        starts = range(0, picture.num_tokens, length)
+        borders = [_border(start, min(start + length, picture.num_tokens), picture.is_causal) for start in starts]
+        axes.add_collection(LineCollection(borders, colors=INK, linewidths=0.5, alpha=0.7))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MultipleLocator(picture.tick))
+        axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
+    for spine in axes.spines.values():
+        spine.set(linewidth=0.6, color=INK)
 
 
 def _columns(num_heads: int) -> int:
