@@ -7,10 +7,10 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
 from flexdilated.hub.timm import TimmAttention, attention_classes
-from flexdilated.nn import MultiheadDilatedAttention
+from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern
-from flexdilated.swap import check_unhooked, find_modules, put_modules
 
 __all__ = ["convert"]
 

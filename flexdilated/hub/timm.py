@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.hub.swap import check_unhooked
 from flexdilated.pattern import DilatedPattern
-from flexdilated.swap import check_unhooked
 
 __all__ = ["TimmAttention", "attention_classes"]
 
@@ -141,7 +142,7 @@ class TimmAttention(nn.Module):
                 qkv = qkv + torch.cat([part.q_bias, part.k_bias, part.v_bias])
             q, k, v = qkv.chunk(3, dim=-1)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        return tuple(y.unflatten(-1, (num_heads, -1)) for y, num_heads in zip((q, k, v), heads))
+        return tuple(rearrange(y, "b n (h d) -> b n h d", h=h) for y, h in zip((q, k, v), heads))
 
     def _turn(self, x: Tensor, rope: Tensor) -> Tensor:
         """q or k `(B, N, H, D)` by timm's rotary positions, which take heads before tokens."""
@@ -149,7 +150,8 @@ class TimmAttention(nn.Module):
 
         first, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         half = {"half": True} if self.rotate_half else {}
-        return torch.cat([first, apply_rot_embed_cat(rest.transpose(1, 2), rope, **half).transpose(1, 2)], dim=1)
+        turned = apply_rot_embed_cat(rearrange(rest, "b n h d -> b h n d"), rope, **half)
+        return torch.cat([first, rearrange(turned, "b h n d -> b n h d")], dim=1)
 
 
 def _check(module: nn.Module) -> None:

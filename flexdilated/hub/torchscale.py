@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
 from flexdilated.pattern import DilatedPattern
-from flexdilated.swap import check_unhooked, find_modules, put_modules
 
 __all__ = ["TorchscaleAttention", "replace_attention"]
 
@@ -141,7 +142,7 @@ class TorchscaleAttention(nn.Module):
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}), the same for all three, got {tuple(x.shape)}")
         self._check_ranks(query.shape[1])
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in (q, k, v))  # (B, N, H, D)
+        q, k, v = (rearrange(x, "b n (h d) -> b n h d", h=self.num_heads) for x in (q, k, v))
         if self.xpos is not None:
             q = self._turn(q, downscale=False)
             k = self._turn(k, downscale=True)
@@ -166,10 +167,9 @@ class TorchscaleAttention(nn.Module):
     def _turn(self, x: Tensor, *, downscale: bool) -> Tensor:
         """q or k `(B, N, H, D)` by torchscale's xPos, which takes heads in the batch."""
         assert self.xpos is not None
-        rows = x.transpose(1, 2)
-        turned = self.xpos(rows.flatten(0, 1), offset=0, downscale=downscale)
+        turned = self.xpos(rearrange(x, "b n h d -> (b h) n d"), offset=0, downscale=downscale)
         # xPos computes in the dtype of its table, which may be wider than that of the values.
-        return turned.to(x.dtype).unflatten(0, rows.shape[:2]).transpose(1, 2)
+        return rearrange(turned.to(x.dtype), "(b h) n d -> b n h d", h=self.num_heads)
 
     def _check_ranks(self, num_tokens: int) -> None:
         """Refuse where torchscale's sequence parallelism would read other ranks' keys."""

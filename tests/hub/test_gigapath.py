@@ -450,7 +450,7 @@ def test_create_model_refuses_what_it_cannot_find() -> None:
 
 
 def test_import_of_the_package_leaves_published_models_out() -> None:
-    models = ("encoder", "gigapath", "torchscale", "transformers")
+    models = ("encoder", "gigapath", "slide_encoder", "torchscale", "transformers")
     code = f"import sys, flexdilated; sys.exit(any(f'flexdilated.hub.{{name}}' in sys.modules for name in {models}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
