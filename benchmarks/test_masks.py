@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.conftest import Sizes
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod
-from flexdilated.blocks import block_lists, head_branches
+from flexdilated.masks.blocks import block_lists, head_branches
 
 LONGNET = DilatedPattern.longnet()
 MILLION = 1 << 20
@@ -22,10 +22,10 @@ def test_block_mask_against_all_pairs(benchmark: Any, sizes: Sizes, record: Call
     num_tokens = 1024 if sizes.quick else 8192
 
     def ours() -> Any:
-        from flexdilated import masks
+        from flexdilated.masks import block_mask
 
-        masks._find_lists.cache_clear()
-        masks._find_large_lists.cache_clear()
+        block_mask._find_lists.cache_clear()
+        block_mask._find_large_lists.cache_clear()
         return create_dilated_block_mask(LONGNET, 1, seq_len=num_tokens, device="cpu")
 
     def theirs() -> Any:

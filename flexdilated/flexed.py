@@ -16,7 +16,8 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call, documents
 from flexdilated.cost import Layout, Shape, choose_layout, mergeable
 from flexdilated.hardware import without_autocast
-from flexdilated.masks import block_mask_for, dilated_mask_mod, dilated_score_mod
+from flexdilated.masks.block_mask import block_mask_for
+from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
 from flexdilated.mods import MaskMod, ScoreMod, refuse_dynamic, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern

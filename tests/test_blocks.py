@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
 from tests.cases import least_heads
 
 ORDERS: tuple[Order, ...] = ("any", "before", "after")
@@ -182,7 +182,7 @@ PEAK = """
 import re
 from pathlib import Path
 from flexdilated import DilatedPattern
-from flexdilated.blocks import block_lists, head_branches
+from flexdilated.masks.blocks import block_lists, head_branches
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -20,10 +20,10 @@ import flexdilated.flexed
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends import Request, choose, crossovers, flex, why_not
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.blocks import block_lists, head_branches
 from flexdilated.call import Call
 from flexdilated.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.hardware import simulate
+from flexdilated.masks.blocks import block_lists, head_branches
 from tests import flex_emulation
 from tests.cases import Case, calls, least_heads, patterns
 from tests.tolerances import SINGLE, assert_twice_naive
@@ -252,15 +252,15 @@ def test_an_exported_model_holds_flex() -> None:
 @given(case=calls())
 def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
     """What the opaque operator gives, spread out, is what is listed outside the compiler."""
-    from flexdilated import masks
+    from flexdilated.masks import block_mask
 
     pattern = DilatedPattern(case.pattern.segment_lengths, case.pattern.dilation_rates, heads=case.pattern.heads)
     num_tokens, heads = case.num_tokens * 9, case.kv_heads
     device = torch.device("cpu")
-    kv, _ = masks._lists(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, separate_full=True)
+    kv, _ = block_mask._lists(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, separate_full=True)
     rules = (list(pattern.segment_lengths), list(pattern.dilation_rates), pattern.heads, pattern.offsets)
-    found = masks._traced_lists(*rules, heads, heads, num_tokens, case.is_causal, True, device, False)
-    traced = masks._shaped(found, num_tokens, pattern, heads, device)
+    found = block_mask._traced_lists(*rules, heads, heads, num_tokens, case.is_causal, True, device, False)
+    traced = block_mask._shaped(found, num_tokens, pattern, heads, device)
     for counts, indices, expected_counts, expected in ((*traced[:2], *kv[:2]), (*traced[2:], *kv[2:])):
         assert torch.equal(counts, expected_counts)
         for h in range(heads):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks
 
-from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, masks, reference
+from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, reference
+from flexdilated.masks import block_mask, functions
 from tests.cases import Attend, Case, differentiate, least_heads, patterns
 from tests.tolerances import EXACT, SINGLE
 
@@ -346,7 +347,10 @@ def test_the_same_arguments_give_the_same_lists() -> None:
 
 
 def test_kept_results_are_bounded() -> None:
-    caches = [x for x in vars(masks).values() if hasattr(x, "cache_info") and x.__module__ == masks.__name__]
+    caches = [
+        x for module in (functions, block_mask) for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__
+    ]
+    caches = [x for x in caches if hasattr(x, "cache_info")]
     assert len(caches) == 4  # masks, score functions, small and large lists
     assert all(cache.cache_info().maxsize is not None for cache in caches)
 

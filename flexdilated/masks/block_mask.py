@@ -1,8 +1,7 @@
-"""A pattern as FlexAttention parts: `mask_mod`, `score_mod` and `BlockMask`, for models that call `flex_attention` themselves."""
+"""The `BlockMask` of a pattern: the lists of blocks that hold a joined pair, for every head, in eager and in compiled code."""
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -10,71 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_keys, uncached
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import plan_pieces
-from flexdilated.reference import MaskMod, ScoreMod
+from flexdilated.reference import MaskMod
 
-__all__ = ["block_mask_for", "create_dilated_block_mask", "dilated_mask_mod", "dilated_score_mod"]
+__all__ = ["block_mask_for", "create_dilated_block_mask"]
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
-
-
-def dilated_mask_mod(
-    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
-) -> MaskMod:
-    """`mask_mod(b, h, q_idx, kv_idx)`: whether at least one branch joins the pair.
-
-    With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
-    included. It composes with `and_masks`, `or_masks` and other score functions.
-
-    Args:
-        pattern: Which positions attend to which.
-        num_heads: Query heads.
-        seq_len: Tokens; queries and keys have the same positions.
-        is_causal: Whether a query sees only keys at its own position and before.
-        num_kv_heads: Key/value heads under grouped-query attention: the rules of the pattern apply to them. Default: `num_heads`.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a number is below 1, or `num_kv_heads` does not divide `num_heads`.
-        NotImplementedError: If torchscale's zero keys take part at this length: they are no pair of tokens.
-    """
-    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
-    return _uncached(_mask_mod)(pattern, num_heads, num_kv_heads, is_causal)
-
-
-def dilated_score_mod(
-    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
-) -> ScoreMod:
-    """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
-
-    In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
-    is exact even without the mask; the mask is what saves the work.
-
-    Args:
-        pattern: As in `dilated_mask_mod`.
-        num_heads: As in `dilated_mask_mod`.
-        seq_len: As in `dilated_mask_mod`.
-        is_causal: As in `dilated_mask_mod`.
-        num_kv_heads: As in `dilated_mask_mod`.
-
-    Raises:
-        TypeError: As `dilated_mask_mod`.
-        ValueError: As `dilated_mask_mod`.
-        NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
-            score function.
-    """
-    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
-    if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
-        raise NotImplementedError(
-            "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
-            "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
-        )
-    return _uncached(_score_mod)(pattern, num_heads, num_kv_heads, is_causal)
 
 
 def create_dilated_block_mask(
@@ -107,8 +50,8 @@ def create_dilated_block_mask(
         ValueError: As `dilated_mask_mod`; or if a block size is below 1, or no multiple of 16 on a GPU.
         NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
-    num_kv_heads = _checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    _refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
     if device.type != "cpu" and any(size % TILE for size in sizes):
@@ -116,85 +59,10 @@ def create_dilated_block_mask(
     if torch.compiler.is_compiling():
         if sizes != (128, 128):
             raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
-        mask_mod = _uncached(_mask_mod)(pattern, num_heads, num_kv_heads, is_causal)
+        mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
         return block_mask_for(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, mask_mod, narrows=False)
     kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True)
-    return _assemble(kv, q, seq_len, sizes, _mask_mod(pattern, num_heads, num_kv_heads, is_causal))
-
-
-def _uncached(function: Any) -> Any:
-    """A cached function as the compiler may trace it: without its cache, which it warns about."""
-    return function.__wrapped__ if torch.compiler.is_compiling() else function
-
-
-# -- the functions ------------------------------------------------------------------------------------------------------------
-
-_Rule = tuple[int, int, int, int, int]
-
-
-@lru_cache(maxsize=128)
-def _mask_mod(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
-    rules, group = _rules(pattern, num_kv_heads), num_heads // num_kv_heads
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        joined = _joins(rules[0], h // group, q_idx, kv_idx)
-        for rule in rules[1:]:
-            joined = joined | _joins(rule, h // group, q_idx, kv_idx)
-        return joined & (q_idx >= kv_idx) if is_causal else joined
-
-    mask_mod.__name__ = f"dilated_mask_mod_{_label(pattern, is_causal)}"
-    return mask_mod
-
-
-@lru_cache(maxsize=128)
-def _score_mod(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> ScoreMod:
-    rules, group = _rules(pattern, num_kv_heads), num_heads // num_kv_heads
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        count = _joins(rules[0], h // group, q_idx, kv_idx).to(score.dtype)
-        for rule in rules[1:]:
-            count = count + _joins(rule, h // group, q_idx, kv_idx).to(score.dtype)
-        score = score + torch.log(count)
-        return torch.where(q_idx >= kv_idx, score, -math.inf) if is_causal else score
-
-    score_mod.__name__ = f"dilated_score_mod_{_label(pattern, is_causal)}"
-    return score_mod
-
-
-def _rules(pattern: DilatedPattern, num_heads: int) -> tuple[_Rule, ...]:
-    """Per branch: length, rate, its first and last head, and how offsets follow from heads.
-
-    The last number is, if positive, how many heads share an offset (blocked); 0 for `h % r`; if negative, -1 - the offset.
-    """
-    rules = []
-    for i, (length, rate) in enumerate(pattern.branches):
-        heads = pattern.head_range(i, num_heads)
-        sharing = -(-num_heads // rate) if pattern.offsets == "blocked" else 0
-        if pattern.heads == "grouped":
-            sharing = -1 - i % rate
-        everyone = len(heads) == num_heads
-        rules.append((length, rate, 0 if everyone else heads.start, -1 if everyone else heads.stop, sharing))
-    return tuple(rules)
-
-
-def _joins(rule: _Rule, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    length, rate, first_head, stop_head, sharing = rule
-    joined = q_idx // length == kv_idx // length
-    if rate > 1:
-        offset = h // sharing if sharing > 0 else h % rate if sharing == 0 else -1 - sharing
-        joined = joined & ((q_idx % length) % rate == offset) & ((kv_idx % length) % rate == offset)
-    if stop_head >= 0:
-        joined = joined & (h >= first_head) & (h < stop_head)
-    return joined
-
-
-def _label(pattern: DilatedPattern, is_causal: bool) -> str:
-    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.branches)
-    rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
-    return f"{branches}_{rule}{'_causal' if is_causal else ''}"
-
-
-# -- the block mask -----------------------------------------------------------------------------------------------------------
+    return _assemble(kv, q, seq_len, sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
 def block_mask_for(
@@ -396,40 +264,6 @@ def _shaped(
 
     partial_counts, partial_indices, full_counts, full_indices = lists
     return BlockLists(partial_counts[None], shaped(partial_indices), full_counts[None], shaped(full_indices))
-
-
-# -- checks -------------------------------------------------------------------------------------------------------------------
-
-
-def _checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bool, num_kv_heads: int | None) -> int:
-    """The number of key/value heads, after all arguments have been looked at."""
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for name, value in (("num_heads", num_heads), ("seq_len", seq_len), ("num_kv_heads", kv_heads)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
-    pattern.check_heads(kv_heads)
-    return kv_heads
-
-
-def _refuse_zero_keys(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
-    if not pattern.zero_padding:
-        return
-    shifted = any(length < seq_len and length % rate for length, rate in pattern.branches)
-    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)
-    if shifted or not all(piece.holds_tokens_alone for piece in pieces):
-        raise NotImplementedError(
-            f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
-            f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "
-            "dataclasses.replace(pattern, zero_padding=False)"
-        )
 
 
 def _block_sizes(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -1,0 +1,188 @@
+"""A pattern as FlexAttention's `mask_mod` and `score_mod`, for models that call `flex_attention` themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.pattern import DilatedPattern
+from flexdilated.pieces import plan_pieces
+from flexdilated.reference import MaskMod, ScoreMod
+
+__all__ = ["checked", "dilated_mask_mod", "dilated_score_mod", "mask_mod_of", "refuse_zero_keys", "uncached"]
+
+
+def dilated_mask_mod(
+    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
+) -> MaskMod:
+    """`mask_mod(b, h, q_idx, kv_idx)`: whether at least one branch joins the pair.
+
+    With `dilated_score_mod` of the same arguments, plain `flex_attention` computes the mixture of `dilated_attention`, gradients
+    included. It composes with `and_masks`, `or_masks` and other score functions.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_heads: Query heads.
+        seq_len: Tokens; queries and keys have the same positions.
+        is_causal: Whether a query sees only keys at its own position and before.
+        num_kv_heads: Key/value heads under grouped-query attention: the rules of the pattern apply to them. Default: `num_heads`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is below 1, or `num_kv_heads` does not divide `num_heads`.
+        NotImplementedError: If torchscale's zero keys take part at this length: they are no pair of tokens.
+    """
+    num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    return uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
+
+
+def dilated_score_mod(
+    pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None
+) -> ScoreMod:
+    """`score_mod(score, b, h, q_idx, kv_idx)`: the score plus the log of how many branches join the pair.
+
+    In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
+    is exact even without the mask; the mask is what saves the work.
+
+    Args:
+        pattern: As in `dilated_mask_mod`.
+        num_heads: As in `dilated_mask_mod`.
+        seq_len: As in `dilated_mask_mod`.
+        is_causal: As in `dilated_mask_mod`.
+        num_kv_heads: As in `dilated_mask_mod`.
+
+    Raises:
+        TypeError: As `dilated_mask_mod`.
+        ValueError: As `dilated_mask_mod`.
+        NotImplementedError: As `dilated_mask_mod`; or if `detach_weights` would change the gradient, which is then not that of any
+            score function.
+    """
+    num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
+    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
+        raise NotImplementedError(
+            "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
+            "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
+        )
+    return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
+
+
+def uncached(function: Any) -> Any:
+    """A cached function as the compiler may trace it: without its cache, which it warns about."""
+    return function.__wrapped__ if torch.compiler.is_compiling() else function
+
+
+# -- how positions are joined ---------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=128)
+def mask_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
+    clauses, group = _clauses(pattern, num_kv_heads), num_heads // num_kv_heads
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        joined = clauses[0].joins(h // group, q_idx, kv_idx)
+        for clause in clauses[1:]:
+            joined = joined | clause.joins(h // group, q_idx, kv_idx)
+        return joined & (q_idx >= kv_idx) if is_causal else joined
+
+    mask_mod.__name__ = f"dilated_mask_mod_{_label(pattern, is_causal)}"
+    return mask_mod
+
+
+@lru_cache(maxsize=128)
+def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> ScoreMod:
+    clauses, group = _clauses(pattern, num_kv_heads), num_heads // num_kv_heads
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        count = clauses[0].joins(h // group, q_idx, kv_idx).to(score.dtype)
+        for clause in clauses[1:]:
+            count = count + clause.joins(h // group, q_idx, kv_idx).to(score.dtype)
+        score = score + torch.log(count)
+        return torch.where(q_idx >= kv_idx, score, -math.inf) if is_causal else score
+
+    score_mod.__name__ = f"dilated_score_mod_{_label(pattern, is_causal)}"
+    return score_mod
+
+
+class _Clause(NamedTuple):
+    """Where one branch joins a pair of positions of one head: which heads it has, and how their offsets follow from them."""
+
+    length: int
+    rate: int
+    heads: range
+    has_every_head: bool
+    offset: Callable[[Tensor], Tensor | int]
+
+    def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Whether both positions are kept, in one segment."""
+        joined = q_idx // self.length == kv_idx // self.length
+        if self.rate > 1:
+            offset = self.offset(h)
+            joined = joined & (q_idx % self.length % self.rate == offset) & (kv_idx % self.length % self.rate == offset)
+        if not self.has_every_head:
+            joined = joined & (h >= self.heads.start) & (h < self.heads.stop)
+        return joined
+
+
+def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
+    """One for each branch, in terms of key/value heads."""
+
+    def offset_rule(branch: int, rate: int) -> Callable[[Tensor], Tensor | int]:
+        if pattern.heads == "grouped":
+            return lambda h: branch % rate
+        if pattern.offsets == "blocked":
+            sharing = -(-num_heads // rate)
+            return lambda h: h // sharing
+        return lambda h: h % rate
+
+    found = []
+    for i, (length, rate) in enumerate(pattern.branches):
+        heads = pattern.head_range(i, num_heads)
+        found.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
+    return tuple(found)
+
+
+def _label(pattern: DilatedPattern, is_causal: bool) -> str:
+    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.branches)
+    rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
+    return f"{branches}_{rule}{'_causal' if is_causal else ''}"
+
+
+# -- checks -------------------------------------------------------------------------------------------------------------------
+
+
+def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bool, num_kv_heads: int | None) -> int:
+    """The number of key/value heads, after all arguments have been looked at."""
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, value in (("num_heads", num_heads), ("seq_len", seq_len), ("num_kv_heads", kv_heads)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
+    pattern.check_heads(kv_heads)
+    return kv_heads
+
+
+def refuse_zero_keys(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
+    if not pattern.zero_padding:
+        return
+    shifted = any(length < seq_len and length % rate for length, rate in pattern.branches)
+    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)
+    if shifted or not all(piece.holds_tokens_alone for piece in pieces):
+        raise NotImplementedError(
+            f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
+            f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "
+            "dataclasses.replace(pattern, zero_padding=False)"
+        )
