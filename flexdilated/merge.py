@@ -1,4 +1,4 @@
-"""All log-sum-exp arithmetic: partial attentions over disjoint keys become one."""
+"""Log-sum-exp arithmetic in place: partial attentions over disjoint keys become one."""
 
 from __future__ import annotations
 

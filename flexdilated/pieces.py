@@ -205,7 +205,9 @@ def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Itera
 
 
 def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Tensor:
-    """The rows of a piece in `x` `(B, N, H, D)` as one affine view `(B, S, C, G, group, R, D)`.
+    """The rows of a piece in `x` `(B, N, H, D)` as one affine view `b s o h g r d`.
+
+    Sequence, segment, offset, key/value head, query head of it (`group` of them, or 1), row, element.
 
     Args:
         x: Any strides; `H` is `group` times the key/value heads.
@@ -236,17 +238,17 @@ def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Ten
 
 
 def fold(rows: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
-    """A slab `(b, s, C, G, group, R, D)` as a kernel's `(b s C, G group, num_rows, D)`: a view where strides allow.
+    """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`, of `num_rows` rows: a view where strides allow.
 
     Rows that the slab lacks (`zero_row`, outputs behind the end) are filled.
     """
-    b, s, c, g, group, r, d = rows.shape
+    b, s, o, h, g, r, d = rows.shape
     if r < num_rows:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, num_rows - r), value=fill)
-    return rows.reshape(b * s * c, g * group, num_rows, d)
+    return rows.reshape(b * s * o, h * g, num_rows, d)
 
 
 def unfold(rows: Tensor, like: Tensor) -> Tensor:
-    """A kernel's `(b s C, G group, R, D)` in the shape of the slab `like` `(b, s, C, G, group, R', D)`, `R' <= R`."""
-    b, s, c, g, group, r, d = like.shape
-    return rows[:, :, :r].view(b, s, c, g, group, r, d)
+    """A kernel's `(b s o) (h g) r d` in the shape of the slab `like`, `b s o h g r d`, which may have fewer rows."""
+    b, s, o, h, g, r, d = like.shape
+    return rows[:, :, :r].view(b, s, o, h, g, r, d)

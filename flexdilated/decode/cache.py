@@ -1,28 +1,26 @@
-"""The bounded key/value cache: causal decoding in memory that does not grow with the context."""
+"""The bounded key/value cache: causal decoding in memory that does not grow with the context.
+
+Longer than most: what it can do and what it refuses are one class.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.call import check_dense, check_scale
+from flexdilated.decode.store import BLOCK, Store, Tokens, marked
 from flexdilated.hardware import holds_values, without_autocast
-from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.pattern import DilatedPattern
 from flexdilated.transforms import is_transformed
 
-__all__ = ["DilatedKVCache"]
+__all__ = ["DilatedKVCache", "cache_refusal"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
-BLOCK = 128
 
 
 class DilatedKVCache:
@@ -87,7 +85,8 @@ class DilatedKVCache:
         runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
         with torch.inference_mode(False):  # what is allocated inside could not be written to outside
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            self._stores = tuple(_Store(pattern, branches, self) for branches in runs)
+            like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
+            self._stores = tuple(Store(pattern, branches, num_kv_heads, max_length, like) for branches in runs)
 
     # -- what it holds ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class DilatedKVCache:
         if lengths is not None:
             is_real = torch.arange(num_tokens, device=q.device) < lengths[:, None]  # (B, T)
             k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
-        new = _marked(k, v)
+        new = marked(k, v)
         if num_tokens == 1:
             out = self._attend_one(q, new, added, scale)
         elif self._is_empty:
@@ -176,7 +175,7 @@ class DilatedKVCache:
         self._is_empty = False
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
 
-    def _attend_one(self, q: Tensor, new: _Tokens, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
         """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
         positions = self.new_positions(1)  # (B, 1)
         for store in self._stores:
@@ -186,7 +185,7 @@ class DilatedKVCache:
         self._lengths += added  # last: what a kernel refuses has not been seen
         return torch.cat(parts, dim=2)
 
-    def _attend_blocks(self, q: Tensor, new: _Tokens, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
         outs = []
         for start in range(0, q.shape[1], BLOCK):
@@ -196,7 +195,7 @@ class DilatedKVCache:
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 
-    def _store(self, new: _Tokens, added: Tensor) -> None:
+    def _store(self, new: Tokens, added: Tensor) -> None:
         for store in self._stores:
             store.put_last(new, self._lengths, added)
         self._lengths += added
@@ -327,164 +326,3 @@ def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None
                 "use rates that divide their segments, or zero_padding=False"
             )
     return None
-
-
-class _Tokens(NamedTuple):
-    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`, known to be nowhere if `is_plain`."""
-
-    k: Tensor
-    v: Tensor
-    is_marked: Tensor
-    is_plain: bool
-
-    def block(self, start: int) -> _Tokens:
-        block = slice(start, start + BLOCK)
-        return _Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
-
-
-def _marked(k: Tensor, v: Tensor) -> _Tokens:
-    """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
-    # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
-    largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
-    is_marked = ~(largest < math.inf)  # NaN too
-    # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
-    looks = k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k)
-    if looks and not bool(is_marked.any()):
-        return _Tokens(k, v, is_marked, is_plain=True)
-    k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))
-    return _Tokens(k, v, is_marked, is_plain=False)
-
-
-class _Store:
-    """The rows of the key/value heads that run the same branches.
-
-    `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
-    were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
-    """
-
-    def __init__(self, pattern: DilatedPattern, branches: Sequence[int], cache: DilatedKVCache) -> None:
-        num_heads, device = cache.num_kv_heads, cache.device
-        self.num_kv_heads, self.heads = num_heads, pattern.head_range(branches[0], num_heads)
-        self.branches = [pattern.branches[i] for i in branches]
-        longest = math.inf if cache.max_length is None else cache.max_length
-        self.rows = [num_kept(int(min(w, longest)), r, 0) for w, r in self.branches]
-        self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
-        shape = (cache.batch_size, len(self.heads), sum(self.rows), cache.head_dim)
-        self.k, self.v = (torch.zeros(shape, dtype=cache.dtype, device=device) for _ in range(2))
-        self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
-        self.held = torch.full((cache.batch_size, len(branches)), -1, dtype=torch.int64, device=device)
-        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in self.heads]
-        self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
-        self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
-            torch.tensor(values, device=device)
-            for values in (
-                [w for w, _ in self.branches],
-                [r for _, r in self.branches],
-                self.starts,
-                [rows - 1 for rows in self.rows],
-            )
-        )
-        # Where each row lies in its segment, per head.
-        self.places = [
-            torch.arange(rows, device=device) * r + self.offsets[:, i, None]  # (heads, rows)
-            for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
-        ]
-
-    @property
-    def rows_held(self) -> tuple[Tensor, ...]:
-        """All that is stored of the rows."""
-        return self.k, self.v, self.is_marked
-
-    def keeps(self, positions: Tensor) -> Tensor:
-        """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
-        residues = positions[..., None] % self.lengths_of_segments % self.rates  # (B, T, branches)
-        return residues[:, None] == self.offsets[:, None]
-
-    def attend(
-        self,
-        q: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        scale: float | None,
-        new: _Tokens | None = None,
-    ) -> Tensor:
-        """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
-
-        Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
-        branch, so that each counts as often as branches join the pair.
-        """
-        batch, num_tokens = positions.shape
-        keeps = self.keeps(positions)
-        # The end of the stored keys inside the segment of the query, 0 where the query is in another one.
-        ends = (lengths[:, None] - self.held * self.lengths_of_segments).clamp(min=0)  # (B, branches)
-        segments = positions[..., None] // self.lengths_of_segments  # (B, T, branches)
-        sees = keeps & (segments == self.held[:, None])[:, None]
-        limits = torch.where(sees, ends[:, None, None], 0)  # (B, heads, T, branches)
-        masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
-        k, v, is_marked = self.rows_held
-        if new is not None:
-            at_or_before = positions[:, None, :] <= positions[:, :, None]  # (B, T, T)
-            for i in range(len(self.branches)):
-                together = at_or_before & (segments[:, None, :, i] == segments[:, :, None, i])
-                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, :, i])
-            k, v, is_marked = (
-                torch.cat([x, *[y] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
-            )
-        reached = keeps.any(-1, keepdim=True)  # a kept token sees itself
-        mask = torch.cat(masks, dim=-1)
-        sees_mark = (mask & is_marked[..., 0][:, :, None]).any(-1)  # (B, heads, T)
-        # Kernels disagree on a row without a key: let it see everything, and drop what it gives.
-        mask = mask | ~reached
-        k_heads = k.shape[1]
-        q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
-        group, head_dim = q.shape[3:]
-        # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
-        q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
-        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D)
-        out = out.masked_fill(~reached[:, :, None], 0.0).masked_fill(sees_mark[:, :, None, :, None], math.nan)
-        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-    def first_marks(self, new: _Tokens) -> Tensor:
-        """`(B, heads, T)`: which of the first tokens of all sequences see a mark, their own or an earlier one's."""
-        positions = torch.arange(new.k.shape[1], device=self.held.device)
-        keeps = self.keeps(positions[None])  # (1, heads, T, branches)
-        is_marked = self._own_rows(new)[2][..., 0]
-        sees = torch.zeros_like(is_marked)
-        for i, (w, _) in enumerate(self.branches):
-            counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
-            in_segment = counts[..., 1:] - counts.index_select(-1, positions // w * w)
-            sees |= keeps[..., i] & (in_segment > 0)
-        return sees
-
-    def put(self, new: _Tokens, positions: Tensor, is_new: Tensor) -> None:
-        """Store one token per sequence, at `positions` `(B,)`, where `is_new` `(B,)`."""
-        keeps = self.keeps(positions[:, None])[:, :, 0] & is_new[:, None, None]  # (B, heads, branches)
-        # A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
-        rows = (positions[:, None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
-        index = rows[:, None, :, None].expand(-1, len(self.heads), -1, self.k.shape[3])  # (B, heads, branches, D)
-        for stored, x in zip(self.rows_held, self._own_rows(new)):
-            at = index[..., : x.shape[3]]
-            stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))
-        self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
-
-    def put_last(self, new: _Tokens, lengths: Tensor, added: Tensor) -> None:
-        """Store of the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, what lies in the segment of the last
-        one."""
-        end = lengths + added
-        segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
-        own = self._own_rows(new)
-        for i, (places, start, rows) in enumerate(zip(self.places, self.starts, self.rows)):
-            positions = segments[:, i, None, None] * self.lengths_of_segments[i] + places  # (B, heads, rows)
-            is_new = ((positions >= lengths[:, None, None]) & (positions < end[:, None, None]))[..., None]
-            index = (positions - lengths[:, None, None]).clamp(0, new.k.shape[1] - 1)[..., None]
-            for stored, x in zip(self.rows_held, own):
-                part = stored[:, :, start : start + rows]
-                part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
-        self.held.copy_(segments)
-
-    def _own_rows(self, new: _Tokens) -> tuple[Tensor, ...]:
-        """What `rows_held` holds of new tokens, `(B, heads, T, D)` and `(B, heads, T, 1)`: the heads of this store."""
-        heads = slice(self.heads.start, self.heads.stop)
-        return tuple(x[:, :, heads].transpose(1, 2) for x in (new.k, new.v, new.is_marked[..., None]))
