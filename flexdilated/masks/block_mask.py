@@ -231,19 +231,8 @@ def _traced_lists(
 
 
 @_traced_lists.register_fake
-def _(
-    segment_lengths: list[int],
-    dilation_rates: list[int],
-    heads: str,
-    offsets: str,
-    num_heads: int,
-    num_kv_heads: int,
-    seq_len: int,
-    is_causal: bool,
-    separate_full: bool,
-    device: torch.device,
-    of_queries: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(segment_lengths: list[int], dilation_rates: list[int], *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, num_heads, _, seq_len, _, _, device, _ = options
     rows, width = _traced_size(DilatedPattern(tuple(segment_lengths), tuple(dilation_rates)), seq_len)
     counts, flat = (num_heads, rows), (num_heads * rows * width + rows,)
     partial, indices, full, full_indices = (
