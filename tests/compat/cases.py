@@ -4,9 +4,10 @@ import inspect
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexdilated import DilatedPattern, compat
+from flexdilated import DilatedPattern, compat, reference
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 23, 5, 3
 EMBED = HEADS * HEAD_DIM
@@ -62,11 +63,25 @@ def build(name: str, **options: object) -> nn.Module:
         options = {"embed_dim": EMBED, "num_heads": HEADS, "dtype": torch.float64, **options}
     elif name == HILBERT:
         options = {"grid": GRID, **options}
-    module = getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options})
+    return randomised(getattr(compat, name)(**{"segment_lengths": LENGTHS, "dilation_rates": RATES, **options}))
+
+
+def randomised(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     return module
+
+
+def definition_of(layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    """A layer with projections written out over the dense definition, with or without its LayerNorm."""
+    projected = ((query, layer.q_proj), (key, layer.k_proj), (value, layer.v_proj))
+    q, k, v = (F.linear(x, p.weight, p.bias).unflatten(-1, (HEADS, HEAD_DIM)) for x, p in projected)
+    out = reference.dilated_attention(q, k, v, GROUPED, is_causal=is_causal)[0].flatten(2)
+    norm = layer.inner_attn_ln
+    if isinstance(norm, nn.LayerNorm):
+        out = F.layer_norm(out, (EMBED,), norm.weight, norm.bias, norm.eps)
+    return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
 
 
 def arguments(name: str) -> set[str]:

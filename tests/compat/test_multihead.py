@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from flexdilated import compat, reference
-from tests.compat.cases import BATCH, EMBED, GROUPED, HEAD_DIM, HEADS, LAYERS, LENGTHS, RATES, TOKENS, arguments, build, inputs
+from flexdilated import compat
+from tests.compat.cases import BATCH, EMBED, GROUPED, HEADS, LAYERS, LENGTHS, RATES, TOKENS, arguments, build, definition_of, inputs
 from tests.tolerances import EXACT
 
 
@@ -15,17 +14,10 @@ from tests.tolerances import EXACT
 def test_layer_equals_its_formula_over_the_definition(name: str, is_causal: bool) -> None:
     layer = build(name)
     query, key, value = inputs(name)
-
-    def project(projection: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, projection.weight, projection.bias).unflatten(-1, (HEADS, HEAD_DIM))
-
-    q, k, v = project(layer.q_proj, query), project(layer.k_proj, key), project(layer.v_proj, value)
-    out = reference.dilated_attention(q, k, v, GROUPED, is_causal=is_causal)[0].flatten(2)
-    if name != "RingMultiheadDilatedAttentionHybrid":
-        out = F.layer_norm(out, (EMBED,), layer.inner_attn_ln.weight, layer.inner_attn_ln.bias)
-    expected = F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
+    expected = definition_of(layer, query, key, value, is_causal)
     actual, weights = layer(query, key, value, is_causal=is_causal)
     assert weights is None
+    assert isinstance(layer.inner_attn_ln, nn.LayerNorm) == (name != "RingMultiheadDilatedAttentionHybrid")
     torch.testing.assert_close(actual, expected, **EXACT)
     parameters = list(layer.parameters())
     for a, b in zip(torch.autograd.grad(actual.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)):

@@ -6,31 +6,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from flexdilated import compat, reference
-from tests.compat.cases import BATCH, EMBED, GROUPED, HEAD_DIM, HEADS, LENGTHS, RATES, TOKENS, TRANSFORMERS
+from flexdilated import compat
+from tests.compat.cases import BATCH, EMBED, HEADS, LENGTHS, RATES, TOKENS, TRANSFORMERS, definition_of, randomised
 from tests.tolerances import EXACT
-
-
-def attend(layer: nn.Module, query: Tensor, memory: Tensor, is_causal: bool) -> Tensor:
-    """The layer of the port over the definition, with or without its LayerNorm."""
-    q, k, v = (
-        F.linear(x, p.weight, p.bias).unflatten(-1, (HEADS, HEAD_DIM))
-        for x, p in ((query, layer.q_proj), (memory, layer.k_proj), (memory, layer.v_proj))
-    )
-    out = reference.dilated_attention(q, k, v, GROUPED, is_causal=is_causal)[0].flatten(2)
-    norm = layer.inner_attn_ln
-    if isinstance(norm, nn.LayerNorm):
-        out = F.layer_norm(out, (EMBED,), norm.weight, norm.bias, norm.eps)
-    return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return module
 
 
 @pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("gelu", F.gelu), (torch.tanh, torch.tanh)])
@@ -41,13 +21,13 @@ def test_transformer_layers_equal_their_formula(activation: object, function: ob
     src, tgt = (torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64) for _ in range(2))
     for is_causal in (False, True):
         h = encoder.norm1(src)
-        x = src + attend(encoder.self_attn, h, h, is_causal)
+        x = src + definition_of(encoder.self_attn, h, h, h, is_causal)
         expected = x + encoder.linear2(encoder.norm3(function(encoder.linear1(encoder.norm2(x)))))
         torch.testing.assert_close(encoder(src, is_causal), expected, **EXACT)
 
         h = decoder.norm1(tgt)
-        x = tgt + attend(decoder.self_attn, h, h, is_causal)
-        x = x + attend(decoder.multihead_attn, decoder.norm2(x), src, not is_causal)
+        x = tgt + definition_of(decoder.self_attn, h, h, h, is_causal)
+        x = x + definition_of(decoder.multihead_attn, decoder.norm2(x), src, src, not is_causal)
         expected = x + decoder.linear2(decoder.norm4(function(decoder.linear1(decoder.norm3(x)))))
         torch.testing.assert_close(decoder(tgt, src, is_causal, not is_causal), expected, **EXACT)
     assert not isinstance(decoder.self_attn.inner_attn_ln, nn.LayerNorm)

@@ -252,6 +252,12 @@ def test_replacement_keeps_the_parameters_their_names_and_their_order(changes: d
     model.load_state_dict(state)
 
 
+def test_replacement_compiles_as_one_graph() -> None:
+    model, x = build(options(xpos_rel_pos=True)).eval(), tokens()
+    replace_attention(model)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x), **EXACT)
+
+
 def test_replacement_leaves_plain_and_shared_modules_what_they_are() -> None:
     model = build()
     cross = model.cross
