@@ -1,4 +1,7 @@
-"""Names and arguments of earlier dilated-attention packages, mapped onto the one implementation (docs/migration.md)."""
+"""Names and arguments of earlier dilated-attention packages, mapped onto the one implementation (docs/migration.md).
+
+Every class and function writes out the arguments of its earlier namesake, in their order, whether or not they have an effect here.
+"""
 
 from __future__ import annotations
 

@@ -203,11 +203,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         real = None if attention_mask is None else attention_mask.bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
-        borders = None
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            if real is not None:
-                raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
-            borders = borders_of(None, input_ids, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
+        borders = borders_of(None, input_ids, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
+        if borders is not None and real is not None:
+            raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
         if real is None:
             logits = self.model(input_ids, cu_seqlens=borders)
         else:
