@@ -32,7 +32,6 @@ __all__ = [
     "check_scale",
     "check_tensors",
     "documents",
-    "refuse_dynamic",
     "refuse_zero_keys",
 ]
 
@@ -70,8 +69,8 @@ class Call(NamedTuple):
         """Whether it has a score or mask function."""
         return self.score_mod is not None or self.mask_mod is not None
 
-    def request(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
-        """What it asks of an engine."""
+    def request(self, q: Tensor, k: Tensor, v: Tensor, *, dynamic: bool = False) -> Request:
+        """What it asks of an engine; `dynamic`: for a number of tokens that is a symbol."""
         return Request.of(
             q,
             k,
@@ -81,6 +80,7 @@ class Call(NamedTuple):
             differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
+            dynamic=dynamic,
         )
 
     def flat(self) -> Flat:
@@ -323,20 +323,3 @@ def refuse_zero_keys(num_tokens: int) -> NoReturn:
         f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={num_tokens}, got zero_padding=True: those "
         "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
     )
-
-
-def refuse_dynamic(num_tokens: int, call: str) -> None:
-    """Refuse to trace a call whose graph depends on the number of tokens where that number is a symbol.
-
-    Raises:
-        NotImplementedError: In compiled or exported code with a dynamic number of tokens.
-    """
-    if not torch.compiler.is_compiling():
-        return
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # not loaded with the package
-
-    if not has_static_value(num_tokens):
-        raise NotImplementedError(
-            f"q must have a static number of tokens for {call} in compiled code, got a dynamic one; use "
-            "torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
-        )

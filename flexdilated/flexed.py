@@ -19,7 +19,7 @@ from flexdilated.hardware import without_autocast
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.mixing import heads_of, mix, read, tokens_of
-from flexdilated.mods import MaskMod, ScoreMod, refuse_dynamic, refuse_zero_keys
+from flexdilated.mods import MaskMod, ScoreMod, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
@@ -80,7 +80,6 @@ def flexed(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
             where there is no lse. If users' functions cannot be compiled, or hold ever new floats.
     """
-    refuse_dynamic(q.shape[1], "backend='flex'")
     if call.key_padding_mask is not None:
         k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     assert call.scale is not None

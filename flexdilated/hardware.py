@@ -9,8 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.torch_version import TorchVersion
 
-__all__ = ["Hardware", "autocast_dtype", "detect", "holds_values", "recommended_dtype", "simulate", "without_autocast"]
+__all__ = [
+    "TRACES_UNKNOWN_SIZES",
+    "Hardware",
+    "autocast_dtype",
+    "detect",
+    "holds_values",
+    "is_symbolic",
+    "recommended_dtype",
+    "simulate",
+    "without_autocast",
+]
+
+# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
+TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,17 @@ def holds_values(x: Tensor) -> bool:
     What dynamo traces has values when it runs, and `is_fake` cannot be traced.
     """
     return not x.is_meta and (torch.compiler.is_dynamo_compiling() or not is_fake(x))
+
+
+def is_symbolic(size: int) -> bool:
+    """Whether a size is a symbol, in compiled or exported code that is to hold for several.
+
+    Ask after `torch.compiler.is_compiling()`, in the function that acts on the answer: where the compiler leaves that function out,
+    it still compiles this one, and every number that changes is a symbol to it.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # not loaded with the package
+
+    return not has_static_value(size)
 
 
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:

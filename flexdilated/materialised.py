@@ -3,6 +3,9 @@
 Scores are computed for some segments and some of their queries at a time, and again in the backward (activation checkpointing), so
 that never more than `SCORES` of them exist: autograd finds whatever tensors the functions hold, learnable tables included. Under
 torch.func, which checkpoints nothing, the backward finds them all kept.
+
+Where compiled code has a symbol for the number of tokens, branches are read as padded grids instead of pieces, so that few graphs
+serve every number.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.call import Call, documents
-from flexdilated.hardware import without_autocast
+from flexdilated.grids import Grid, draw_grids, num_parts
+from flexdilated.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.merge import accumulated
-from flexdilated.mixing import heads_of, mix, read, tokens_of
-from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_dynamic, refuse_zero_keys
+from flexdilated.mixing import heads_of, mix, read, tokens_of, total_of
+from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_zero_keys
+from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.transforms import is_transformed, may_draw
 
@@ -39,12 +44,19 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
-        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions.
+        NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
+            for documents, and before torch 2.11 for a dynamic number of tokens.
     """
-    refuse_dynamic(q.shape[1], "score_mod and mask_mod")
     assert call.scale is not None
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     options = _Options(call.is_causal, call.scale, call.dropout_p, call.score_mod, call.mask_mod)
+    if call.cu_seqlens is not None and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its values; "
+            "call dilated_attention outside of torch.compile, or once per document"
+        )
+    if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):
+        return _padded(q, k, v, key_padding_mask, pattern, options)
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     plans = [plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
@@ -84,7 +96,7 @@ def _piece(
     hidden = None
     if ignored is not None:
         hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0].split(segments, dim=1)
-    outs, lses = [], []
+    outs, lses, recomputes = [], [], _recomputes(q, k, v)
     for i, kv_idx in enumerate(position.split(segments)):
         chunks = []
         for q_c, q_idx in zip(q_s[i].split(rows, dim=5), kv_idx.split(rows, dim=2)):
@@ -99,13 +111,18 @@ def _piece(
                 kv_idx[None, :, :, None, None, None, :],
                 options,
             )
-            if torch.is_grad_enabled() and not is_transformed(q, k, v):
+            if recomputes:
                 chunks.append(checkpoint(_attend, *arguments, use_reentrant=False))
             else:
                 chunks.append(_attend(*arguments))
         outs.append(torch.cat([out for out, _ in chunks], dim=5))
         lses.append(torch.cat([lse for _, lse in chunks], dim=5))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _recomputes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the backward computes scores again. Neither torch.func nor programs exported strictly can run checkpoints."""
+    return torch.is_grad_enabled() and not is_transformed(q, k, v) and not torch.compiler.is_exporting()
 
 
 def _attend(
@@ -119,10 +136,10 @@ def _attend(
     kv_idx: Tensor,
     options: _Options,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some queries `(B, S, C, G, group, rows, D)` over the keys of their segments, `(B, S, C, G, 1, R, D)`."""
+    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
-    group, rows = q.shape[4:6]
-    scores = _multiply(q.flatten(4, 5), k[:, :, :, :, 0].transpose(-1, -2)).unflatten(4, (group, rows)) * options.scale
+    group, rows = q.shape[-3:-1]
+    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * options.scale
     scores, visible = modify(scores, b, h, q_idx, kv_idx, options.score_mod, options.mask_mod)
     for seen in (visible, kv_idx <= q_idx if options.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:
@@ -134,8 +151,100 @@ def _attend(
     if options.dropout_p > 0.0:
         with may_draw():
             weights = torch.nn.functional.dropout(weights, options.dropout_p)
-    out = _multiply(weights.flatten(4, 5), v[:, :, :, :, 0]).unflatten(4, (group, rows))
+    out = _multiply(weights.flatten(-3, -2), v[..., 0, :, :]).unflatten(-2, (group, rows))
     return out, lse.masked_fill(~reached, -math.inf)[..., 0]
+
+
+# -- where the number of tokens is a symbol ---------------------------------------------------------------------------------------
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, pattern: DilatedPattern, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """The same mixture, by grids whose sizes alone depend on the number of tokens."""
+    if not TRACES_UNKNOWN_SIZES:
+        raise NotImplementedError(
+            "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
+            "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+        )
+    (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
+    group = heads // kv_heads
+    parts = num_parts(pattern, batch, num_tokens, kv_heads, group, SCORES)
+    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, options.is_causal, parts, q.device)
+    if ignored is not None:
+        k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
+    with without_autocast(q.device):
+        results = [_branch(q, k, v, ignored, pattern, i, tokens, grid, options) for i, grid in enumerate(grids)]
+        total, reached = total_of(torch.stack([lse for _, lse in results]))  # (B, N, H)
+        mixed = torch.zeros_like(results[0][0])
+        for out, lse in results:
+            weight = torch.exp(lse - total)
+            mixed = mixed + out * (weight.detach() if pattern.detach_weights else weight)[..., None]
+    return mixed.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+
+
+def _branch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ignored: Tensor | None,
+    pattern: DilatedPattern,
+    branch: int,
+    tokens: Tensor,
+    grid: Grid,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    """A branch's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
+    (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
+    group = heads // kv_heads
+    length, rate = pattern.branches[branch]
+    run = pattern.head_range(branch, kv_heads)
+    offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
+    lane = grid.lanes[:, None]
+    kv_head, offset = run.start + lane % len(run), offsets[lane % len(run)]  # (L, 1)
+    first = lane // len(run) * length
+    last = (first + length).clamp(max=num_tokens) - 1
+    first = first.minimum(last)  # of segments that are padding; none of their rows is read
+
+    def locate(row: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens `(L, rows)`, and whether they are padding: then some token of the same segment, as functions may expect."""
+        token = first + offset + row * rate
+        return torch.where(token > last, first, token), token > last
+
+    # Padding holds zeros: what other tokens hold must not matter.
+    k_token, beyond = locate(grid.keys)
+    k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
+    hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
+    b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
+    outs, lses, recomputes = [], [], _recomputes(q, k, v)
+    for query in grid.queries.unbind():
+        q_token, beyond = locate(query // group)
+        h = kv_head * group + query % group
+        arguments = (
+            q[:, q_token, h].masked_fill(beyond[..., None], 0.0)[:, :, None],
+            k,
+            v,
+            hidden[:, :, None, None, :],
+            b,
+            h[None, :, None, :, None],
+            q_token[None, :, None, :, None],
+            k_token[None, :, None, None, :],
+            options,
+        )
+        out, lse = checkpoint(_attend, *arguments, use_reentrant=False) if recomputes else _attend(*arguments)
+        outs.append(out[:, :, 0])
+        lses.append(lse[:, :, 0])
+    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)
+
+    head = torch.arange(heads, device=device)
+    own = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
+    place = (tokens % length)[:, None]
+    kept = (place % rate == offsets[own]) & (head // group == run.start + own)  # (N, H)
+    index = (tokens // length)[:, None] * len(run) + own, place // rate * group + head % group
+    return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
+
+
+# -- products ---------------------------------------------------------------------------------------------------------------------
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

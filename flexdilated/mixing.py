@@ -11,7 +11,7 @@ from torch import Tensor
 from flexdilated.pieces import Piece, box
 from flexdilated.transforms import is_transformed
 
-__all__ = ["heads_of", "mix", "read", "tokens_of"]
+__all__ = ["heads_of", "mix", "read", "tokens_of", "total_of"]
 
 
 def tokens_of(piece: Piece, device: torch.device) -> Tensor:
@@ -57,10 +57,7 @@ def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *,
         _add(lse_i.new_full((*q.shape[:3], 1), -math.inf), piece, group, lse_i[..., None], replace=True)
         for piece, _, lse_i in parts
     ]
-    lses = torch.stack(maps)[..., 0]  # (pieces, B, N, H)
-    reached = (lses > -math.inf).any(dim=0) | lses.isnan().any(dim=0)
-    # Rows without a key get something finite, so that the gradient of logsumexp there is 0 and not NaN.
-    total = torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0)
+    total, reached = total_of(torch.stack(maps)[..., 0])  # (B, N, H)
     out = total.new_zeros(q.shape)
     for piece, out_i, lse_i in parts:
         weight = torch.exp(lse_i - read(total[..., None], piece, group=group)[..., 0])
@@ -68,6 +65,13 @@ def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *,
             weight = weight.detach()
         out = _add(out, piece, group, out_i.to(out.dtype) * weight[..., None])
     return out.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+
+
+def total_of(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The logsumexp of lses over their first dim, finite where all of them are -inf, and where they are not."""
+    reached = (lses > -math.inf).any(dim=0) | lses.isnan().any(dim=0)
+    # Rows without a key get something finite, so that the gradient of logsumexp there is 0 and not NaN.
+    return torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0), reached
 
 
 def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated.merge import accumulated
 
-__all__ = ["MaskMod", "ScoreMod", "check_mods", "modify", "refuse_dynamic", "refuse_zero_keys"]
+__all__ = ["MaskMod", "ScoreMod", "check_mods", "modify", "refuse_zero_keys"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -74,23 +74,6 @@ def refuse_zero_keys(num_tokens: int) -> NoReturn:
         f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={num_tokens}, got zero_padding=True: those "
         "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"
     )
-
-
-def refuse_dynamic(num_tokens: int, call: str) -> None:
-    """Refuse to trace a call whose graph depends on the number of tokens where that number is a symbol.
-
-    Raises:
-        NotImplementedError: In compiled or exported code with a dynamic number of tokens.
-    """
-    if not torch.compiler.is_compiling():
-        return
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # not loaded with the package
-
-    if not has_static_value(num_tokens):
-        raise NotImplementedError(
-            f"q must have a static number of tokens for {call} in compiled code, got a dynamic one; use "
-            "torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
-        )
 
 
 def modify(

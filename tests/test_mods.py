@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexdilated.flexed
@@ -303,6 +304,164 @@ def test_modules_pass_functions_on() -> None:
     expected = dilated_attention(q, k, v, PATTERN, **mods)
     assert torch.equal(DilatedAttention(PATTERN)(q, k, v, **mods), expected)
     assert not torch.equal(DilatedAttention(PATTERN)(q, k, v), expected)
+
+
+# -- compiled, for every number of tokens ---------------------------------------------------------------------------------------
+
+LENGTHS = (29, 43, 37, 17, 23, 7, 31, 11, 53, 19)
+SHORT = DilatedPattern((7, 20), (1, 3))
+
+
+@pytest.fixture
+def _forget_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
+def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> None:
+    """What is traced for a symbolic number of tokens, run as it is."""
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: DilatedPattern,
+        is_causal: bool,
+        scale: Any = None,
+        key_padding_mask: Any = None,
+        **f: Any,
+    ) -> tuple[Tensor, Tensor]:
+        options = flexdilated.materialised._Options(is_causal, q.shape[3] ** -0.5 if scale is None else float(scale), 0.0, **f)
+        return flexdilated.materialised._padded(q, k, v, key_padding_mask, pattern, options)
+
+    whole = flexdilated.materialised.SCORES
+    flexdilated.materialised.SCORES = scores
+    try:
+        assert_as_the_oracle(replace(case, borders=None), mods, attend)
+    finally:
+        flexdilated.materialised.SCORES = whole
+
+
+# Per kind of call: its pattern and options, its functions, and how many lengths are tried.
+KINDS: dict[str, tuple[DilatedPattern, dict[str, Any], Mods, int]] = {
+    "all": (SHORT, {"group": 2, "ignored": 0.3, "is_causal": True}, Mods("table", "thirds"), 10),
+    "grouped": (replace(SHORT, heads="grouped"), {"is_causal": True}, Mods("table", "prefix"), 3),
+    "interleaved": (replace(SHORT, offsets="interleaved", detach_weights=True), {"group": 2}, Mods("softcap", "thirds"), 3),
+}
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("all", "aot_eager"),
+        pytest.param("grouped", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("interleaved", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("interleaved", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_functions_equal_the_oracle_for_every_length_in_two_graphs(kind: str, backend: str) -> None:
+    pattern, options, mods, num_lengths = KINDS[kind]
+    graphs, counts = CompileCounterWithBackend(backend), []
+    compiled = torch.compile(with_lse, fullgraph=True, backend=graphs)
+    for n in LENGTHS[:num_lengths]:
+        assert_as_the_oracle(Case(pattern, batch=2, num_tokens=n, kv_heads=3, seed=n, **options), mods, compiled)
+        counts.append(graphs.frame_count)
+    assert counts == [1, *([2] * (num_lengths - 1))]
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@torch.no_grad()
+def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 64 tokens in one part per branch, and up to 512 in 3 and in 15."""
+    limit = 8200
+    monkeypatch.setattr(flexdilated.materialised, "SCORES", limit)
+    pattern, held, counts = DilatedPattern((7, 100), (1, 2)), [], []
+
+    def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        counts.append(sum("tanh" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        held.append(s.shape.numel())
+        return torch.tanh(s)
+
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, pattern, score_mod=lambda s, b, h, i, j: torch.tanh(s))
+
+    compiled = torch.compile(attend, fullgraph=True, backend=inspect)
+    for n in (43, 61, 91):
+        x = torch.randn(2, n, 4, 3, dtype=torch.float64)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(compiled(x), attend(x), **EXACT)
+    assert counts == [2, 18]
+    for n in (43, 91, 300):
+        x = torch.randn(2, n, 4, 3)
+        flexdilated.materialised._padded(
+            x, x, x, None, pattern, flexdilated.materialised._Options(False, 1.0, 0.0, score_mod, None)
+        )
+    assert limit // 2 < max(held) <= limit
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@torch.no_grad()
+def test_functions_are_exported_for_every_length() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return dilated_attention(x, x, x, SHORT, **Mods("alibi", "thirds").functions(x))
+
+    module, shapes = Attention(), {"x": {1: torch.export.Dim("n", min=2, max=512)}}
+    with torch.enable_grad():  # as a caller who thinks of nothing
+        exported = torch.export.export(module, (torch.randn(2, 29, 4, 3),), dynamic_shapes=shapes, strict=True)
+    for n in LENGTHS:
+        x = torch.randn(2, n, 4, 3)
+        torch.testing.assert_close(exported.module()(x), module(x), **SINGLE)
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@torch.no_grad()
+def test_compiled_functions_beside_zero_keys_are_refused_for_the_lengths_that_have_them() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), score_mod=lambda s, b, h, i, j: s * 0.5)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (12, 18):
+        x = torch.randn(2, n, 4, 3)
+        torch.testing.assert_close(compiled(x), attend(x), **SINGLE)
+    with pytest.raises(NotImplementedError, match=r"adds no zero keys at N=13, got zero_padding=True"):
+        compiled(torch.randn(2, 13, 4, 3))
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+@torch.no_grad()
+def test_compiled_functions_of_documents_run_outside_of_the_graph() -> None:
+    def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, SHORT, cu_seqlens=cu_seqlens, mask_mod=lambda b, h, i, j: (i + 2 * j) % 3 > 0)
+
+    compiled = torch.compile(attend, backend="eager")
+    for n in (29, 43):
+        x, cu_seqlens = torch.randn(1, n, 4, 3), torch.tensor([0, 5, n])
+        torch.testing.assert_close(compiled(x, cu_seqlens), attend(x, cu_seqlens), **SINGLE)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"cu_seqlens must come without score_mod and mask_mod in compiled code, got both"):
+        torch.compile(attend, fullgraph=True, backend="eager")(x, cu_seqlens)
+
+
+@pytest.mark.usefixtures("_forget_graphs")
+def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a caller is left out of the graph, functions that it calls are compiled all the same."""
+
+    def attend(x: Tensor) -> Tensor:
+        return dilated_attention(x, x, x, SHORT, backend="flex")
+
+    compiled = torch.compile(attend, backend="eager")
+    with torch.no_grad():
+        for n in (29, 43):
+            x = torch.randn(2, n, 4, 16)
+            torch.testing.assert_close(compiled(x), attend(x), **SINGLE)
 
 
 # -- the flex engine, packed, under an emulated kernel -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from flexdilated import portable, reference
 from flexdilated.backends import choose, mixture
 from flexdilated.call import Call, check, documents
 from flexdilated.flexed import flexed
+from flexdilated.hardware import is_symbolic
 from flexdilated.materialised import materialised
 
 __all__ = ["attend"]
@@ -17,7 +18,8 @@ __all__ = ["attend"]
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""
     q, k, v, call = check(q, k, v, call)
-    call = call._replace(backend=choose(call.backend, call.request(q, k, v), divided=call.num_heads != k.shape[2]))
+    request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
+    call = call._replace(backend=choose(call.backend, request, divided=call.num_heads != k.shape[2]))
     if call.backend == "reference":
         return _reference(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():

@@ -74,6 +74,11 @@ def why_not(request: Request) -> str | None:
         return f"flex_attention has no {str(request.dtype).removeprefix('torch.')} kernel; use backend='sdpa'"
     if request.transformed:
         return "flex_attention is compiled here, and no transform of torch.func or forward mode reaches it; use backend='sdpa'"
+    if request.dynamic:
+        return (
+            "the block mask of one graph holds for one number of tokens, got a dynamic one; use backend='sdpa', "
+            "torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+        )
     if hardware.device_type == "cpu":
         if request.differentiable:
             return "flex_attention has no backward on CPU; use backend='sdpa', or torch.no_grad() for inference"

@@ -28,6 +28,7 @@ class Request:
         transformed: Whether torch.func or forward-mode differentiation is at work.
         wants_lse: Whether lse is returned.
         num_tokens: Tokens per sequence, or of all packed documents.
+        dynamic: Whether that number is a symbol, in compiled code that is to hold for several.
     """
 
     hardware: Hardware
@@ -41,6 +42,7 @@ class Request:
     transformed: bool = False
     wants_lse: bool = False
     num_tokens: int = 0
+    dynamic: bool = False
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, **asked: bool) -> Request:

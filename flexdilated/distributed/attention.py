@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.torch_version import TorchVersion
 
 from flexdilated.backends import choose
 from flexdilated.backends.engines import attend as attend_whole
@@ -28,16 +27,13 @@ from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.hardware import without_autocast
+from flexdilated.hardware import TRACES_UNKNOWN_SIZES, without_autocast
 from flexdilated.merge import accumulated
 from flexdilated.transforms import is_transformed
 
 __all__ = ["attend", "withdraw_from"]
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
-
-# Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
-TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 
 
 class Place(NamedTuple):
