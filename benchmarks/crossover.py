@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.environment import describe
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import FILE, device_class, faster
-from flexdilated.hardware import detect
+from flexdilated.backends.hardware import detect
 
 NUM_HEADS, ROUNDS = 12, 5
 PATTERN = DilatedPattern.longnet()

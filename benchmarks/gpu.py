@@ -38,12 +38,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flexdilated.flexed
+import flexdilated.backends.flex.engine
 from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
 from benchmarks.environment import commit, describe
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.cost import Shape, fused_cost
+from flexdilated.backends.flex.cost import Shape, fused_cost
 
 DTYPE = torch.bfloat16
 OUTPUT = Path("runs/bench_gpu.json")
@@ -130,7 +130,7 @@ class Engine(NamedTuple):
 
 def dilated(x: Inputs, pattern: DilatedPattern, is_causal: bool, *, backend: str, layout: str | None = None) -> Tensor:
     """`dilated_attention` by one engine, in one of flex's layouts."""
-    forced = mock.patch.object(flexdilated.flexed, "choose_layout", return_value=layout) if layout else nullcontext()
+    forced = mock.patch.object(flexdilated.backends.flex.engine, "choose_layout", return_value=layout) if layout else nullcontext()
     with forced:
         return dilated_attention(x.q, x.k, x.v, pattern, is_causal=is_causal, backend=backend)
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import autocast_dtype, holds_values
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat
 from flexdilated.backends.request import Request
-from flexdilated.hardware import autocast_dtype, holds_values
-from flexdilated.merge import accumulated
+from flexdilated.backends.transforms import is_mapped, is_transformed
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
-from flexdilated.transforms import is_mapped, is_transformed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +69,12 @@ class Call(NamedTuple):
         """Whether it has a score or mask function."""
         return self.score_mod is not None or self.mask_mod is not None
 
+    @property
+    def checked_scale(self) -> float:
+        """The scale, of a checked call."""
+        assert self.scale is not None
+        return self.scale
+
     def request(self, q: Tensor, k: Tensor, v: Tensor, *, dynamic: bool = False) -> Request:
         """What it asks of an engine; `dynamic`: for a number of tokens that is a symbol."""
         return Request.of(
@@ -85,7 +91,6 @@ class Call(NamedTuple):
 
     def flat(self) -> Flat:
         """The options that an operator takes, of a checked call."""
-        assert self.scale is not None
         assert self.num_heads is not None
         pattern = self.pattern
         return Flat(
@@ -96,7 +101,7 @@ class Call(NamedTuple):
             pattern.zero_padding,
             pattern.detach_weights,
             self.is_causal,
-            self.scale,
+            self.checked_scale,
             self.dropout_p,
             self.backend,
             self.first_head,

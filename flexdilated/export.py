@@ -6,9 +6,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.nn.functional import gelu
 
+from flexdilated.backends.portable import mixture
 from flexdilated.nn.attention import refuse_float_mask
 from flexdilated.nn.position import rotary_angles, xpos_decay
-from flexdilated.portable import mixture
 
 __all__ = ["portable"]
 

@@ -10,10 +10,10 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import without_autocast
+from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check_dtypes, check_tensors
-from flexdilated.hardware import without_autocast
 from flexdilated.pattern import DilatedPattern, num_kept
-from flexdilated.transforms import is_transformed
 
 __all__ = ["attention_map"]
 

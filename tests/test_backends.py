@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.backends import BACKENDS, Request, sdpa
+from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
-from flexdilated.hardware import simulate
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT
 

@@ -16,8 +16,8 @@ from torch import Tensor
 import flexdilated.backends.request
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.backends import BACKENDS, Request, flash
+from flexdilated.backends.hardware import detect, simulate
 from flexdilated.backends.kernel import Options
-from flexdilated.hardware import detect, simulate
 from tests.cases import Case, dense_attention, differentiate
 from tests.tolerances import EXACT, assert_twice_naive
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-import flexdilated.flexed
+import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.backends import Request, choose, crossovers, flex, why_not
+from flexdilated.backends import Request, choose, crossovers, why_not
+from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
+from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call
-from flexdilated.cost import Shape, choose_layout, fused_cost, packed_cost
-from flexdilated.hardware import simulate
 from flexdilated.masks.blocks import block_lists, head_branches
 from tests import flex_emulation
 from tests.cases import Case, calls, least_heads, patterns
@@ -293,9 +294,9 @@ def test_packed_tiles_are_those_of_the_masks_that_run(
     k = q[:, :, :kv_heads]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "call", count)
-        patch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
-        patch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "packed")
-        flexdilated.flexed.flexed(q, k, k, Call(pattern, is_causal, 1.0, return_lse=True))
+        patch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+        patch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: "packed")
+        flexdilated.backends.flex.engine.attend(q, k, k, Call(pattern, is_causal, 1.0, return_lse=True))
     assert packed_cost(pattern, Shape(2, num_tokens, kv_heads * 2, kv_heads, 1, 8, is_causal)).tiles == visited
 
 
@@ -319,10 +320,10 @@ def test_short_sequences_are_fused_and_long_ones_packed() -> None:
 @pytest.mark.parametrize("layout", ["packed", "fused"])
 def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     ran = []
-    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: layout)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
     for name in ("_packed", "_fused"):
-        monkeypatch.setattr(flexdilated.flexed, name, lambda q, *_, name=name: ran.append(name) or (q, None))
+        monkeypatch.setattr(flexdilated.backends.flex.engine, name, lambda q, *_, name=name: ran.append(name) or (q, None))
     x = torch.randn(1, 30, 2, 16)
     dilated_attention(x, x, x, DilatedPattern((6,), (2,)), backend="flex")
     # What one call cannot do goes to pieces, whatever it costs.

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request
+from flexdilated.backends.hardware import detect
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
-from flexdilated.hardware import detect
 from tests.cases import Case, dense_attention, differentiate
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import flexdilated.flexed
+import flexdilated.backends.flex.engine
 from benchmarks.attention import Inputs, assert_rows_match_definition
 from flexdilated import (
     DilatedPattern,
@@ -29,7 +29,7 @@ from flexdilated import (
     dilated_score_mod,
     reference,
 )
-from flexdilated.backends import flex
+from flexdilated.backends.flex import kernel as flex
 from tests.cases import Case, dense_attention, differentiate
 from tests.tolerances import SINGLE, assert_twice_naive
 
@@ -113,7 +113,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def force(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: layout)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
 
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, indirect=True)

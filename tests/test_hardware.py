@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request
+from flexdilated.backends.hardware import Hardware, detect, recommended_dtype, simulate
 from flexdilated.backends.sdpa import choose_kernel
-from flexdilated.hardware import Hardware, detect, recommended_dtype, simulate
 from tests.cases import Case, dense_attention
 from tests.tolerances import SINGLE, assert_twice_naive
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.merge import add_zero_keys_, merge_, safe_lse
+from flexdilated.backends.merge import add_zero_keys_, merge_, safe_lse
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5

@@ -21,7 +21,7 @@ from flexdilated import (
     MultiheadDilatedAttention,
     dilated_attention,
 )
-from flexdilated.hardware import Hardware, detect, holds_values
+from flexdilated.backends.hardware import Hardware, detect, holds_values
 
 PATTERN = DilatedPattern((5, 13), (1, 3))
 VOCAB, WIDTH, HEADS = 29, 24, 4

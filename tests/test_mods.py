@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-import flexdilated.flexed
-import flexdilated.materialised
+import flexdilated.backends.flex.engine
+import flexdilated.backends.materialised
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.backends import flex
+from flexdilated.backends.flex import kernel as flex
 from flexdilated.call import Call
 from tests import flex_emulation
 from tests.cases import Case, calls
@@ -97,12 +97,12 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
-    whole = flexdilated.materialised.SCORES
-    flexdilated.materialised.SCORES = scores
+    whole = flexdilated.backends.materialised.SCORES
+    flexdilated.backends.materialised.SCORES = scores
     try:
         assert_as_the_oracle(case, mods)
     finally:
-        flexdilated.materialised.SCORES = whole
+        flexdilated.backends.materialised.SCORES = whole
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -206,13 +206,13 @@ def test_a_long_sequence_never_holds_all_scores() -> None:
         largest = max(largest, s.numel())
         return s * 0.5
 
-    whole = flexdilated.materialised.SCORES
-    flexdilated.materialised.SCORES = 100_000
+    whole = flexdilated.backends.materialised.SCORES
+    flexdilated.backends.materialised.SCORES = 100_000
     try:
         x = torch.randn(1, 3000, 2, 4, requires_grad=True)
         dilated_attention(x, x, x, DilatedPattern((600, 3000), (1, 5)), score_mod=watched).sum().backward()
     finally:
-        flexdilated.materialised.SCORES = whole
+        flexdilated.backends.materialised.SCORES = whole
     assert 0 < largest <= 100_000
 
 
@@ -334,15 +334,16 @@ def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> N
         key_padding_mask: Any = None,
         **f: Any,
     ) -> tuple[Tensor, Tensor]:
-        options = flexdilated.materialised._Options(is_causal, q.shape[3] ** -0.5 if scale is None else float(scale), 0.0, **f)
-        return flexdilated.materialised._padded(q, k, v, key_padding_mask, pattern, options)
+        scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+        call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, **f)
+        return flexdilated.backends.materialised._padded(q, k, v, call)
 
-    whole = flexdilated.materialised.SCORES
-    flexdilated.materialised.SCORES = scores
+    whole = flexdilated.backends.materialised.SCORES
+    flexdilated.backends.materialised.SCORES = scores
     try:
         assert_as_the_oracle(replace(case, borders=None), mods, attend)
     finally:
-        flexdilated.materialised.SCORES = whole
+        flexdilated.backends.materialised.SCORES = whole
 
 
 # Per kind of call: its pattern and options, its functions, and how many lengths are tried.
@@ -379,7 +380,7 @@ def test_compiled_functions_equal_the_oracle_for_every_length_in_two_graphs(kind
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 64 tokens in one part per branch, and up to 512 in 3 and in 15."""
     limit = 8200
-    monkeypatch.setattr(flexdilated.materialised, "SCORES", limit)
+    monkeypatch.setattr(flexdilated.backends.materialised, "SCORES", limit)
     pattern, held, counts = DilatedPattern((7, 100), (1, 2)), [], []
 
     def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -401,9 +402,7 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
     assert counts == [2, 18]
     for n in (43, 91, 300):
         x = torch.randn(2, n, 4, 3)
-        flexdilated.materialised._padded(
-            x, x, x, None, pattern, flexdilated.materialised._Options(False, 1.0, 0.0, score_mod, None)
-        )
+        flexdilated.backends.materialised._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
     assert limit // 2 < max(held) <= limit
 
 
@@ -472,13 +471,13 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call goes through pieces, and the kernel is the emulation: only the kernel itself needs a GPU."""
     monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "packed")
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: "packed")
 
 
 def flex_engine(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
     call = Call(pattern, scale=q.shape[3] ** -0.5, return_lse=True)._replace(**options)
-    out, lse = flexdilated.flexed.flexed(q, k, v, call)
+    out, lse = flexdilated.backends.flex.engine.attend(q, k, v, call)
     assert lse is not None
     return out, lse
 
@@ -521,8 +520,8 @@ def test_packed_lanes_beyond_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fused_layout_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "call", flex_emulation.call)
-    monkeypatch.setattr(flexdilated.flexed, "_on_cpu", lambda q: False)
-    monkeypatch.setattr(flexdilated.flexed, "choose_layout", lambda pattern, call: "fused")
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: "fused")
 
     @given(case=calls(), mods=MODS)
     def check(case: Case, mods: Mods) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, reject, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
+from flexdilated.backends.portable import attend
 from flexdilated.call import Call, check
-from flexdilated.portable import attend
 from tests.cases import Case, calls
 from tests.tolerances import EXACT
 

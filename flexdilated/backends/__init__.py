@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexdilated.backends import flash, flex, sdpa
+from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import DEFAULT, prefer
+from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.request import Request
-from flexdilated.hardware import Hardware
 
 __all__ = ["DEFAULT", "FILE", "Crossover", "device_class", "faster", "load", "prefer"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdilated import portable, reference
-from flexdilated.backends import choose, mixture
+from flexdilated import reference
+from flexdilated.backends import choose, materialised, mixture, portable
+from flexdilated.backends.flex import engine as flex
+from flexdilated.backends.hardware import is_symbolic
 from flexdilated.call import Call, check, documents
-from flexdilated.flexed import flexed
-from flexdilated.hardware import is_symbolic
-from flexdilated.materialised import materialised
 
 __all__ = ["attend"]
 
@@ -23,9 +22,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     if call.backend == "reference":
         return _reference(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():
-        return flexed(q, k, v, call)
+        return flex.attend(q, k, v, call)
     if call.is_modified:
-        return materialised(q, k, v, call)
+        return materialised.attend(q, k, v, call)
     return portable.attend(q, k, v, call) if portable.writes_onnx() else mixture.attend(q, k, v, call)
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.request import Request
-from flexdilated.merge import safe_lse
 
 __all__ = ["GRID_LIMIT", "Dropout", "Kernel", "Options", "aligned", "bias_of", "disabled", "draw_seed", "spread", "unmodified"]
 

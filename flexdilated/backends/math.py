@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
+from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.request import Request
-from flexdilated.merge import safe_lse
-from flexdilated.transforms import may_draw
+from flexdilated.backends.transforms import may_draw
 
 __all__ = ["MATH", "differential"]
 

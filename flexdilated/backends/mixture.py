@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draw_seed, spread
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import (
     MORE_TENSORS,
     TENSORS,
@@ -23,12 +25,10 @@ from flexdilated.backends.operator import (
     save,
     schema_of,
 )
+from flexdilated.backends.transforms import is_transformed, refuse_traced_derivatives
 from flexdilated.backends.walk import Walk, backward, forward, tangent
 from flexdilated.call import Call, documents
-from flexdilated.hardware import without_autocast
-from flexdilated.merge import accumulated
 from flexdilated.pieces import plan_pieces
-from flexdilated.transforms import is_transformed, refuse_traced_derivatives
 
 __all__ = ["attend"]
 

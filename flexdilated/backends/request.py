@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexdilated.hardware import Hardware, detect
+from flexdilated.backends.hardware import Hardware, detect
 
 __all__ = ["Request"]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from flexdilated.backends import KERNEL_ENGINES
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
 from flexdilated.backends.math import differential
+from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.request import Request
-from flexdilated.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.pieces import Piece, box, fold, slabs, unfold
 
 __all__ = ["Walk", "backward", "forward", "tangent"]

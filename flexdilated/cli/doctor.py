@@ -17,10 +17,10 @@ from rich.text import Text
 
 from flexdilated import __version__
 from flexdilated.backends import Request
+from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
+from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
-from flexdilated.cost import Shape, choose_layout, fused_cost, packed_cost
-from flexdilated.hardware import Hardware, detect, recommended_dtype
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["doctor"]

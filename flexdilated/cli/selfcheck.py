@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flexdilated import reference
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, Request, why_not
+from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.refusal import first_line
-from flexdilated.hardware import Hardware
 from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
 
 __all__ = ["QUANTITIES", "Engine", "Report", "all_passed", "engines", "self_check"]

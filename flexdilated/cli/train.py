@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from flexdilated.backends.hardware import detect, recommended_dtype
 from flexdilated.cli.generate import continued
 from flexdilated.cli.options import CudaDeviceOption, device_named, integers
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
-from flexdilated.hardware import detect, recommended_dtype
 from flexdilated.nn.longnet import LongNetConfig
 from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint

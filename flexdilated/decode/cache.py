@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
+from flexdilated.backends.hardware import holds_values, without_autocast
+from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import check_dense, check_scale
 from flexdilated.decode.store import BLOCK, Store, Tokens, marked
-from flexdilated.hardware import holds_values, without_autocast
 from flexdilated.pattern import DilatedPattern
-from flexdilated.transforms import is_transformed
 
 __all__ = ["DilatedKVCache", "cache_refusal"]
 

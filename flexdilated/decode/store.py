@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.hardware import holds_values
+from flexdilated.backends.hardware import holds_values
 from flexdilated.pattern import DilatedPattern, num_kept
 
 __all__ = ["BLOCK", "Store", "Tokens", "marked"]

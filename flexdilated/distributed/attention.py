@@ -18,8 +18,11 @@ from torch.distributed import distributed_c10d
 
 from flexdilated.backends import choose
 from flexdilated.backends.engines import attend as attend_whole
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, without_autocast
 from flexdilated.backends.kernel import draw_seed
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, contiguous_like, operator, rows_contiguous, schema_of
+from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import EXCHANGES, Call, check, documents
 from flexdilated.distributed import cost
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
@@ -27,9 +30,6 @@ from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.hardware import TRACES_UNKNOWN_SIZES, without_autocast
-from flexdilated.merge import accumulated
-from flexdilated.transforms import is_transformed
 
 __all__ = ["attend", "withdraw_from"]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Options, spread
+from flexdilated.backends.merge import add_zero_keys_, merge_
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.walk import Walk, backward, forward
 from flexdilated.distributed.exchange import Pending, Transport
@@ -25,7 +26,6 @@ from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Part, program
 from flexdilated.distributed.rows import Grads, Rows
 from flexdilated.distributed.tasks import local_pieces
-from flexdilated.merge import add_zero_keys_, merge_
 
 __all__ = ["Given", "Share", "context_backward", "context_forward"]
 

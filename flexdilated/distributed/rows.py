@@ -12,10 +12,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Inputs
 from flexdilated.distributed.exchange import Links
 from flexdilated.distributed.program import Job, Part, Program
-from flexdilated.merge import accumulated
 
 __all__ = ["Grads", "Rows"]
 

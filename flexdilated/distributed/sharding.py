@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flexdilated.transforms import is_transformed
+from flexdilated.backends.transforms import is_transformed
 
 __all__ = [
     "even_shard_lengths",

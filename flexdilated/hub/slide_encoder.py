@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from flexdilated.hardware import autocast_dtype
+from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.pattern import DilatedPattern
 

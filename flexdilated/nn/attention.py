@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
-from flexdilated.portable import writes_onnx
 from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "refuse_float_mask"]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.backends.hardware import autocast_dtype, holds_values
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
-from flexdilated.hardware import autocast_dtype, holds_values
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flexdilated.backends.portable import writes_onnx
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.pattern import DilatedPattern
-from flexdilated.portable import writes_onnx
 
 __all__ = ["Rotary", "Rotation", "XPos", "rotary_angles", "token_positions", "xpos_decay"]
 

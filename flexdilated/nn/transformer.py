@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from flexdilated.backends.portable import writes_onnx
 from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.position import Rotation
-from flexdilated.portable import writes_onnx
 
 __all__ = ["Block", "FeedForward"]
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
+from flexdilated.backends.hardware import simulate
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
-from flexdilated.hardware import simulate
 from tests.commands import invoke
 
 

@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends.merge import accumulated
 from flexdilated.distributed import cost
 from flexdilated.distributed.agreement import Ledger
 from flexdilated.distributed.plan import EXCHANGES
-from flexdilated.merge import accumulated
 from tests.cases import dense_attention, differentiate, poisoned_memory
 from tests.distributed.cases import ShardedCase, random_case
 from tests.distributed.processes import TIMEOUT, Ranks

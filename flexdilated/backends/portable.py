@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.call import Call
-from flexdilated.merge import accumulated
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["attend", "mixture", "writes_onnx"]

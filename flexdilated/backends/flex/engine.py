@@ -6,36 +6,29 @@ import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from flexdilated.backends import flex
+from flexdilated.backends.flex import kernel
+from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
+from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.call import Call, documents
-from flexdilated.cost import Layout, Shape, choose_layout, mergeable
-from flexdilated.hardware import without_autocast
+from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
+from flexdilated.call import Call, documents, refuse_zero_keys
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
-from flexdilated.mixing import heads_of, mix, read, tokens_of
-from flexdilated.mods import MaskMod, ScoreMod, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import Piece, plan_pieces
 
-__all__ = ["flexed"]
+__all__ = ["attend"]
 
 
-class _Options(NamedTuple):
-    is_causal: bool
-    scale: float
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    ignored: Tensor | None  # (B, N) of the whole row of documents
-
-    def kind(self) -> tuple[Hashable, ...]:
-        """What the functions made of these options depend on."""
-        return self.is_causal, self.ignored is not None, _code(self.score_mod), _code(self.mask_mod)
+def _kind(call: Call) -> tuple[Hashable, ...]:
+    """What the functions made of a call depend on."""
+    return call.is_causal, call.key_padding_mask is not None, _code(call.score_mod), _code(call.mask_mod)
 
 
 def _code(function: Any) -> Hashable:
@@ -47,13 +40,13 @@ def _code(function: Any) -> Hashable:
 
 
 @contextmanager
-def _in_their_names(options: _Options) -> Iterator[None]:
+def _in_their_names(call: Call) -> Iterator[None]:
     """What the compiler says of users' functions is said in their names.
 
     Raises:
         NotImplementedError: If they cannot be compiled, or would be at call after call.
     """
-    if torch.compiler.is_compiling() or (options.score_mod is None and options.mask_mod is None):
+    if torch.compiler.is_compiling() or not call.is_modified:
         yield
         return
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # not loaded with the package
@@ -63,7 +56,7 @@ def _in_their_names(options: _Options) -> Iterator[None]:
     except FailOnRecompileLimitHit as error:
         raise NotImplementedError(
             "score_mod and mask_mod must hold what changes from call to call in tensors for backend='flex', which is compiled for "
-            f"each float, got more than {flex.GRAPHS_LIMIT} of them; hold torch.tensor(number), or use backend='sdpa'"
+            f"each float, got more than {kernel.GRAPHS_LIMIT} of them; hold torch.tensor(number), or use backend='sdpa'"
         ) from error
     except TorchDynamoException as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -73,7 +66,7 @@ def _in_their_names(options: _Options) -> Iterator[None]:
         ) from error
 
 
-def flexed(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of a checked call; differentiable where flex_attention is.
 
     Raises:
@@ -82,35 +75,32 @@ def flexed(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     """
     if call.key_padding_mask is not None:
         k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    assert call.scale is not None
-    pattern, key_padding_mask, want_lse = call.pattern, call.key_padding_mask, call.return_lse
-    options = _Options(call.is_causal, call.scale, call.score_mod, call.mask_mod, key_padding_mask)
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
-    layouts = [_layout(pattern, q, k, length, options) for _, length in spans]
+    layouts = [_layout(q, k, length, call) for _, length in spans]
     parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
     for (start, _), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
         run = _fused if layout == "fused" else _packed
-        with without_autocast(q.device), _in_their_names(options):
-            out, lse = run(q_d, k_d, v_d, pattern, start, options, want_lse)
+        with without_autocast(q.device), _in_their_names(call):
+            out, lse = run(q_d, k_d, v_d, start, call)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
         return outs[0], lses[0]
-    return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if want_lse else None
+    return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if call.return_lse else None
 
 
-def _layout(pattern: DilatedPattern, q: Tensor, k: Tensor, length: int, options: _Options) -> Layout:
+def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
     """Which layout a document of so many tokens takes."""
-    pieces = plan_pieces(pattern, ((0, length),), k.shape[2], options.is_causal)
+    pattern = call.pattern
+    pieces = plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal)
     if any(piece.moved or piece.zero_row for piece in pieces):
         raise NotImplementedError(
             f"pattern must not shift positions for backend='flex', got zero_padding=True and rates {pattern.dilation_rates} "
             f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
         )
     zero_keys = any(piece.zero_keys for piece in pieces)
-    modified = options.score_mod is not None or options.mask_mod is not None
-    if zero_keys and modified:
+    if zero_keys and call.is_modified:
         refuse_zero_keys(length)
     if _on_cpu(q):  # there is no lse to merge pieces by
         if zero_keys:
@@ -122,7 +112,7 @@ def _layout(pattern: DilatedPattern, q: Tensor, k: Tensor, length: int, options:
     if zero_keys or pattern.detach_weights:
         return "packed"
     batch, _, heads, head_dim = q.shape
-    return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), options.is_causal))
+    return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
 
 
 def _on_cpu(q: Tensor) -> bool:
@@ -132,18 +122,16 @@ def _on_cpu(q: Tensor) -> bool:
 # -- one call over the raw layout ---------------------------------------------------------------------------------------------
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, start: int, options: _Options, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
     """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
+    pattern, is_causal = call.pattern, call.is_causal
     plain = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)
-    is_causal = options.is_causal
     joined = dilated_mask_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     # A tensor: the kernels take no numbers that change from call to call.
     first = torch.full((), start, dtype=torch.int32, device=device)
-    user_score, user_mask, ignored = options.score_mod, options.mask_mod, options.ignored
+    user_score, user_mask, ignored = call.score_mod, call.mask_mod, call.key_padding_mask
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = joined(b, h, q_idx, kv_idx)
@@ -160,15 +148,15 @@ def _fused(
 
     narrows = ignored is not None or user_mask is not None
     several = pattern.heads == "all" and len(pattern.branches) > 1
-    out, lse = flex.call(
+    out, lse = kernel.call(
         *(x.transpose(1, 2) for x in (q, k, v)),
         score_mod=score_mod if several or user_score is not None else None,
         block_mask=block_mask_for(
             plain, heads, kv_heads, num_tokens, is_causal, device, mask_mod if narrows else joined, narrows=narrows
         ),
-        scale=options.scale,
-        want_lse=want_lse,
-        kind=(plain, options.kind()),
+        scale=call.checked_scale,
+        want_lse=call.return_lse,
+        kind=(plain, _kind(call)),
     )
     return out.transpose(1, 2), lse
 
@@ -176,52 +164,45 @@ def _fused(
 # -- one call per piece -------------------------------------------------------------------------------------------------------
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, start: int, options: _Options, want_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    pieces = plan_pieces(pattern, ((0, q.shape[1]),), k.shape[2], options.is_causal)
-    results = [(piece, *_piece(q, k, v, piece, start, options)) for piece in pieces]
-    return mix(results, q, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+def _packed(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+    pieces = plan_pieces(call.pattern, ((0, q.shape[1]),), k.shape[2], call.is_causal)
+    results = [(piece, *_piece(q, k, v, piece, start, call)) for piece in pieces]
+    return mix(results, q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, options: _Options) -> tuple[Tensor, Tensor]:
-    """Out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)`.
+def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, call: Call) -> tuple[Tensor, Tensor]:
+    """Out `b s o h g r d` and lse `b s o h g r`.
 
     Where rows allow, all segments are one sequence under a block-diagonal mask; else every segment is a sequence of its own.
     """
     group = q.shape[2] // k.shape[2]
-    boxes = (read(q, piece, group=group), read(k, piece), read(v, piece))
-    b, s, c, g, _, r, _ = boxes[0].shape
-    if mergeable(piece):  # (B S C G g R D) -> (B C, G g, S R, D)
-        lanes = [x.permute(0, 2, 3, 4, 1, 5, 6).reshape(b * c, -1, s * r, x.shape[-1]) for x in boxes]
-        shape, order = (b, c, g, group, s, r), (0, 4, 1, 2, 3, 5)
-    else:  # -> (B S C, G g, R, D)
-        lanes = [x.reshape(b * s * c, -1, r, x.shape[-1]) for x in boxes]
-        shape, order = (b, s, c, g, group, r), (0, 1, 2, 3, 4, 5)
+    # The order of a lane's heads and rows, and how it is read back.
+    order = "(b o) (h g) (s r)" if mergeable(piece) else "(b s o) (h g) r"
+    sizes = {"s": piece.segments, "o": piece.offsets, "h": piece.heads, "g": group}
+    lanes = [rearrange(x, f"b s o h g r d -> {order} d") for x in (read(q, piece, group=group), read(k, piece), read(v, piece))]
     outs, lses = [], []
     for first in range(0, lanes[0].shape[0], GRID_LIMIT):
         part = [x[first : first + GRID_LIMIT] for x in lanes]
-        out, lse = _lanes(part, piece, start, first, b, group, options)
+        out, lse = _lanes(part, piece, start, first, q.shape[0], group, call)
         outs.append(out)
         lses.append(lse)
     out, lse = (torch.cat(xs) if len(xs) > 1 else xs[0] for xs in (outs, lses))
-    out, lse = out.view(*shape, -1).permute(*order, 6), lse.view(shape).permute(order)
+    out = rearrange(out, f"{order} d -> b s o h g r d", **sizes)
+    lse = rearrange(lse, f"{order} -> b s o h g r", **sizes)
     if piece.zero_keys:
         total = torch.logaddexp(lse, torch.full_like(lse, math.log(piece.zero_keys)))
         out, lse = out * torch.exp(lse - total)[..., None].to(out.dtype), total
     return out, lse
 
 
-def _lanes(
-    lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int, group: int, options: _Options
-) -> tuple[Tensor, Tensor]:
-    """Out and lse of lanes `first ...` of a piece, `(lanes, G group, rows, D)`, each a sequence of kept rows."""
+def _lanes(lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int, group: int, call: Call) -> tuple[Tensor, Tensor]:
+    """Out and lse of lanes `first ...` of a piece, `lane (h g) r d`, each a sequence of kept rows."""
     q, k, v = lanes
     device, rows = q.device, q.shape[2]
     # Tensors instead of numbers: one compiled kernel serves every branch and length.
     length, stride = (torch.full((), n, dtype=torch.int32, device=device) for n in (piece.rows, piece.row_stride))
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
-    is_causal, user_score, user_mask, ignored = options.is_causal, options.score_mod, options.mask_mod, options.ignored
+    is_causal, user_score, user_mask, ignored = call.is_causal, call.score_mod, call.mask_mod, call.key_padding_mask
     positioned = user_score is not None or user_mask is not None or ignored is not None
     if positioned:
         batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, start, batch, group, device))
@@ -245,15 +226,15 @@ def _lanes(
 
     diagonal = DilatedPattern((piece.rows,), (1,))
     narrows = ignored is not None or user_mask is not None
-    out, lse = flex.call(
+    out, lse = kernel.call(
         q,
         k,
         v,
         score_mod=None if user_score is None else score_mod,
         block_mask=block_mask_for(diagonal, 1, 1, rows, is_causal, device, mask_mod, narrows=narrows),
-        scale=options.scale,
+        scale=call.checked_scale,
         want_lse=True,
-        kind=options.kind(),
+        kind=_kind(call),
     )
     assert lse is not None
     return out, lse

@@ -11,52 +11,41 @@ serve every number.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.call import Call, documents
-from flexdilated.grids import Grid, draw_grids, num_parts
-from flexdilated.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
-from flexdilated.merge import accumulated
-from flexdilated.mixing import heads_of, mix, read, tokens_of, total_of
-from flexdilated.mods import MaskMod, ScoreMod, modify, refuse_zero_keys
-from flexdilated.pattern import DilatedPattern
+from flexdilated.backends.grids import Grid, draw_grids, num_parts
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
+from flexdilated.backends.merge import accumulated
+from flexdilated.backends.mixing import heads_of, mix, read, tokens_of, total_of
+from flexdilated.backends.transforms import is_transformed, may_draw
+from flexdilated.call import Call, documents, refuse_zero_keys
 from flexdilated.pieces import Piece, plan_pieces
-from flexdilated.transforms import is_transformed, may_draw
+from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["materialised"]
+__all__ = ["attend"]
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
 
-class _Options(NamedTuple):
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-
-
-def materialised(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, differentiable, also in what the functions hold.
 
     Raises:
         NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
-    assert call.scale is not None
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
-    options = _Options(call.is_causal, call.scale, call.dropout_p, call.score_mod, call.mask_mod)
     if call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError(
             "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its values; "
             "call dilated_attention outside of torch.compile, or once per document"
         )
     if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):
-        return _padded(q, k, v, key_padding_mask, pattern, options)
+        return _padded(q, k, v, call)
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     plans = [plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
@@ -71,17 +60,15 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, T
     with without_autocast(q.device):
         for (start, length), pieces, (q_d, k_d, v_d) in zip(spans, plans, parts):
             ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
-            results = [(piece, *_piece(q_d, k_d, v_d, ignored, start, piece, options)) for piece in pieces]
+            results = [(piece, *_piece(q_d, k_d, v_d, ignored, start, piece, call)) for piece in pieces]
             out, lse = mix(results, q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
-def _piece(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, options: _Options
-) -> tuple[Tensor, Tensor]:
-    """Out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)` of a piece of a document that begins at token `start`."""
+def _piece(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call) -> tuple[Tensor, Tensor]:
+    """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`."""
     group, device = q.shape[2] // k.shape[2], q.device
     lanes = piece.offsets * piece.heads
     per_row = max(1, q.shape[0] * lanes * group * piece.rows)
@@ -109,7 +96,7 @@ def _piece(
                 h,
                 q_idx[None, :, :, None, None, :, None],
                 kv_idx[None, :, :, None, None, None, :],
-                options,
+                call,
             )
             if recomputes:
                 chunks.append(checkpoint(_attend, *arguments, use_reentrant=False))
@@ -134,47 +121,59 @@ def _attend(
     h: Tensor,
     q_idx: Tensor,
     kv_idx: Tensor,
-    options: _Options,
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
-    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * options.scale
-    scores, visible = modify(scores, b, h, q_idx, kv_idx, options.score_mod, options.mask_mod)
-    for seen in (visible, kv_idx <= q_idx if options.is_causal else None, None if hidden is None else ~hidden):
+    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale
+    scores, visible = _modify(scores, b, h, q_idx, kv_idx, call.score_mod, call.mask_mod)
+    for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:
             scores = torch.where(seen, scores, -math.inf)
     reached = (scores != -math.inf).any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~reached, 0.0)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     weights = torch.exp(scores - lse) * reached
-    if options.dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         with may_draw():
-            weights = torch.nn.functional.dropout(weights, options.dropout_p)
+            weights = torch.nn.functional.dropout(weights, call.dropout_p)
     out = _multiply(weights.flatten(-3, -2), v[..., 0, :, :]).unflatten(-2, (group, rows))
     return out, lse.masked_fill(~reached, -math.inf)[..., 0]
+
+
+def _modify(
+    scores: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores after `score_mod`, and what `mask_mod` lets be seen (None: everything).
+
+    The functions see tensors that broadcast to the scores instead of one pair: being pointwise, with tables indexed by positions,
+    they cannot tell.
+    """
+    if score_mod is not None:
+        scores = score_mod(scores, b, h, q_idx, kv_idx).to(scores.dtype).expand_as(scores)
+    return scores, None if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
 
 
 # -- where the number of tokens is a symbol ---------------------------------------------------------------------------------------
 
 
-def _padded(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, pattern: DilatedPattern, options: _Options
-) -> tuple[Tensor, Tensor]:
+def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The same mixture, by grids whose sizes alone depend on the number of tokens."""
     if not TRACES_UNKNOWN_SIZES:
         raise NotImplementedError(
             "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
             "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
         )
+    pattern, ignored = call.pattern, call.key_padding_mask
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
     group = heads // kv_heads
     parts = num_parts(pattern, batch, num_tokens, kv_heads, group, SCORES)
-    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, options.is_causal, parts, q.device)
+    tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, call.is_causal, parts, q.device)
     if ignored is not None:
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
-        results = [_branch(q, k, v, ignored, pattern, i, tokens, grid, options) for i, grid in enumerate(grids)]
+        results = [_branch(q, k, v, i, tokens, grid, call) for i, grid in enumerate(grids)]
         total, reached = total_of(torch.stack([lse for _, lse in results]))  # (B, N, H)
         mixed = torch.zeros_like(results[0][0])
         for out, lse in results:
@@ -187,14 +186,13 @@ def _branch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ignored: Tensor | None,
-    pattern: DilatedPattern,
     branch: int,
     tokens: Tensor,
     grid: Grid,
-    options: _Options,
+    call: Call,
 ) -> tuple[Tensor, Tensor]:
     """A branch's out `(B, N, H, D)` and lse `(B, N, H)`, 0 and -inf at tokens that a head does not keep."""
+    pattern, ignored = call.pattern, call.key_padding_mask
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
     length, rate = pattern.branches[branch]
@@ -229,7 +227,7 @@ def _branch(
             h[None, :, None, :, None],
             q_token[None, :, None, :, None],
             k_token[None, :, None, None, :],
-            options,
+            call,
         )
         out, lse = checkpoint(_attend, *arguments, use_reentrant=False) if recomputes else _attend(*arguments)
         outs.append(out[:, :, 0])

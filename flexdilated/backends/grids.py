@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.hardware import is_symbolic
-from flexdilated.mods import refuse_zero_keys
+from flexdilated.backends.hardware import is_symbolic
+from flexdilated.call import refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.pieces import plan_pieces
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexdilated.backends.transforms import is_transformed
 from flexdilated.pieces import Piece, box
-from flexdilated.transforms import is_transformed
 
 __all__ = ["heads_of", "mix", "read", "tokens_of", "total_of"]
 
