@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import DEFAULT, prefer
-from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
 
@@ -23,7 +23,7 @@ def _reference_why_not(request: Request) -> str | None:
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
     "flash": flash.why_not,
-    "flex": flex.why_not,
+    "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
 }
 # Those that run under the one differentiable operation: each gives its kernel for a request.
