@@ -1,4 +1,4 @@
-"""One call of dilated attention: its options as they travel from the public function to an engine, and what is refused of them."""
+"""One call of dilated attention: its options on the way to an engine. Long: every refusal of an argument stands here."""
 
 from __future__ import annotations
 

@@ -78,3 +78,28 @@ def test_no_private_name_crosses_files(file: str) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             private += [node.attr] if node.attr.startswith("_") and not node.attr.startswith("__") else []
     assert not private
+
+
+def test_the_top_level_is_small() -> None:
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_long_file_says_why(file: str) -> None:
+    lines = (ROOT / file).read_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MANY_LINES or " Long: " in lines[0]
+
+
+def test_few_functions_take_many_arguments() -> None:
+    """Public signatures: everything behind them takes a Call."""
+    wide = set()
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.FunctionDef):
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len([name for name in names if name not in ("self", "cls")]) > MOST_ARGUMENTS:
+                    assert not node.name.startswith("_") or node.name == "__init__", f"{file}: {node.name}"
+                    wide.add((file, node.name, node.lineno))
+    assert len(wide) <= WIDE_FUNCTIONS

@@ -269,8 +269,7 @@ def _process_memory() -> str:
 
 def _check_finite(embeddings: dict[str, Tensor], dtype: str) -> None:
     for name, embedding in embeddings.items():
-        broken = embedding[~embedding.isfinite()]
-        if broken.numel():
+        if (broken := embedding[~embedding.isfinite()]).numel():
             advice = "use bfloat16 or float32" if dtype == "float16" else "check the weights and the scale of the tile embeddings"
             refuse(f"{name} must be finite, got {broken[0].item()} with --dtype={dtype}; {advice}")
 

@@ -1,6 +1,6 @@
-"""The bounded key/value cache: causal decoding in memory that does not grow with the context.
+"""The bounded key/value cache. Long: one class, what it can do and what it refuses.
 
-Longer than most: what it can do and what it refuses are one class.
+Causal decoding in memory that does not grow with the context.
 """
 
 from __future__ import annotations

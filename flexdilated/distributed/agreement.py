@@ -1,4 +1,4 @@
-"""The ranks of a group agree, once per plan, that they hold the same plan: over the group's store, without a collective."""
+"""The ranks of a group agree on a plan over their store, without a collective. Long: every way to miss each other is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which rows each rank needs of which other, in integers: intervals and strides, never lists, until a rank asks for its own.
+"""Which rows each rank needs of which other, in integers. Long: one geometry of cut segments, for rows and for whole heads.
+
+Intervals and strides, never lists, until a rank asks for its own.
 
 The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. What follows
 speaks of the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots; each rank holds an

@@ -1,12 +1,12 @@
-"""One rank's part of attention over a sharded sequence: pieces inside the shard, tasks of segments that shards cut, one merge.
+"""One rank's part of attention over a sharded sequence. Long: forward and backward of three exchanges share what a task is.
+
+Pieces inside the shard, tasks of segments that shards cut, one merge.
 
 Of a segment that lies in several shards, either rows of keys and values travel to the ranks of the queries ("gather": all at once;
 "ring": one source after another), or the rows of whole heads travel to one rank each, and their outputs back ("heads"). A source
 and a piece are the same thing: more keys, whose partial `(out, lse)` are merged; and since the backward of a part needs the output
 and log-sum-exp of the whole mixture alone, the gradients of all parts, wherever they are computed, add up to the exact gradient.
 """
-
-# Longer than most: the forward and the backward of the three exchanges are one loop each, and share what a task is.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dilated attention as modules: the bare mixture, and the multi-head layer around it."""
+"""Dilated attention as modules: the bare mixture, and the multi-head layer. Long: what every argument means and refuses."""
 
 from __future__ import annotations
 

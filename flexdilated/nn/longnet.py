@@ -1,4 +1,4 @@
-"""LongNet as a language model: `head(norm(blocks(embedding(tokens))))`."""
+"""LongNet as a language model, `head(norm(blocks(embedding(tokens))))`. Long: the model, its configuration and its files."""
 
 from __future__ import annotations
 
