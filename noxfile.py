@@ -13,6 +13,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 TORCH = "2.13.0"  # what development and CI use
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
+WORKERS = ("-n", "auto", "--maxprocesses", "8")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
 
@@ -20,6 +21,12 @@ def _install(session: nox.Session, torch: str = TORCH) -> None:
     """torch first and by its exact version, so that nothing installed later brings another."""
     session.install(f"torch=={torch}")
     session.install("-e", ".[test]", f"torch=={torch}")
+
+
+def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    """pytest on every core, a thread for each worker; `-- -n 0` is one process, as a debugger needs it."""
+    threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    session.run("pytest", *WORKERS, *arguments, *session.posargs, env={**threads, **(env or {})})
 
 
 @nox.session
@@ -33,7 +40,14 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The proof: everything against the float64 oracle, the golden files and itself."""
     _install(session)
-    session.run("pytest", *session.posargs)
+    _pytest(session)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """The tests that take no longer than some seconds and start no processes, for trying a change."""
+    _install(session)
+    _pytest(session, "-m", "not slow and not ranks and not gpu")
 
 
 @nox.session
@@ -57,14 +71,14 @@ def types(session: nox.Session) -> None:
 def tests_torch(session: nox.Session, torch: str) -> None:
     """The tests under one version of torch."""
     _install(session, torch)
-    session.run("pytest", *session.posargs)
+    _pytest(session)
 
 
 @nox.session
 def tests_ranks(session: nox.Session) -> None:
     """Attention over 8 processes; `nox -s tests` runs 1 to 4."""
     _install(session)
-    session.run("pytest", "tests/distributed", *session.posargs, env={"FLEXDILATED_WORLD_SIZES": "8"})
+    _pytest(session, "tests/distributed", "-m", "ranks", env={"FLEXDILATED_WORLD_SIZES": "8"})
 
 
 @nox.session
@@ -130,7 +144,7 @@ def minimums(session: nox.Session) -> None:
     lowest = [f"{name}=={version}" for name, version in _declared_minimums(session).items()]
     session.install(next(pin for pin in lowest if pin.startswith("torch==")))
     session.install("-e", ".[test]", *lowest)
-    session.run("pytest", *session.posargs)
+    _pytest(session)
 
 
 @nox.session

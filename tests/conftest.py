@@ -1,8 +1,10 @@
-"""Seeds, the gpu marker and the hypothesis profile."""
+"""Seeds, the markers, the hypothesis profile, and the threads of pytest-xdist's workers."""
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -10,6 +12,9 @@ import torch
 
 # Spawned ranks import tests by name, and importlib mode leaves the root out of sys.path. Last, so that an installed package wins.
 sys.path.append(str(Path(__file__).parents[1]))
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("flexdilated", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("flexdilated")
@@ -36,3 +41,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share processes go to one worker; others one by one to whichever is free.
+
+    The place of a test is read from its name: xdist 3.8 loses the groups of its own marker under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            world_size = re.search(r"\b\d+_ranks\b", nodeid)
+            file = nodeid.split("::")[0]
+            return world_size[0] if world_size else file if "/distributed/" in file else nodeid
+
+    return Scheduler(config, log)

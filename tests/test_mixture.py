@@ -347,11 +347,13 @@ def train_rank(rank: int, broken_rank: int | None) -> None:
     torch.testing.assert_close(model.qkv.bias.grad, whole.qkv.bias.grad, **EXACT)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_data_parallel_ranks_average_to_the_gradient_of_one(tmp_path: Path) -> None:
     run_ranks(train_rank, WORLD_SIZE, tmp_path, None)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)^rank 1 of 2: Traceback.*AssertionError"):
