@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from flexdilated import DilatedPattern
+from flexdilated import DilatedPattern, dilated_attention, reference
 
 HEAD_DIMS = (1, 3, 24, 48)
 SCALES = (None, 0.9, 0, 0.0, -0.4, 1e-42)  # the last is 0 to most kernels
@@ -120,6 +120,29 @@ def differentiate(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     outputs, weights = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
     grads = torch.autograd.grad(outputs, leaves, weights)
     return out.detach(), lse.detach(), *grads
+
+
+def run_engine(case: Case, backend: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` by one engine."""
+    options = {**case.options(device), "return_lse": True, "backend": backend}
+    return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype, device))
+
+
+def run_reference(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` by the definition, in float64 from inputs rounded to a dtype."""
+    tensors = [x if x is None else x.double() for x in case.tensors(dtype)]
+    return differentiate(lambda q, k, v: reference.dilated_attention(q, k, v, case.pattern, **case.options()), *tensors)  # type: ignore[arg-type]
+
+
+def run_plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """`out, out, dq, dk, dv` by plain PyTorch in a dtype: how much error that dtype costs anyone. No mask, no documents."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = dense_attention(q, k, v, case.pattern, is_causal=case.is_causal)
+        return out, out
+
+    q, k, v, dout, _ = case.tensors(dtype)
+    return differentiate(plain, q, k, v, dout)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:

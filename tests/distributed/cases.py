@@ -1,61 +1,45 @@
-"""Random attentions over shards, and what they must give."""
+"""Random attentions over shards, what they must give, and what a rank does with them."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flexdilated import DilatedPattern, reference
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends.merge import accumulated
 from flexdilated.distributed.plan import ContextPlan, context_plan
-from tests.cases import least_heads
+from tests.cases import Case, differentiate, least_heads, run_reference
+from tests.tolerances import EXACT
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LENGTHS = (11, 13, 0, 17, 7, 3, 19, 5)
 
 
 @dataclass(frozen=True)
-class ShardedCase:
-    """One attention of a sequence in shards, as integers and options; tensors come from its seed."""
+class ShardedCase(Case):
+    """One attention of a sequence in shards; `num_tokens` is their sum, and no scale is that of the head dim."""
 
-    pattern: DilatedPattern
-    shard_lengths: tuple[int, ...]
-    batch: int = 1
     kv_heads: int = 3
-    group: int = 1
-    head_dim: int = 3
-    is_causal: bool = False
-    ignored: float = 0.0
-    borders: tuple[int, ...] | None = None
-    scale_factor: float = 1.0
-    seed: int = 0
+    shard_lengths: tuple[int, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.shard_lengths)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(self.shard_lengths))
+        object.__setattr__(self, "scale", self.head_dim**-0.5 if self.scale is None else self.scale)
 
-    @property
-    def scale(self) -> float:
-        return self.scale_factor * self.head_dim**-0.5
-
-    def tensors(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    def named(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """q, k, v, dout and dlse of the whole sequence."""
-        generator = torch.Generator().manual_seed(self.seed)
-        b, n, h, d = self.batch, self.num_tokens, self.kv_heads * self.group, self.head_dim
-        shapes = {"q": (b, n, h, d), "k": (b, n, self.kv_heads, d), "v": (b, n, self.kv_heads, d), "dout": (b, n, h, d)}
-        drawn = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
-        drawn["dlse"] = torch.randn(b, h, n, dtype=torch.float64, generator=generator)
-        return {name: x.to(dtype) for name, x in drawn.items()}
+        return dict(zip(("q", "k", "v", "dout", "dlse"), self.tensors(dtype), strict=True))  # type: ignore[arg-type]
 
     def mask(self) -> Tensor | None:
         """The key padding mask of the whole sequence."""
-        if not self.ignored:
-            return None
-        return torch.rand(self.batch, self.num_tokens, generator=torch.Generator().manual_seed(self.seed + 1)) < self.ignored
-
-    def cu_seqlens(self) -> Tensor | None:
-        return None if self.borders is None else torch.tensor(self.borders)
+        return self.options().get("key_padding_mask")
 
     def documents(self) -> tuple[tuple[int, int], ...]:
         borders = (0, self.num_tokens) if self.borders is None else self.borders
@@ -71,23 +55,8 @@ class ShardedCase:
 
     def expected(self) -> dict[str, Tensor]:
         """`out`, `lse` and gradients of the whole sequence by the oracle; `dlse` is 0 where no key reaches."""
-        given = self.tensors()
-        q, k, v = (given[name].requires_grad_() for name in "qkv")
-        out, lse = reference.dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            key_padding_mask=self.mask(),
-            cu_seqlens=self.cu_seqlens(),
-        )
-        reached = lse > -torch.inf
-        dlse = given["dlse"].masked_fill(~reached, 0.0)
-        ((out * given["dout"]).sum() + (lse.masked_fill(~reached, 0.0) * dlse).sum()).backward()
-        grads: dict[str, Any] = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-        return {"out": out.detach(), "lse": lse.detach(), "dlse": dlse, **grads}
+        expected = dict(zip(NAMES, run_reference(self), strict=True))
+        return expected | {"dlse": self.named()["dlse"].masked_fill(expected["lse"] == -torch.inf, 0.0)}
 
 
 def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
@@ -107,16 +76,87 @@ def random_case(seed: int, num_ranks: int, *, longest: int = 90) -> ShardedCase:
     if rng.random() < 0.35:
         borders = (0, *sorted(rng.randint(0, tokens) for _ in range(rng.randint(1, 3))), tokens)
     cuts = [0, *sorted(rng.randint(0, tokens) for _ in range(num_ranks - 1)), tokens]
+    batch, kv_heads, group = (
+        1 if borders else rng.choice([1, 2]),
+        max(rng.randint(1, 4), least_heads(pattern)),
+        rng.choice([1, 1, 2]),
+    )
+    head_dim = rng.choice([1, 3, 4])
     return ShardedCase(
         pattern,
-        tuple(b - a for a, b in pairwise(cuts)),
-        batch=1 if borders else rng.choice([1, 2]),
-        kv_heads=max(rng.randint(1, 4), least_heads(pattern)),
-        group=rng.choice([1, 1, 2]),
-        head_dim=rng.choice([1, 3, 4]),
+        shard_lengths=tuple(b - a for a, b in pairwise(cuts)),
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
         is_causal=rng.random() < 0.5,
-        ignored=0.3 if rng.random() < 0.35 else 0.0,
+        ignored=0.3 if rng.random() < 0.35 else None,
         borders=borders,
-        scale_factor=rng.choice([1.0, 1.0, -0.7, 0.0]),
+        scale=rng.choice([1.0, 1.0, -0.7, 0.0]) * head_dim**-0.5,
         seed=seed,
     )
+
+
+def cut(size: int, **options: Any) -> ShardedCase:
+    """Uneven shards, one of them empty, and segments that lie inside them, across one border and across all."""
+    return ShardedCase(
+        DilatedPattern((8, 24, 71), (1, 2, 3)), shard_lengths=LENGTHS[:size], batch=options.pop("batch", 2), group=2, **options
+    )
+
+
+@lru_cache(maxsize=8)
+def expected_of(case: ShardedCase) -> dict[str, Tensor]:
+    return case.expected()
+
+
+def arguments(case: ShardedCase, rank: int, mesh: DeviceMesh, **options: Any) -> dict[str, Any]:
+    """The keyword arguments of this rank's call."""
+    mask = case.mask()
+    is_even = len(set(case.shard_lengths)) == 1
+    return {
+        **case.options(),
+        "key_padding_mask": None if mask is None else mask[:, case.shard(rank)],
+        "mesh": mesh,
+        "shard_lengths": None if is_even else case.shard_lengths,
+        "return_lse": True,
+        **options,
+    }
+
+
+def shards(case: ShardedCase, rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v and dout of this rank: views, as the caller may hold them."""
+    given = case.named(dtype)
+    return [given[name][:, case.shard(rank)] for name in ("q", "k", "v", "dout")]
+
+
+def results(
+    case: ShardedCase, rank: int, mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Tensor, ...]:
+    """`out, lse, dq, dk, dv` of this rank."""
+    given = arguments(case, rank, mesh, **options)
+    dlse = expected_of(case)["dlse"][:, :, case.shard(rank)].to(accumulated(dtype))
+    return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **given), *shards(case, rank, dtype), dlse)
+
+
+def assert_expected(case: ShardedCase, rank: int, actual: tuple[Tensor, ...], **tolerance: float) -> None:
+    for name, a in zip(NAMES, actual, strict=True):
+        e = expected_of(case)[name]
+        e = e[:, :, case.shard(rank)] if name == "lse" else e[:, case.shard(rank)]
+        torch.testing.assert_close(a.double(), e, **(tolerance or EXACT), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def simple(size: int, **options: Any) -> ShardedCase:
+    """Segments that lie in all shards, none of them empty."""
+    return ShardedCase(DilatedPattern((8, 67), (1, 2)), shard_lengths=(11, 13, 7, 5, 3, 9, 2, 4)[:size], **options)
+
+
+def check_sound(case: ShardedCase, rank: int, mesh: DeviceMesh) -> None:
+    """What came before left the group in order."""
+    assert_expected(case, rank, results(case, rank, mesh))
+
+
+@lru_cache(maxsize=2)
+def grid(size: int) -> DeviceMesh:
+    """Ranks in two axes of two or more where their number allows it."""
+    rows = 2 if size % 2 == 0 else 1
+    return init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))

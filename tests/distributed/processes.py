@@ -1,4 +1,4 @@
-"""Real processes, one per rank."""
+"""Real processes, one per rank, in as many numbers as `FLEXDILATED_WORLD_SIZES` says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank may compile for minutes while another waits
+# Descending: pytest gathers the tests of a process set by the place of its parameter, which `at_least` must not move.
+WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 
 
@@ -169,3 +172,16 @@ def _serve(rank: int, world_size: int, file: str, timeout: timedelta | None, con
                 answer = False, traceback.format_exc()
             faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(pickle.dumps(answer))
+
+
+def at_least(least: int) -> pytest.MarkDecorator:
+    """The world sizes of a test that needs so many ranks."""
+    return pytest.mark.parametrize("ranks", [each_size(size) for size in WORLD_SIZES if size >= least], indirect=True)
+
+
+def each_size(size: int) -> Any:
+    """A world size as a parameter: its tests start processes, and by its name one worker runs them all."""
+    return pytest.param(size, id=f"{size}_ranks", marks=pytest.mark.ranks)
+
+
+several = at_least(2)

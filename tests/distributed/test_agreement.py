@@ -424,10 +424,12 @@ def world_of_four(rank: int, size: int, path: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.ranks
 def test_agree_in_two_processes_over_two_groups_of_one_name(tmp_path: Path) -> None:
     run_ranks(world_of_two, 2, tmp_path, 2, str(tmp_path / "store"), timeout=None)
 
 
+@pytest.mark.ranks
 def test_agree_on_the_axes_of_a_mesh_of_four_processes(tmp_path: Path) -> None:
     run_ranks(world_of_four, 4, tmp_path, 4, str(tmp_path / "store"), timeout=None)
 

@@ -102,12 +102,14 @@ def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> Non
         dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "ring", "heads"])
 def test_backwards_in_another_order_are_an_error_on_both_ranks(breaking: Ranks, exchange: str) -> None:
     breaking.run(backwards_in_another_order, exchange, deadline=300.0)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [one_call_left_out, goes_on_after_its_refusal])
 def test_calls_out_of_step_are_an_error_on_both_ranks(breaking: Ranks, case: Callable[..., None]) -> None:
@@ -125,6 +127,7 @@ def told_in_the_next_round(rank: int, mesh: DeviceMesh) -> None:
     assert_right(dilated_attention(*inputs, PATTERN, mesh=mesh), inputs, rank, 3)
 
 
+@pytest.mark.ranks
 def test_a_call_too_many_is_told_where_ranks_compare(tmp_path: Path) -> None:
     ranks = Ranks(2, tmp_path)
     try:
@@ -169,6 +172,7 @@ def check_legal(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) 
     assert_right(out, inputs, rank, 5, pattern)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("pattern", [PATTERN, LOCAL], ids=["cut", "local"])
 @pytest.mark.parametrize("way", ["checkpoint", "twice", "no_grad", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_numbered_calls_give_what_one_rank_gives(pair: Ranks, way: str, pattern: DilatedPattern) -> None:
@@ -190,6 +194,7 @@ def local_alone(rank: int, mesh: DeviceMesh) -> None:
         assert_right(out, inputs, rank, seed)
 
 
+@pytest.mark.ranks
 def test_a_rank_may_make_local_calls_alone(pair: Ranks) -> None:
     pair.run(local_alone)
 
@@ -215,6 +220,7 @@ def caught_refusals(rank: int, mesh: DeviceMesh) -> None:
         assert_right(out, inputs, rank, seed)
 
 
+@pytest.mark.ranks
 def test_ranks_go_on_after_a_refusal_that_is_caught(pair: Ranks) -> None:
     pair.run(caught_refusals)
 
@@ -250,6 +256,7 @@ def check_refused(rank: int, mesh: DeviceMesh) -> None:
     assert_right(dilated_attention(*inputs, PATTERN, mesh=mesh), inputs, rank, 9)
 
 
+@pytest.mark.ranks
 def test_transforms_and_threads_are_refused_by_name(pair: Ranks) -> None:
     pair.run(check_refused)
 
@@ -278,11 +285,13 @@ def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: boo
             assert_right(out, inputs, rank, 4)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("exchange_name", ["gather", "ring", "heads"])
 def test_messages_without_tags_carry_their_number(pair: Ranks, exchange_name: str) -> None:
     pair.run(check_headers, exchange_name, False)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_messages_of_another_call_are_refused_without_tags(breaking: Ranks) -> None:
     breaking.run(check_headers, "gather", True, deadline=300.0)

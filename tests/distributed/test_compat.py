@@ -15,6 +15,8 @@ from tests.compat.cases import BATCH, EMBED, HEAD_DIM, HEADS, HILBERT, TOKENS, b
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT, SINGLE
 
+pytestmark = pytest.mark.ranks
+
 WORLD_SIZE = 3
 BARE, LAYER, HYBRID = "RingDilatedAttention", "RingMultiheadDilatedAttention", "RingMultiheadDilatedAttentionHybrid"
 NAMES = (BARE, HILBERT, LAYER, HYBRID)

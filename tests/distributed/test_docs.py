@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_program_of_the_docs_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "context-parallelism.md").read_text(), flags=re.DOTALL)

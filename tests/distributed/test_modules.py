@@ -21,6 +21,8 @@ from flexdilated.nn import Rotary, XPos
 from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT
 
+pytestmark = pytest.mark.ranks
+
 NESTED = DilatedPattern((5, 15), (1, 3))
 RAGGED = DilatedPattern((7, 11), (2, 3))
 TOKENS = 34  # of two equal shards

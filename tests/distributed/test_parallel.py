@@ -25,7 +25,7 @@ from tests.tolerances import EXACT
 
 Tamper = Callable[[int, int, Tensor], Tensor]
 
-WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), (11, 13, 17), batch=2, group=2)
+WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), shard_lengths=(11, 13, 17), batch=2, group=2)
 
 
 def share_of(
@@ -48,7 +48,7 @@ def simulate(
     seed: int | None = None,
 ) -> tuple[dict[str, Tensor], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
     """What all ranks give, put together, and the bytes of forward and backward by (receiver, sender)."""
-    plan, given, mask = case.plan(), case.tensors(dtype), case.mask()
+    plan, given, mask = case.plan(), case.named(dtype), case.mask()
     lse = case.expected()["lse"]
     given["dlse"] = given["dlse"].masked_fill(lse == -torch.inf, 0.0)
     given = {name: x.to(device) for name, x in given.items()}
@@ -93,7 +93,7 @@ def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) 
 
 
 def check_bytes(case: ShardedCase, exchange: str, ahead: Counter[tuple[int, int]], back: Counter[tuple[int, int]]) -> None:
-    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored > 0, "lse_size": 8}
+    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
     for counted, planned in zip((ahead, back), cost.bytes_received(case.plan(), exchange, **sizes)):
         received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
         assert received == planned.tolist()
@@ -162,7 +162,7 @@ def test_random_cases_move_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dtype, device: str) -> None:
     expected = WIDE.expected()
-    ones = ShardedCase(WIDE.pattern, (WIDE.num_tokens,), batch=WIDE.batch, group=WIDE.group)
+    ones = ShardedCase(WIDE.pattern, shard_lengths=(WIDE.num_tokens,), batch=WIDE.batch, group=WIDE.group)
     alone, _, _ = simulate(ones, "gather", dtype, device=device)
     got, _, _ = simulate(WIDE, exchange, dtype, device=device)
     for name, value in got.items():
@@ -175,7 +175,7 @@ def test_low_precision_is_as_exact_as_on_one_rank(exchange: str, dtype: torch.dt
 def test_dropout_is_the_same_in_forward_and_backward_and_differs_by_rank(exchange: str) -> None:
     """`out` is linear in v under fixed dropout, so `sum(dout out) = sum(v dv)`, only if both directions drop the same weights."""
     got, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
-    given = WIDE.tensors()
+    given = WIDE.named()
     torch.testing.assert_close((given["dout"] * got["out"]).sum(), (given["v"] * _without_lse(exchange)["dv"]).sum(), **EXACT)
     again, _, _ = simulate(WIDE, exchange, dropout_p=0.4, seed=5)
     assert torch.equal(got["out"], again["out"])
@@ -198,8 +198,8 @@ def test_bits_of_any_strides_travel(x: Tensor) -> None:
 
 
 def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
-    case = ShardedCase(DilatedPattern((8,), (1,)), (8, 8))
-    given = case.tensors()
+    case = ShardedCase(DilatedPattern((8,), (1,)), shard_lengths=(8, 8))
+    given = case.named()
     outs = []
     for rank in range(2):
         tensors = [given[name][:, :8].contiguous() for name in "qkv"]  # the same on both
@@ -210,13 +210,12 @@ def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = ShardedCase(DilatedPattern((5, 16), (1, 3)), (9, 12, 11), kv_heads=3, is_causal=True)
-    tensors = case.tensors
-    given = tensors()
-    given["k"][0, 10, 1] = torch.nan
+    case = ShardedCase(DilatedPattern((5, 16), (1, 3)), shard_lengths=(9, 12, 11), kv_heads=3, is_causal=True)
+    given = case.tensors()
+    given[1][0, 10, 1] = torch.nan
 
-    def poisoned(self: ShardedCase, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        return {name: x.clone() for name, x in given.items()}
+    def poisoned(self: ShardedCase, dtype: torch.dtype = torch.float64) -> tuple[Tensor | None, ...]:
+        return given
 
     monkeypatch.setattr(ShardedCase, "tensors", poisoned)
     got, _, _ = simulate(case, exchange)
@@ -260,7 +259,7 @@ def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch)
         rows = needs.rows + more  # the sender holds that row too
         return needs._replace(rows=rows)
 
-    case = ShardedCase(DilatedPattern((30,), (2,)), (11, 13, 17))
+    case = ShardedCase(DilatedPattern((30,), (2,)), shard_lengths=(11, 13, 17))
     ahead, back = simulate(case, exchange)[1:]
     check_bytes(case, exchange, ahead, back)
     plan = ContextPlan(

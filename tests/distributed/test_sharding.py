@@ -145,6 +145,7 @@ def check_axes(rank: int) -> None:
         assert torch.equal(function(x, mesh), shard_sequence(x, mesh) + mesh.size())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sequences_are_cut_and_put_together_exactly(world_size: int, tmp_path: Path) -> None:
     run_ranks(check_all, world_size, tmp_path, world_size)
@@ -155,6 +156,7 @@ def fail_on_one(rank: int) -> None:
     assert rank != 1, "rank 1 fails"
 
 
+@pytest.mark.ranks
 def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2: Traceback.*rank 1 fails"):
         run_ranks(fail_on_one, 2, tmp_path)

@@ -1,0 +1,192 @@
+"""DTensors of any placements give what their whole gives, or are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed.plan import EXCHANGES
+from tests.distributed.cases import (
+    NAMES,
+    ShardedCase,
+    arguments,
+    assert_expected,
+    expected_of,
+    grid,
+    shards,
+)
+from tests.distributed.processes import Ranks, several
+from tests.tolerances import EXACT
+
+TOKENS, HEADS = [Shard(1)], [Shard(2)]
+
+
+def placed(value: Any) -> str:
+    """Placements, or another parameter, in the name of a test."""
+    if not isinstance(value, list):
+        return str(value)
+    return "_".join(("batch", "tokens", "heads")[p.dim % 4] if isinstance(p, Shard) else "replicated" for p in value)
+
+
+def scattered(x: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    return distribute_tensor(x, mesh, placements)
+
+
+def check_dtensors(
+    rank: int, mesh: DeviceMesh, case: ShardedCase, placements: list[Placement], masking: str | None, exchange: str, compiled: bool
+) -> None:
+    mesh = grid(mesh.size()) if len(placements) == 2 else mesh
+    given, expected, mask = case.named(), expected_of(case), case.mask()
+    options: dict[str, Any] = {**case.options(), "exchange": exchange}
+    leaves = [scattered(given[name], mesh, placements).requires_grad_() for name in "qkv"]
+    held = leaves[0].placements  # dims counted from the front
+    if mask is not None:
+        own = [p if p.is_shard(0) or p.is_shard(1) else Replicate() for p in held]
+        local = scattered(mask.byte(), mesh, own).to_local().bool()
+        options["key_padding_mask"] = {
+            "plain": local,
+            "dtensor": DTensor.from_local(local, mesh, own, run_check=False, shape=mask.shape, stride=mask.stride()),
+            "replicated": DTensor.from_local(mask, mesh, [Replicate()] * mesh.ndim, run_check=False),
+        }[masking]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return dilated_attention(q, k, v, case.pattern, return_lse=True, **options)
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out, lse = attend(*leaves)
+    assert out.placements == held
+    assert out.shape == given["q"].shape
+    assert out.stride() == given["q"].stride()
+    moved = {0: 0, 1: 2, 2: 1}
+    assert lse.placements == tuple(Shard(moved[p.dim]) if isinstance(p, Shard) else p for p in held)
+    weights = scattered(given["dout"], mesh, placements), scattered(expected["dlse"], mesh, lse.placements)
+    grads = torch.autograd.grad((out, lse), leaves, weights)
+    for name, x in zip(NAMES, (out, lse, *grads), strict=True):
+        torch.testing.assert_close(x.full_tensor().detach(), expected[name], **EXACT, msg=lambda t, name=name: f"{name}: {t}")
+    alone = dilated_attention(*leaves, case.pattern, **options)
+    assert torch.equal(alone.full_tensor(), out.full_tensor())
+
+
+def dtensor_case(**options: Any) -> ShardedCase:
+    """Offsets differ from head to head; heads divide among 2, 3, 4 and 8 ranks, tokens among none, batch among 2."""
+    return ShardedCase(DilatedPattern((8, 13, 41), (1, 3, 5)), shard_lengths=(41,), kv_heads=24, group=2, **{"batch": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("placements", "exchange", "masking"),
+    [
+        (TOKENS, "gather", "plain"),
+        (TOKENS, "ring", "dtensor"),
+        (TOKENS, "heads", None),
+        ([Shard(-3)], "auto", "replicated"),
+        (HEADS, "auto", "plain"),
+        (HEADS, "auto", "dtensor"),
+        ([Replicate()], "auto", "dtensor"),
+        ([Shard(2), Shard(1)], "gather", "dtensor"),
+        ([Shard(1), Shard(2)], "heads", "plain"),
+        ([Shard(0), Shard(1)], "ring", "plain"),
+        ([Replicate(), Shard(1)], "heads", "replicated"),
+        ([Shard(0), Shard(2)], "auto", "dtensor"),
+    ],
+    ids=placed,
+)
+def test_dtensors_give_what_their_whole_gives(
+    ranks: Ranks, placements: list[Placement], exchange: str, masking: str | None
+) -> None:
+    case = dtensor_case(is_causal=masking == "plain", ignored=0.2 if masking else None)
+    ranks.run(check_dtensors, case, placements, masking, exchange, False)
+
+
+@several
+@pytest.mark.parametrize("placements", [TOKENS, [Shard(2), Shard(1)], [Shard(0), Shard(1)]], ids=placed)
+def test_dtensors_whose_parts_may_be_empty(ranks: Ranks, placements: list[Placement]) -> None:
+    """As `torch.chunk` cuts 5 tokens among 4 ranks: 2, 2, 1 and none."""
+    ranks.run(check_dtensors, replace(dtensor_case(), shard_lengths=(5,)), placements, None, "auto", False)
+
+
+@several
+def test_dtensors_with_documents(ranks: Ranks) -> None:
+    ranks.run(check_dtensors, dtensor_case(batch=1, borders=(0, 3, 30, 41)), [Shard(2), Shard(1)], None, "auto", False)
+
+
+@several
+@pytest.mark.slow
+@pytest.mark.parametrize("masking", [None, "plain"])
+@pytest.mark.parametrize("placements", [TOKENS, HEADS, [Shard(2), Shard(1)]], ids=placed)
+def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement], masking: str | None) -> None:
+    ranks.run(check_dtensors, dtensor_case(ignored=0.2 if masking else None), placements, masking, "auto", True)
+
+
+def check_heads_beside_tokens(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> None:
+    """DTensors say how heads are shared; `mesh` says that their tokens are a shard."""
+    two = grid(mesh.size())
+    rows, columns = two["rows"], two["columns"]
+    place = rows.get_local_rank()
+    here = case.shard(place)
+    options = arguments(case, place, rows, exchange=exchange)
+    *inputs, dout = shards(case, place)
+    leaves = [scattered(x.contiguous(), columns, HEADS).requires_grad_() for x in inputs]
+    out, lse = dilated_attention(*leaves, case.pattern, **options)
+    expected = expected_of(case)
+    weights = (
+        scattered(dout.contiguous(), columns, HEADS),
+        scattered(expected["dlse"][:, :, here].contiguous(), columns, [Shard(1)]),
+    )
+    grads = torch.autograd.grad((out, lse), leaves, weights)
+    assert_expected(case, place, tuple(x.full_tensor().detach() for x in (out, lse, *grads)))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_dtensors_of_heads_beside_a_mesh_of_tokens(ranks: Ranks, exchange: str) -> None:
+    rows = 2 if ranks.world_size % 2 == 0 else 1
+    case = dtensor_case(ignored=0.2)
+    ranks.run(check_heads_beside_tokens, replace(case, shard_lengths=(17, 24) if rows == 2 else (41,)), exchange)
+
+
+def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
+    size = mesh.size()
+    two = grid(size)
+    given = replace(dtensor_case(), kv_heads=size).named()
+    plain = [given[name] for name in "qkv"]
+    pattern = DilatedPattern((8,), (3,))
+
+    def refuses(error: type[Exception], match: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            dilated_attention(q, k, v, pattern, **options)
+
+    def all_of(placements: list[Placement], mesh: DeviceMesh = mesh) -> list[DTensor]:
+        return [scattered(x, mesh, placements) for x in plain]
+
+    q, k, v = all_of(TOKENS)
+    refuses(TypeError, r"^k must be a DTensor where q, k or v is one, got Tensor$", q, plain[1], v)
+    refuses(TypeError, r"^q must be a DTensor where q, k or v is one, got Tensor$", plain[0], k, v)
+    refuses(ValueError, r"^mesh must be None for DTensors sharded on tokens, .* got a value$", q, k, v, mesh=mesh)
+    refuses(ValueError, r"^shard_lengths must be None for DTensors sharded on tokens, .* got a value$", q, k, v, shard_lengths=[41])
+    refuses(
+        ValueError, r"^v must have the mesh and placements of q=.*Shard\(dim=1\).*, got .*Shard\(dim=2\)", q, k, all_of(HEADS)[2]
+    )
+    refuses(ValueError, r"^exchange must be one of .*, got 'all'$", q, k, v, exchange="all")
+    refuses(
+        NotImplementedError, r"backend 'reference' cannot run this .*shards", q, k, v, backend="reference"
+    ) if size > 1 else None
+    partial = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in plain]
+    refuses(NotImplementedError, r"^q must be replicated or sharded on dim 0 .*, got P.*redistribute it first$", *partial)
+    refuses(NotImplementedError, r"^q must be replicated or sharded on dim 0 .*, got S(hard)?\(.*3.*", *all_of([Shard(3)]))
+    refuses(NotImplementedError, r"^q must be sharded on the tokens by at most one axis", *all_of([Shard(1), Shard(1)], two))
+    if size > 1:
+        odd = [scattered(x[:, :, : size - 1], mesh, HEADS) for x in (plain[1], plain[1], plain[2])]
+        refuses(NotImplementedError, rf"^heads must be a multiple of the ranks that share them={size}, got {size - 1} and", *odd)
+    assert dilated_attention(*all_of(HEADS), pattern).full_tensor().shape == plain[0].shape
+
+
+def test_dtensors_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(check_dtensor_refusals)
