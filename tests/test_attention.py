@@ -14,24 +14,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from tests.cases import Case, calls, dense_attention, differentiate, poisoned_memory
+from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
 
 THREE = DilatedPattern((11, 23, 47), (1, 3, 5))
 # What `sdpa_kernel` may leave of the kernels that a CPU has.
 SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION], [SDPBackend.MATH])
-
-
-def run(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv of the sdpa engine."""
-    options = {**case.options(), "return_lse": True, "backend": "sdpa"}
-    return differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype))
-
-
-def run_reference(case: Case) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv of the definition."""
-    attend = reference.dilated_attention
-    return differentiate(lambda q, k, v: attend(q, k, v, case.pattern, **case.options()), *case.tensors())
 
 
 # -- the oracle ---------------------------------------------------------------------------------------------------------------
@@ -46,7 +34,7 @@ def run_reference(case: Case) -> tuple[Tensor, ...]:
 def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: list[SDPBackend]) -> None:
     expected = run_reference(case)
     with poisoned_memory(), sdpa_kernel(kernels):
-        actual = run(case)
+        actual = run_engine(case, "sdpa")
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, **EXACT)
 
@@ -63,7 +51,7 @@ def test_attention_equals_the_reference_with_all_gradients(case: Case, kernels: 
 )
 def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Case, is_causal: bool) -> None:
     case = replace(case, is_causal=is_causal)
-    actual, expected = run(case, torch.float32), run_reference(case)
+    actual, expected = run_engine(case, "sdpa", torch.float32), run_reference(case)
     for a, e in zip(actual, expected):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), e, **SINGLE)
@@ -74,7 +62,7 @@ def test_attention_in_float32_equals_the_reference_across_kernel_blocks(case: Ca
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch.dtype) -> None:
     case = Case(THREE, batch=2, group=2, is_causal=is_causal, scale=scale, ignored=0.3)
-    for a, e in zip(run(case, dtype), run_reference(case)):
+    for a, e in zip(run_engine(case, "sdpa", dtype), run_reference(case)):
         torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
 
 
@@ -138,7 +126,7 @@ def test_one_whole_segment_is_scaled_dot_product_attention(segment_length: int, 
         out = F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
         return out, out
 
-    expected, actual = differentiate(sdpa, *case.tensors()), run(case)
+    expected, actual = differentiate(sdpa, *case.tensors()), run_engine(case, "sdpa")
     for i in (0, 2, 3, 4):
         torch.testing.assert_close(actual[i], expected[i], **EXACT)
 
@@ -165,7 +153,7 @@ def test_packed_documents_equal_each_document_alone(is_causal: bool, zero_paddin
     pattern = DilatedPattern((7, 13, 29), (1, 3, 5), zero_padding=zero_padding)
     case = Case(pattern, num_tokens=53, group=2, is_causal=is_causal, borders=(0, 0, 1, 18, 18, 48, 53))
     q, k, v, dout, dlse = case.tensors()
-    whole = run(case)
+    whole = run_engine(case, "sdpa")
     for a, b in pairwise(case.borders or ()):
         if a < b:
             alone = differentiate(
@@ -224,7 +212,7 @@ def test_positions_that_no_branch_keeps_are_zero() -> None:
 def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> None:
     case = Case(DilatedPattern((11, 23), (1, 3), zero_padding=zero_padding), batch=3)
     tensors = case.tensors()
-    clean = run(case)
+    clean = run_engine(case, "sdpa")
     for x in tensors[:3]:
         x[1] = value
     broken = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True), *tensors)
@@ -237,7 +225,7 @@ def test_a_broken_batch_row_stays_alone(value: float, zero_padding: bool) -> Non
 def test_a_broken_document_stays_alone(value: float) -> None:
     case = Case(THREE, num_tokens=53, borders=(0, 17, 31, 53))
     tensors = case.tensors()
-    clean = run(case)
+    clean = run_engine(case, "sdpa")
     for x in tensors[:3]:
         x[:, 17:31] = value
     attend = lambda q, k, v: dilated_attention(q, k, v, THREE, return_lse=True, **case.options())  # noqa: E731
@@ -254,7 +242,9 @@ def test_a_broken_document_stays_alone(value: float) -> None:
 @pytest.mark.parametrize("detach_weights", [False, True])
 @pytest.mark.parametrize("borders", [None, (0, 17, 43)])
 @pytest.mark.parametrize(
-    "options", [{}, {"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= 0}, {"dropout_p": 1e-300}], ids=str
+    "options",
+    [{}, {"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= 0}, {"dropout_p": 1e-300}],
+    ids=["plain", "reference", "mask_mod", "dropout"],
 )
 def test_what_ignored_keys_hold_has_no_effect(
     value: float, is_causal: bool, detach_weights: bool, borders: tuple[int, ...] | None, options: dict[str, Any]
@@ -262,7 +252,7 @@ def test_what_ignored_keys_hold_has_no_effect(
     pattern = DilatedPattern((11, 23), (2, 3), detach_weights=detach_weights)
     case = Case(pattern, batch=1 if borders else 2, ignored=0.4, is_causal=is_causal, group=2, borders=borders)
     q, k, v, dout, dlse = case.tensors()
-    clean = run(case)
+    clean = run_engine(case, "sdpa")
     ignored = case.options()["key_padding_mask"]
     k[ignored], v[ignored] = value, value
     broken = differentiate(
@@ -290,17 +280,8 @@ def test_what_ignored_keys_hold_has_no_effect(
 )
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(case: Case, is_causal: bool, dtype: torch.dtype) -> None:
     case = replace(case, is_causal=is_causal, lse_gradient=False)
-    q, k, v, dout, _ = case.tensors(dtype)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, case.pattern, is_causal=is_causal)
-        return out, out
-
-    actual, naive = run(case, dtype), differentiate(plain, q, k, v, dout)
-    attend = reference.dilated_attention
-    expected = differentiate(
-        lambda q, k, v: attend(q, k, v, case.pattern, is_causal=is_causal), *(x.double() for x in (q, k, v, dout))
-    )
+    actual, naive = run_engine(case, "sdpa", dtype), run_plain(case, dtype)
+    expected = run_reference(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i], naive[i], expected[i])

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import DilatedPattern, backends, dilated_attention, reference
+from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import BACKENDS, Request, sdpa
 from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
-from tests.cases import Case, differentiate
+from tests.cases import Case, run_engine, run_reference
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -162,16 +161,11 @@ def test_math_equals_cpu_flash_and_the_reference_in_chunks(
 ) -> None:
     monkeypatch.setattr("flexdilated.backends.math.SCORES", math_scores)
     case = Case(PATTERN, batch=2, kv_heads=2, group=3, is_causal=is_causal, ignored=0.4 if masked else None)
-    options = case.options()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return dilated_attention(q, k, v, PATTERN, return_lse=True, **options)
-
-    expected = differentiate(lambda q, k, v: reference.dilated_attention(q, k, v, PATTERN, **options), *case.tensors())
+    expected = run_reference(case)
     results = []
     for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(kernel):
-            results.append(differentiate(attend, *case.tensors()))
+            results.append(run_engine(case, "auto"))
     for result in results:
         for a, e in zip(result, expected):
             torch.testing.assert_close(a, e, **EXACT)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import flexdilated.backends.request
-from flexdilated import DilatedPattern, backends, dilated_attention, reference
+from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import BACKENDS, Request, flash
 from flexdilated.backends.hardware import detect, simulate
 from flexdilated.backends.kernel import Options
-from tests.cases import Case, dense_attention, differentiate
+from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, assert_twice_naive
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -276,12 +276,7 @@ def test_import_of_the_library_leaves_the_package_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_flash_equals_the_reference(name: str, anywhere: list[str]) -> None:
     case = CASES[name]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return dilated_attention(q, k, v, case.pattern, return_lse=True, backend="flash", **case.options())
-
-    expected = differentiate(lambda q, k, v: reference.dilated_attention(q, k, v, case.pattern, **case.options()), *case.tensors())
-    for a, e in zip(differentiate(attend, *case.tensors()), expected):
+    for a, e in zip(run_engine(case, "flash"), run_reference(case)):
         torch.testing.assert_close(a, e, **EXACT)
     assert anywhere.count("_flash_attn_backward") > 0
 
@@ -308,26 +303,13 @@ def test_flash_runs_by_its_own_word_in_low_precision(
     monkeypatch.setattr(flash, "INSTALLED", (2, 7, 3))
     monkeypatch.setattr(flexdilated.backends.request, "detect", lambda device: simulate("sm_80"))
     case = Case(PATTERN, kv_heads=3, group=2, head_dim=24, is_causal=is_causal, lse_gradient=False)
-    q, k, v, dout, _ = case.tensors(dtype)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return dilated_attention(q, k, v, PATTERN, is_causal=is_causal, return_lse=True, backend="flash")
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, PATTERN, is_causal=is_causal)
-        return out, out
-
-    actual = differentiate(attend, q, k, v, dout)
-    naive = differentiate(plain, q, k, v, dout)
-    expected = differentiate(
-        lambda q, k, v: reference.dilated_attention(q, k, v, PATTERN, is_causal=is_causal),
-        *(x.double() for x in (q, k, v, dout)),
-    )
+    actual, naive, expected = run_engine(case, "flash", dtype), run_plain(case, dtype), run_reference(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i], naive[i], expected[i])
     assert actual[1].dtype == torch.float32
     assert len(package) > 0
+    q, k, v = case.tensors(dtype)[:3]
     with pytest.raises(NotImplementedError, match="flash-attn has no key padding mask"):
         dilated_attention(q, k, v, PATTERN, key_padding_mask=torch.zeros(1, 43, dtype=torch.bool), backend="flash")
 
@@ -433,22 +415,9 @@ def test_the_package_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtyp
     reason = backends.why_not("flash", Request(detect("cuda"), dtype, case.head_dim, case.group))
     if reason is not None:
         pytest.skip(reason)
-    options = {**case.options("cuda"), "return_lse": True, "backend": "flash"}
-    actual = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype, "cuda"))
+    actual = run_engine(case, "flash", dtype, "cuda")
     whole = replace(case, pattern=PATTERN, borders=None)  # plain PyTorch's error: of the unmasked whole, as in test_gpu.py
-
-    def run_reference(case: Case) -> tuple[Tensor, ...]:
-        q, k, v, dout, _ = case.tensors(dtype)
-        return differentiate(
-            lambda q, k, v: reference.dilated_attention(q, k, v, case.pattern, **case.options()),
-            *(x.double() for x in (q, k, v, dout)),
-        )
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, PATTERN, is_causal=case.is_causal)
-        return out, out
-
-    expected, exact, naive = run_reference(case), run_reference(whole), differentiate(plain, *whole.tensors(dtype))
+    expected, exact, naive = run_reference(case, dtype), run_reference(whole, dtype), run_plain(whole, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         error = actual[i].cpu().double() - expected[i]

@@ -13,7 +13,7 @@ from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request
 from flexdilated.backends.hardware import detect
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
-from tests.cases import Case, dense_attention, differentiate
+from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
 pytestmark = pytest.mark.gpu
@@ -51,20 +51,11 @@ def skip_unless_it_runs(kernel: str, case: Case, dtype: torch.dtype) -> None:
 
 def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv by one kernel, on CPU."""
-    options = {**case.options("cuda"), "return_lse": True, "backend": "sdpa"}
     with sdpa_kernel(SWITCHES[kernel]):
         skip_unless_it_runs(kernel, case, dtype)
         request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
         assert choose_kernel(request).name == kernel
-        results = differentiate(lambda q, k, v: dilated_attention(q, k, v, case.pattern, **options), *case.tensors(dtype, "cuda"))
-    return tuple(x.cpu() for x in results)
-
-
-def run_reference(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv by the definition, in float64 from inputs rounded to a dtype."""
-    tensors = (x if x is None else x.double() for x in case.tensors(dtype))
-    attend = reference.dilated_attention
-    return differentiate(lambda q, k, v: attend(q, k, v, case.pattern, **case.options()), *tensors)
+        return tuple(x.cpu() for x in run_engine(case, "sdpa", dtype, "cuda"))
 
 
 @pytest.mark.parametrize("kernel", ["efficient", "math"])
@@ -97,13 +88,7 @@ def test_kernel_in_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
 
     # The plain error is that of the unmasked whole: one scale of rounding for this shape and dtype, which every option must keep.
     whole = replace(case, pattern=PATTERN, ignored=None, borders=None)
-    q, k, v, dout, _ = whole.tensors(dtype)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, whole.pattern, is_causal=is_causal)
-        return out, out
-
-    naive, exact = differentiate(plain, q, k, v, dout), run_reference(whole, dtype)
+    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))

@@ -30,7 +30,7 @@ from flexdilated import (
     reference,
 )
 from flexdilated.backends.flex import kernel as flex
-from tests.cases import Case, dense_attention, differentiate
+from tests.cases import Case, differentiate, run_plain
 from tests.tolerances import SINGLE, assert_twice_naive
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.
@@ -140,7 +140,7 @@ def run(modified: Modified, dtype: torch.dtype, backend: str) -> list[Tensor]:
     return results(attend, case.tensors(dtype, DEVICE), table if modified.has_score else None)
 
 
-def run_reference(modified: Modified, dtype: torch.dtype) -> list[Tensor]:
+def run_modified_reference(modified: Modified, dtype: torch.dtype) -> list[Tensor]:
     """The same by the definition, in float64 from inputs rounded to a dtype."""
     case = modified.case
     table = modified.table("cpu").detach().double().requires_grad_()
@@ -169,7 +169,7 @@ def results(attend: Callable[..., tuple[Tensor, Tensor]], tensors: Any, table: T
 
 @pytest.mark.parametrize(("name", "layout"), CALLS, indirect=["layout"])
 def test_flex_in_float32_equals_the_reference(name: str, layout: str) -> None:
-    actual, expected = run(CASES[name], torch.float32, "flex"), run_reference(CASES[name], torch.float32)
+    actual, expected = run(CASES[name], torch.float32, "flex"), run_modified_reference(CASES[name], torch.float32)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, **SINGLE)
 
@@ -178,17 +178,11 @@ def test_flex_in_float32_equals_the_reference(name: str, layout: str) -> None:
 @pytest.mark.parametrize(("name", "layout"), LOW_PRECISION, indirect=["layout"])
 def test_flex_in_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, layout: str, dtype: torch.dtype) -> None:
     modified = replace(CASES[name], case=replace(CASES[name].case, lse_gradient=False))
-    actual, expected = run(modified, dtype, "flex"), run_reference(modified, dtype)
+    actual, expected = run(modified, dtype, "flex"), run_modified_reference(modified, dtype)
 
     # As in test_gpu.py: the plain error is that of the unmasked whole.
     whole = replace(modified.case, pattern=UNEVEN, ignored=None, borders=None)
-    q, k, v, dout, _ = whole.tensors(dtype)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, whole.pattern, is_causal=whole.is_causal)
-        return out, out
-
-    naive, exact = differentiate(plain, q, k, v, dout), run_reference(Modified(whole), dtype)
+    naive, exact = run_plain(whole, dtype), run_modified_reference(Modified(whole), dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
@@ -245,7 +239,7 @@ def test_gradients_of_strided_keys(layout: str, trust: bool, monkeypatch: pytest
     monkeypatch.setattr(flex, "TRUST_STRIDED_GRADIENTS", trust)
     for is_causal in (False, True):
         modified = Modified(replace(PLAIN, is_causal=is_causal))
-        for a, e in zip(run(modified, torch.float32, "flex"), run_reference(modified, torch.float32), strict=True):
+        for a, e in zip(run(modified, torch.float32, "flex"), run_modified_reference(modified, torch.float32), strict=True):
             torch.testing.assert_close(a.double(), e, **SINGLE)
 
 
