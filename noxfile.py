@@ -102,7 +102,7 @@ def tests_export(session: nox.Session) -> None:
     """Models exported: programs, packages, and ONNX beside onnxruntime."""
     _install(session)
     session.install("onnx", "onnxscript", "onnxruntime", f"torch=={TORCH}")
-    session.run("pytest", "tests/test_portable.py", "tests/test_export.py", "tests/test_onnx.py", *session.posargs)
+    session.run("pytest", "tests/backends/test_portable.py", "tests/test_export.py", "tests/test_onnx.py", *session.posargs)
 
 
 @nox.session
@@ -119,7 +119,7 @@ def tests_timm(session: nox.Session) -> None:
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
     _install(session)
-    session.run("pytest", "tests/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
+    session.run("pytest", "tests/backends/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
 
 
 @nox.session

@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE_OFFSETS = TORCH >= (2, 14)
 
 # Keys that are read through strides once had garbage gradients (pytorch/pytorch#146377). Until a GPU has shown that they are right,
-# the backward is given rows of its own; `tests/test_gpu.py` asks.
+# the backward is given rows of its own; `tests/backends/test_gpu.py` asks.
 TRUST_STRIDED_GRADIENTS = False
 
 # Fewer than 128 queries would go to the decoding kernel, which has no backward and other limits.

@@ -264,7 +264,7 @@ def test_auto_never_takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_of_the_library_leaves_the_package_alone(tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise AssertionError('imported')\n")
-    paths = [str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     code = "import sys, flexdilated.cli; assert 'flash_attn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

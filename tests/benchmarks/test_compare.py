@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
     """The script, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("bench_compare", Path(__file__).parents[1] / "benchmarks" / "compare.py")
+    spec = importlib.util.spec_from_file_location("bench_compare", Path(__file__).parents[2] / "benchmarks" / "compare.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

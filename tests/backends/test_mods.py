@@ -20,7 +20,7 @@ import flexdilated.backends.materialised
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.call import Call
-from tests import flex_emulation
+from tests.backends import flex_emulation
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
 

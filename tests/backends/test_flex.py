@@ -25,7 +25,7 @@ from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call
 from flexdilated.masks.blocks import block_lists, head_branches
-from tests import flex_emulation
+from tests.backends import flex_emulation
 from tests.cases import Case, calls, least_heads, patterns
 from tests.tolerances import SINGLE, assert_twice_naive
 
