@@ -65,6 +65,14 @@ def assert_right(out: Tensor, inputs: list[Tensor], rank: int, seed: int, patter
             torch.testing.assert_close(x.grad, e.grad[:, here], **EXACT)
 
 
+def check_step(rank: int, mesh: DeviceMesh, seed: int, pattern: DilatedPattern = PATTERN) -> None:
+    """One training step gives what one rank gives."""
+    inputs = shard(rank, seed)
+    out = dilated_attention(*inputs, pattern, mesh=mesh)
+    out.square().sum().backward()
+    assert_right(out, inputs, rank, seed, pattern)
+
+
 def exchanged(mesh: DeviceMesh) -> int:
     return _ledger(mesh.get_group()).exchanged
 
@@ -184,14 +192,8 @@ def local_alone(rank: int, mesh: DeviceMesh) -> None:
     dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh)
     for seed in range(3):
         if rank == 0:
-            inputs = shard(rank, seed)
-            out = dilated_attention(*inputs, LOCAL, mesh=mesh)
-            out.square().sum().backward()
-            assert_right(out, inputs, rank, seed, LOCAL)
-        inputs = shard(rank, seed)
-        out = dilated_attention(*inputs, PATTERN, mesh=mesh)
-        out.square().sum().backward()
-        assert_right(out, inputs, rank, seed)
+            check_step(rank, mesh, seed, LOCAL)
+        check_step(rank, mesh, seed)
 
 
 @pytest.mark.ranks
@@ -214,10 +216,7 @@ def caught_refusals(rank: int, mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=match):
         dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
     for seed in (7, 8):
-        inputs = shard(rank, seed)
-        out = dilated_attention(*inputs, PATTERN, mesh=mesh)
-        out.square().sum().backward()
-        assert_right(out, inputs, rank, seed)
+        check_step(rank, mesh, seed)
 
 
 @pytest.mark.ranks

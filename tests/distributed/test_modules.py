@@ -50,7 +50,7 @@ def check_model(
     shard_lengths: tuple[int, ...] | None = None,
     documents: list[int] | None = None,
     padded: bool = False,
-    is_compiled: bool = False,
+    compiler: str | None = None,
     exchange: str = "auto",
     **changes: Any,
 ) -> None:
@@ -68,9 +68,9 @@ def check_model(
     batch = {"tokens": tokens, "weight": weight, "key_padding_mask": mask}
     local = shard_sequence(batch, mesh, shard_lengths=shard_lengths)
     forward = model
-    if is_compiled:
+    if compiler:
         torch._dynamo.reset()
-        forward = torch.compile(model, fullgraph=True)
+        forward = torch.compile(model, fullgraph=True, backend=compiler)
     actual = forward(
         local["tokens"], key_padding_mask=local["key_padding_mask"], cu_seqlens=cu_seqlens, shard_lengths=shard_lengths
     )
@@ -94,8 +94,8 @@ def check_two(rank: int) -> None:
     check_model(mesh, documents=crossing, tie_embeddings=False)
     for exchange in ("gather", "ring", "heads"):
         check_model(mesh, exchange=exchange, shard_lengths=uneven)
-    for position in ("xpos", "rotary"):
-        check_model(mesh, position=position, shard_lengths=uneven, exchange="gather", is_compiled=True)
+    for position, compiler in (("xpos", "aot_eager"), ("rotary", "inductor")):
+        check_model(mesh, position=position, shard_lengths=uneven, exchange="gather", compiler=compiler)
     check_layers(rank, mesh)
     check_decoding(mesh)
 
