@@ -128,6 +128,7 @@ def history(folder: Path, *, steps: int) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([entry[name] for entry in entries if name in entry], dtype=torch.float64) for name in names}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_losses_are_those_of_one_process_and_rank_0_alone_prints(tmp_path: Path, text: Path) -> None:
     run_alone(tmp_path / "one", text, "--dense")
@@ -160,6 +161,7 @@ def killed(num_ranks: int, rank: int, run: Path, text: Path, *more: str) -> str:
     return step
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_proc
 def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path, text: Path) -> None:
@@ -176,6 +178,7 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
         torch.testing.assert_close(history(tmp_path / run / "dilated", steps=LONG["steps"]), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_proc
 def test_one_command_starts_and_goes_on_after_a_restart_by_torchrun(tmp_path: Path, text: Path) -> None:
@@ -190,6 +193,7 @@ def test_one_command_starts_and_goes_on_after_a_restart_by_torchrun(tmp_path: Pa
     assert history(folder, steps=LONG["steps"])["held_out"].numel() == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_proc
 def test_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tmp_path: Path, text: Path) -> None:
@@ -201,6 +205,7 @@ def test_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tmp_path: Path, t
     assert out.count("stopped; the checkpoint is saved: the same command with --resume goes on") == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_error_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
     code, out, errors = run_ranks(2, tmp_path / "run", text, learning_rate=1e30)
@@ -356,6 +361,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
         sick.run(lambda _: None)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_trainer_stops_resumes_compiles_and_agrees_over_ranks(tmp_path: Path, text: Path) -> None:
     whole = make_trainer(tmp_path / "one", text, None, PLAIN)

@@ -118,6 +118,7 @@ def test_all_heads_and_modules_that_differ_from_their_config_need_no_place() -> 
 # -- the library's tensor parallelism ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_tensor_parallel_models_equal_one_process(tmp_path: Path) -> None:
     run_ranks(compare_with_one_process, 2, tmp_path, str(tmp_path))
 
