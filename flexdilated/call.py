@@ -44,7 +44,8 @@ LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made f
 class Call(NamedTuple):
     """The options of `dilated_attention`, which says what they mean, and which heads of a model the tensors hold.
 
-    `check` gives it complete: a scale and a number of heads, and whether the score function learns.
+    `check` gives it complete: a scale and a number of heads, and whether the score function learns. Methods and no properties: the
+    compiler of torch 2.9 looks for those in the fields.
     """
 
     pattern: DilatedPattern
@@ -64,12 +65,10 @@ class Call(NamedTuple):
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
     learns: bool = False
 
-    @property
     def is_modified(self) -> bool:
         """Whether it has a score or mask function."""
         return self.score_mod is not None or self.mask_mod is not None
 
-    @property
     def checked_scale(self) -> float:
         """The scale, of a checked call."""
         assert self.scale is not None
@@ -82,7 +81,7 @@ class Call(NamedTuple):
             k,
             masked=self.key_padding_mask is not None,
             dropout=self.dropout_p > 0.0,
-            modified=self.is_modified,
+            modified=self.is_modified(),
             differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
             transformed=is_transformed(q, k, v),
             wants_lse=self.return_lse,
@@ -101,7 +100,7 @@ class Call(NamedTuple):
             pattern.zero_padding,
             pattern.detach_weights,
             self.is_causal,
-            self.checked_scale,
+            self.checked_scale(),
             self.dropout_p,
             self.backend,
             self.first_head,
@@ -130,7 +129,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     if dtype is not None:  # as in a matrix product, which leaves float64 alone
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     check_dtypes(q, k, v)
-    learns = call.is_modified and check_mods(call.score_mod, call.mask_mod, q)
+    learns = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
     return q, k, v, call._replace(scale=scale, num_heads=num_heads, learns=learns)
 

@@ -23,7 +23,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         return _reference(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():
         return flex.attend(q, k, v, call)
-    if call.is_modified:
+    if call.is_modified():
         return materialised.attend(q, k, v, call)
     return portable.attend(q, k, v, call) if portable.writes_onnx() else mixture.attend(q, k, v, call)
 

@@ -27,6 +27,9 @@ __all__ = [
 TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 
 
+AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(name))
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A device by what matters for attention kernels.
@@ -107,7 +110,7 @@ def is_symbolic(size: int) -> bool:
 def autocast_dtype(device: torch.device | str) -> torch.dtype | None:
     """The dtype that `torch.autocast` gives matrix products on a device; None where it is off, or unknown as on the meta device."""
     device_type = torch.device(device).type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
@@ -120,7 +123,12 @@ def without_autocast(device: torch.device, *, traced_before: bool = False) -> Ab
     """
     if not traced_before and autocast_dtype(device) is None:
         return nullcontext()
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if _has_autocast(device.type) else nullcontext()
+
+
+def _has_autocast(device_type: str) -> bool:
+    # The compiler of torch 2.9 cannot trace the question.
+    return device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
 
 
 def _cuda(capability: tuple[int, int]) -> Hardware:

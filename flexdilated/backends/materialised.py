@@ -126,7 +126,7 @@ def _attend(
     """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
-    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale
+    scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
     scores, visible = _modify(scores, b, h, q_idx, kv_idx, call.score_mod, call.mask_mod)
     for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:

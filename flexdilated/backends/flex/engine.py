@@ -46,7 +46,7 @@ def _in_their_names(call: Call) -> Iterator[None]:
     Raises:
         NotImplementedError: If they cannot be compiled, or would be at call after call.
     """
-    if torch.compiler.is_compiling() or not call.is_modified:
+    if torch.compiler.is_compiling() or not call.is_modified():
         yield
         return
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # not loaded with the package
@@ -100,7 +100,7 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
             f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
         )
     zero_keys = any(piece.zero_keys for piece in pieces)
-    if zero_keys and call.is_modified:
+    if zero_keys and call.is_modified():
         refuse_zero_keys(length)
     if _on_cpu(q):  # there is no lse to merge pieces by
         if zero_keys:
@@ -154,7 +154,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Ten
         block_mask=block_mask_for(
             plain, heads, kv_heads, num_tokens, is_causal, device, mask_mod if narrows else joined, narrows=narrows
         ),
-        scale=call.checked_scale,
+        scale=call.checked_scale(),
         want_lse=call.return_lse,
         kind=(plain, _kind(call)),
     )
@@ -232,7 +232,7 @@ def _lanes(lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int
         v,
         score_mod=None if user_score is None else score_mod,
         block_mask=block_mask_for(diagonal, 1, 1, rows, is_causal, device, mask_mod, narrows=narrows),
-        scale=call.checked_scale,
+        scale=call.checked_scale(),
         want_lse=True,
         kind=_kind(call),
     )
