@@ -21,7 +21,7 @@ from flexdilated.backends.grids import Grid, draw_grids, num_parts
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import heads_of, mix, read, tokens_of, total_of
-from flexdilated.backends.transforms import is_transformed, may_draw
+from flexdilated.backends.transforms import is_transformed, may_draw, refuse_traced_derivatives
 from flexdilated.call import Call, documents, refuse_zero_keys
 from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.reference import MaskMod, ScoreMod
@@ -38,6 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         NotImplementedError: If torchscale's zero keys take part: they have no position to tell the functions. In compiled code also
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
+    refuse_traced_derivatives(of_operators=False)
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     if call.cu_seqlens is not None and torch.compiler.is_compiling():
         raise NotImplementedError(

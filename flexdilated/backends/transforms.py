@@ -17,6 +17,8 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
+from flexdilated.backends.hardware import TRACES_FUNCTIONS
+
 __all__ = ["is_mapped", "is_transformed", "may_draw", "refuse_traced_derivatives"]
 
 
@@ -58,13 +60,18 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return False
 
 
-def refuse_traced_derivatives() -> None:
-    """Refuse to trace an operator under torch.func, but for one `vmap`: the compiler takes no derivative into an operator there.
+def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
+    """Refuse to trace a call under torch.func, but for one `vmap`, where the compiler would not differentiate it or do so wrongly.
+
+    Args:
+        of_operators: Whether the call is an operator, into which the compiler takes no derivative; else what autograd sees through.
 
     Raises:
         NotImplementedError: In such code. Where the compiler may, it then leaves that code uncompiled.
     """
     if not (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return
+    if not of_operators and TRACES_FUNCTIONS:
         return
     innermost = retrieve_current_functorch_interpreter()
     if innermost.key() != TransformType.Vmap or innermost.level() > 1:

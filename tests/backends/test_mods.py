@@ -19,6 +19,7 @@ import flexdilated.backends.flex.engine
 import flexdilated.backends.materialised
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.call import Call
 from tests.backends import flex_emulation
 from tests.cases import Case, calls
@@ -319,6 +320,10 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+needs_unknown_sizes = pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11: the functions are refused before")
+
+
+@needs_unknown_sizes
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     """What is traced for a symbolic number of tokens, run as it is."""
@@ -354,6 +359,7 @@ KINDS: dict[str, tuple[DilatedPattern, dict[str, Any], Mods, int]] = {
 }
 
 
+@needs_unknown_sizes
 @pytest.mark.usefixtures("_forget_graphs")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 @pytest.mark.parametrize(
@@ -375,6 +381,7 @@ def test_compiled_functions_equal_the_oracle_for_every_length_in_two_graphs(kind
     assert counts == [1, *([2] * (num_lengths - 1))]
 
 
+@needs_unknown_sizes
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +413,7 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
     assert limit // 2 < max(held) <= limit
 
 
+@needs_unknown_sizes
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
 def test_functions_are_exported_for_every_length() -> None:
@@ -421,6 +429,7 @@ def test_functions_are_exported_for_every_length() -> None:
         torch.testing.assert_close(exported.module()(x), module(x), **SINGLE)
 
 
+@needs_unknown_sizes
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
 def test_compiled_functions_beside_zero_keys_are_refused_for_the_lengths_that_have_them() -> None:
@@ -435,6 +444,7 @@ def test_compiled_functions_beside_zero_keys_are_refused_for_the_lengths_that_ha
         compiled(torch.randn(2, 13, 4, 3))
 
 
+@needs_unknown_sizes
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
 def test_compiled_functions_of_documents_run_outside_of_the_graph() -> None:

@@ -13,6 +13,7 @@ from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
+from flexdilated.backends.hardware import TRACES_FUNCTIONS
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
 
@@ -46,6 +47,12 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
 # -- forward mode -------------------------------------------------------------------------------------------------------------
 
 
+needs_functions = pytest.mark.skipif(
+    not TRACES_FUNCTIONS, reason="torch 2.9 reads no integers under torch.func, and words refusals otherwise"
+)
+
+
+@needs_functions
 @settings(max_examples=60)
 @given(calls(), st.sampled_from((SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)))
 @example(Case(PATTERN, group=2, is_causal=True, ignored=0.4), SDPBackend.FLASH_ATTENTION)
@@ -176,6 +183,7 @@ def test_vmap_maps_masks_and_borders() -> None:
         vmap(lambda x: dilated_attention(q, k, v, SHORT, cu_seqlens=x))(torch.tensor([[0, 13], [0, 14]]))
 
 
+@needs_functions
 @pytest.mark.parametrize("options", [{"backend": "reference"}, {"mask_mod": lambda b, h, i, j: i >= j}], ids=["read", "masked"])
 def test_mapped_borders_are_refused_where_they_would_be_read(options: dict[str, Any]) -> None:
     q, k, v, _, _ = Case(SHORT, num_tokens=13, kv_heads=2).tensors()
@@ -284,6 +292,7 @@ def test_functionalize_without_derivatives_changes_nothing() -> None:
 # -- compiled code, and what is refused ---------------------------------------------------------------------------------------
 
 
+@needs_functions
 def test_compiled_code_never_drops_a_tangent() -> None:
     torch._dynamo.reset()
     q, k, v, _, _ = Case(SHORT).tensors()
@@ -321,13 +330,14 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
     transform, is_traced = TRANSFORMED[name]
     call = transform(lambda q: dilated_attention(q, k, v, ONE, **options))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    if is_traced or options:
+    if is_traced or (options and TRACES_FUNCTIONS):
         assert_close(compiled(q), call(q))
         return
     with pytest.raises(Exception, match=r"must not be compiled under torch.func.grad, .*leave fullgraph=True out.*'reference'"):
         compiled(q)
     torch._dynamo.reset()
-    assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
+    if TRACES_FUNCTIONS:  # what it leaves uncompiled, torch 2.9 differentiates wrongly in plain functions too
+        assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
 @pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])

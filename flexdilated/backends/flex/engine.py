@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexdilated.backends.flex import kernel
 from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
-from flexdilated.backends.hardware import without_autocast
+from flexdilated.backends.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
 from flexdilated.call import Call, documents, refuse_zero_keys
@@ -36,7 +36,7 @@ def _code(function: Any) -> Hashable:
     while isinstance(function, partial):
         function = function.func
     code: Hashable = getattr(function, "__code__", function.__class__)
-    return code
+    return code if TRACES_FUNCTIONS else (code, repr(getattr(function, "__defaults__", None)))
 
 
 @contextmanager
