@@ -47,9 +47,7 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
 # -- forward mode -------------------------------------------------------------------------------------------------------------
 
 
-needs_functions = pytest.mark.skipif(
-    not TRACES_FUNCTIONS, reason="torch 2.9 reads no integers under torch.func, and words refusals otherwise"
-)
+needs_functions = pytest.mark.skipif(not TRACES_FUNCTIONS, reason="torch 2.9 reads no integers under torch.func")
 
 
 @needs_functions
