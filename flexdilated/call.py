@@ -123,6 +123,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         if call.exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
     check_tensors(q, k, v, call)
+    if not isinstance(call.backend, str):
+        raise TypeError(f"backend must be the name of an engine, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
     call.pattern.check_heads(num_heads)
     dtype = autocast_dtype(q.device)
@@ -155,7 +157,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
-            hint = LAYOUT if q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2] else ""
+            swapped = q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2] or x.shape[1:3] == q.shape[1:3][::-1]
+            hint = LAYOUT if swapped and x.shape[1] != q.shape[1] and x.shape[3] == q.shape[3] else ""
             raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}{hint}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")

@@ -41,6 +41,11 @@ def portable(program: ExportedProgram) -> ExportedProgram:
     decomposed = program.run_decompositions(table)
     targets = {str(node.target) for node in decomposed.graph.nodes}
     left = sorted(target for target in targets if target.startswith(("flexdilated.", "flex_attention")))
+    if "flexdilated.grids.default" in left:
+        raise NotImplementedError(
+            "program must hold operators that have a portable form, got score_mod or mask_mod with a dynamic number of tokens; export "
+            "it with a static one"
+        )
     if left:
         raise NotImplementedError(f"program must hold operators that have a portable form, got {', '.join(left)}; {WAYS_OUT}")
     return decomposed

@@ -199,6 +199,17 @@ def test_step_compiles_once(pattern: DilatedPattern) -> None:
     assert compilations.frame_count == 1
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_steps_compile_for_any_number_of_tokens(fullgraph: bool) -> None:
+    """Under `dynamic=True` integers that a module holds are symbols too."""
+    inputs, cache = draw(), make(PATTERNS[0])
+    torch.compiler.reset()
+    step = torch.compile(cache.attend, fullgraph=fullgraph, backend="eager", dynamic=True)
+    borders = [0, 1, 2, 5, 6, 11]
+    outs = [step(*(x[:, a:b].contiguous() for x in inputs)) for a, b in zip(borders, borders[1:])]
+    torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, PATTERNS[0])[:, :11], **EXACT)
+
+
 # -- beams --------------------------------------------------------------------------------------------------------------------
 
 

@@ -280,6 +280,10 @@ class DilatedKVCache:
     def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_dense(name, x, nested="pad the sequences and give their lengths")
+            if type(x).__name__ == "DTensor":
+                raise NotImplementedError(
+                    f"{name} must be a plain tensor, got a DTensor; a cache holds one rank's heads: use to_local()"
+                )
             if x.dim() != 4:
                 raise ValueError(f"{name} must have shape (B, T, H, D), got {tuple(x.shape)}")
             if (x.shape[0], x.shape[3]) != (self.batch_size, self.head_dim):

@@ -156,7 +156,7 @@ class Store:
         keeps = self.keeps(positions[:, None])[:, :, 0] & is_new[:, None, None]  # (B, heads, branches)
         # A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
         rows = (positions[:, None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
-        index = rows[:, None, :, None].expand(-1, len(self.heads), -1, self.k.shape[3])  # (B, heads, branches, D)
+        index = rows[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])  # (B, heads, branches, D)
         for stored, x in zip(self.rows_held, self._own_rows(new)):
             at = index[..., : x.shape[3]]
             stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))

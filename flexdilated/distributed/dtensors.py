@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flexdilated.call import Call
+from flexdilated.distributed.agreement import withdraw
 
 __all__ = ["unwrapped"]
 
@@ -47,21 +49,49 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
     axis = layout.axis(TOKENS)
+    mesh = call.mesh if axis is None else _axis_of(layout.mesh, axis)
+    try:
+        call = _narrowed(q, k, layout, call)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if mesh is not None and not torch.compiler.is_compiling():
+            withdraw(mesh.get_group(), str(error))  # the other ranks would wait for this one
+        raise
+    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
+    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
+    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
+
+
+def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call) -> Call:
+    """The call of this rank's parts."""
+    axis = layout.axis(TOKENS)
     if axis is not None:
         for name, given in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
             if given is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
         shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
         call = call._replace(mesh=_axis_of(layout.mesh, axis), shard_lengths=shards)
-    mask = call.key_padding_mask
+    elif call.mesh is not None and not torch.compiler.is_compiling():
+        shared = set(call.mesh.mesh.flatten().tolist()) & set(layout.mesh.mesh.flatten().tolist())
+        if len(shared) > 1:
+            raise ValueError(f"mesh must share no ranks but this one with that of q, got {sorted(shared)}; shard q on its tokens")
+    batches = layout.axis(BATCH)
+    if batches is not None and layout.mesh.size(batches) > 1:
+        # Each rank would count its own sequences from 0.
+        for name in ("score_mod", "mask_mod"):
+            if getattr(call, name) is not None:
+                raise NotImplementedError(f"{name} must be None for DTensors sharded on the batch, got a function; replicate them")
+        if call.cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None for DTensors sharded on the batch, got borders, which are of one sequence")
+    mask, borders = call.key_padding_mask, call.cu_seqlens
     if isinstance(mask, DTensor):
+        if mask.device_mesh != q.device_mesh:
+            raise ValueError(f"key_padding_mask must have the mesh of q={q.device_mesh}, got {mask.device_mesh}")
         wanted = tuple(p if dim in (BATCH, TOKENS) else Replicate() for p, dim in zip(q.placements, layout.dims))
         mask = mask.redistribute(q.device_mesh, wanted).to_local()
+    if isinstance(borders, DTensor):
+        borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)
-    call = call._replace(key_padding_mask=mask, first_head=first_head, num_heads=num_heads)
-    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
-    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
+    return call._replace(key_padding_mask=mask, cu_seqlens=borders, first_head=first_head, num_heads=num_heads)
 
 
 class Wrap(NamedTuple):

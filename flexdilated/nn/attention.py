@@ -54,6 +54,8 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+        if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+            raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
         if exchange not in EXCHANGES:
@@ -329,7 +331,8 @@ class MultiheadDilatedAttention(nn.Module):
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
             score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
-            cache: Decodes: the tokens follow those that the cache has seen, and join them.
+            cache: Decodes: the tokens follow those that the cache has seen, and join them. It is this rank's own: the mesh is not
+                used, and every rank decodes whole sequences.
             lengths: `(B,)` int64, with `cache`: how many of the tokens of each sequence are no padding.
             shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
 

@@ -190,3 +190,36 @@ def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
 
 def test_dtensors_that_are_refused(ranks: Ranks) -> None:
     ranks.run(check_dtensor_refusals)
+
+
+def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
+    """What each rank would count from 0, or mix up, and what one rank alone has wrong."""
+    torch.manual_seed(5)
+    pattern, size = DilatedPattern((4, 16), (1, 2)), mesh.size()
+    q = torch.randn(size, 12 * size, 2, 4)
+    batch, tokens, replicated = (scattered(q, mesh, [place]) for place in (Shard(0), Shard(1), Replicate()))
+    slopes, borders = torch.randn(size), torch.tensor([0, 12 * size])
+    functions: list[dict[str, Any]] = [
+        {"score_mod": lambda s, b, h, i, j: s + slopes[b]},
+        {"mask_mod": lambda b, h, i, j: slopes[b] > 0},
+    ]
+    for options in functions:
+        with pytest.raises(NotImplementedError, match="must be None for DTensors sharded on the batch, got a function"):
+            dilated_attention(batch, batch, batch, pattern, **options)
+    with pytest.raises(ValueError, match="cu_seqlens must be None for DTensors sharded on the batch, got borders"):
+        dilated_attention(batch, batch, batch, pattern, cu_seqlens=borders)
+    with pytest.raises(ValueError, match=r"mesh must share no ranks but this one with that of q, got \[0, 1"):
+        dilated_attention(replicated, replicated, replicated, pattern, mesh=mesh)
+    own: dict[str, Any] = {"shard_lengths": (12,) * size} if rank == size - 1 else {}
+    expected = "shard_lengths must be None for DTensors sharded on tokens"
+    with pytest.raises(ValueError, match=expected if own else f"rank {size - 1} refused: {expected}"):
+        dilated_attention(tokens, tokens, tokens, pattern, **own)
+    one = scattered(q[:1], mesh, [Shard(1)])
+    whole = dilated_attention(one, one, one, pattern, cu_seqlens=scattered(borders, mesh, [Replicate()]))
+    assert isinstance(whole, DTensor)
+    torch.testing.assert_close(whole.full_tensor(), dilated_attention(q[:1], q[:1], q[:1], pattern, cu_seqlens=borders))
+
+
+@several
+def test_dtensors_that_ranks_would_count_apart_are_refused(ranks: Ranks) -> None:
+    ranks.run(check_batch_refusals)
