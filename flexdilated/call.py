@@ -157,7 +157,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         raise ValueError(f"q must have at least one token, head and element per head, got shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
-            swapped = q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2] or x.shape[1:3] == q.shape[1:3][::-1]
+            swapped = (q.shape[1] % max(1, x.shape[1]) == 0 and x.shape[2] == q.shape[2]) or x.shape[1:3] == q.shape[1:3][::-1]
             hint = LAYOUT if swapped and x.shape[1] != q.shape[1] and x.shape[3] == q.shape[3] else ""
             raise ValueError(f"{name} must match q in B, N and D, q={tuple(q.shape)}, got {tuple(x.shape)}{hint}")
     if k.shape[2] != v.shape[2]:

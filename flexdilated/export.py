@@ -43,8 +43,8 @@ def portable(program: ExportedProgram) -> ExportedProgram:
     left = sorted(target for target in targets if target.startswith(("flexdilated.", "flex_attention")))
     if "flexdilated.grids.default" in left:
         raise NotImplementedError(
-            "program must hold operators that have a portable form, got score_mod or mask_mod with a dynamic number of tokens; export "
-            "it with a static one"
+            "program must hold operators that have a portable form, got score_mod or mask_mod with a dynamic number of tokens; "
+            "export it with a static one"
         )
     if left:
         raise NotImplementedError(f"program must hold operators that have a portable form, got {', '.join(left)}; {WAYS_OUT}")
