@@ -28,6 +28,8 @@ from flexdilated.nn import Block, FeedForward
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
 
+pytestmark = pytest.mark.slow  # each graph takes the tracer a second or more
+
 PATTERN = DilatedPattern((5, 13), (1, 3))
 VOCAB, WIDTH, HEADS, FFN = 29, 24, 4, 31
 LENGTHS = (29, 43, 37, 17, 23, 7, 31, 11, 53, 19)

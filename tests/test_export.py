@@ -19,7 +19,7 @@ from flexdilated.export import portable
 from tests.tolerances import SINGLE
 
 # torch's own, in run_decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")]
 
 DOCS = Path(__file__).parents[1] / "docs" / "export.md"
 PATTERN = DilatedPattern((8, 24), (1, 3))  # nested: the decay of LongNetLM's positions has one reach, whatever the length

@@ -182,6 +182,7 @@ def test_windows_of_one_sequence_have_gradients_of_every_element() -> None:
     torch.testing.assert_close(found, expected, **EXACT)
 
 
+@pytest.mark.slow
 def test_dropout_under_functions_follows_the_seed() -> None:
     case, mods = Case(PATTERN, lse_gradient=False), Mods("table", None)
     results = []
@@ -230,7 +231,7 @@ def test_autocast_leaves_scores_in_float32() -> None:
     assert seen == {torch.float32}
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "func"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "func"])
 def test_autocast_leaves_the_backward_in_float32(how: str) -> None:
     """Which runs under the autocast of whoever calls it."""
     torch._dynamo.reset()
@@ -287,7 +288,8 @@ class Biased(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 def test_a_compiled_model_learns_its_bias(backend: str) -> None:
     torch._dynamo.reset()
@@ -360,15 +362,16 @@ KINDS: dict[str, tuple[DilatedPattern, dict[str, Any], Mods, int]] = {
 
 
 @needs_unknown_sizes
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
         ("all", "aot_eager"),
-        pytest.param("grouped", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("interleaved", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("interleaved", "inductor", marks=pytest.mark.slow),
+        ("grouped", "aot_eager"),
+        ("interleaved", "aot_eager"),
+        ("interleaved", "inductor"),
     ],
 )
 def test_compiled_functions_equal_the_oracle_for_every_length_in_two_graphs(kind: str, backend: str) -> None:

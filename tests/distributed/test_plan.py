@@ -410,6 +410,7 @@ def wild_plans(draw: st.DrawFn) -> ContextPlan:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @pytest.mark.parametrize("exchange", ["gather", "heads"])
 @pytest.mark.parametrize("few", [0, 4], ids=["blocks", "cells"])
@@ -705,6 +706,7 @@ def test_segments_that_do_not_divide_the_shard_need_more_than_their_excess_over_
     assert (expected > 0).all()
 
 
+@pytest.mark.slow
 def test_plan_of_a_billion_tokens_on_1024_ranks_holds_no_rows() -> None:
     tracemalloc.start()
     try:
