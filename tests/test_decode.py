@@ -521,6 +521,7 @@ def test_attend_rejects_wrong_tensors() -> None:
         ((q[:, :0], k, v), ValueError, "q must have at least one token, got shape (3, 0, 10, 3)"),
         ((q.to("meta"), k, v), ValueError, "q must be on the device of the cache=cpu, got meta"),
         ((q, k, v, good.int()), TypeError, "lengths must be int64, got torch.int32"),
+        ((q, k, v, good.tolist()), TypeError, "lengths must be a tensor, got list"),
         ((q, k, v, good[:2]), ValueError, "lengths must have shape (B,)=(3,), got (2,)"),
         ((q, k, v, good.to("meta")), ValueError, "lengths must be on the device of the cache=cpu, got meta"),
         ((q, k, v, good + 1), ValueError, "lengths must be in [0, T=2], got [3, 2, 1]"),

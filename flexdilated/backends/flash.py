@@ -56,7 +56,7 @@ def why_not(request: Request) -> str | None:
     if request.head_dim > MOST_HEAD_DIM:
         return f"head_dim must be at most {MOST_HEAD_DIM} for flash-attn, got {request.head_dim}; use backend='sdpa'"
     if INSTALLED is None:
-        return "flash-attn is not installed; pip install flexdilated[flash]"
+        return "flash-attn is not installed; pip install flash-attn"
     least = LEAST_VERSION if capability < (10, 0) else LEAST_BLACKWELL_VERSION
     if least > INSTALLED:
         return f"flash-attn must be {_dotted(least)} or newer on {request.hardware}, got {_dotted(INSTALLED)}"

@@ -156,7 +156,7 @@ def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
     try:
         found = _arrays(path)
     except ImportError:
-        refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install 'flexdilated[slides]'")
+        refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install h5py")
     except DAMAGED as error:
         refuse(f"TILES must be a whole {path.suffix.lower()} file without pickled objects, got '{path}': {first_line(error)}")
     keys = [key for key in EMBEDDINGS if key in found]

@@ -308,6 +308,8 @@ class DilatedKVCache:
                 raise ValueError(f"{name} must have T={q.shape[1]} tokens of {self.num_kv_heads} heads, got {tuple(x.shape)}")
         if lengths is None:
             return
+        if not isinstance(lengths, Tensor):
+            raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
         if lengths.dtype != torch.int64:
             raise TypeError(f"lengths must be int64, got {lengths.dtype}")
         if lengths.shape != (self.batch_size,):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.backends import BACKENDS
 from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense
 from flexdilated.decode import DilatedKVCache
@@ -58,6 +59,8 @@ class DilatedAttention(nn.Module):
             raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
         if mesh is not None:

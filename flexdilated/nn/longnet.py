@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -341,6 +341,10 @@ class LongNetLM(nn.Module):
             raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
+        if isinstance(stop_tokens, (int, str)) or not isinstance(stop_tokens, Iterable):
+            raise TypeError(f"stop_tokens must be a sequence of tokens, got {stop_tokens!r}")
+        if lengths is not None and not isinstance(lengths, Tensor):
+            raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
         for name, token in [("pad_token", pad_token), *((f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))]:
             if not 0 <= token < self.config.vocab_size:
                 raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")

@@ -202,7 +202,7 @@ def test_flash_says_why_not(changes: dict[str, object], message: str, monkeypatc
 @pytest.mark.parametrize(
     ("level", "installed", "message"),
     [
-        ("sm_80", None, "flash-attn is not installed; pip install flexdilated[flash]"),
+        ("sm_80", None, "flash-attn is not installed; pip install flash-attn"),
         ("sm_80", (2, 6, 3), "flash-attn must be 2.7 or newer on cuda sm_80, got 2.6.3"),
         ("sm_90", (1, 0, 9), "flash-attn must be 2.7 or newer on cuda sm_90, got 1.0.9"),
         ("sm_100", (2, 7, 2), "flash-attn must be 2.7.3 or newer on cuda sm_100, got 2.7.2"),

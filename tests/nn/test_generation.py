@@ -230,6 +230,8 @@ def test_generate_leaves_the_mode_of_every_module(seed: int, fails: bool) -> Non
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"stop_tokens": (1, 17)}, ValueError, "stop_tokens[1] must be in [0, vocab_size=17), got 17"),
         ({"pad_token": -1}, ValueError, "pad_token must be in [0, vocab_size=17), got -1"),
+        ({"stop_tokens": 1}, TypeError, "stop_tokens must be a sequence of tokens, got 1"),
+        ({"lengths": [3, 2, 1]}, TypeError, "lengths must be a tensor, got list"),
         ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape (B,)=(3,), got (2,)"),
         ({"lengths": torch.tensor([1, 0, 5])}, ValueError, "lengths must be in [1, N=5], got [1, 0, 5]"),
         ({"lengths": torch.tensor([1, 6, 5])}, ValueError, "lengths must be in [1, N=5], got [1, 6, 5]"),
