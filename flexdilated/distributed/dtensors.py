@@ -53,7 +53,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     try:
         call = _narrowed(q, k, layout, call)
     except (TypeError, ValueError, NotImplementedError) as error:
-        if mesh is not None and not torch.compiler.is_compiling():
+        if mesh is not None and mesh.size() > 1 and not torch.compiler.is_compiling():
             withdraw(mesh.get_group(), str(error))  # the other ranks would wait for this one
         raise
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
