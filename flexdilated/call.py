@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "DTYPES",
     "EXCHANGES",
     "Call",
     "check",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draw_seed, spread
-from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import (
     MORE_TENSORS,
     TENSORS,
@@ -24,6 +22,7 @@ from flexdilated.backends.operator import (
     rows_contiguous,
     save,
     schema_of,
+    shapes_of,
 )
 from flexdilated.backends.transforms import is_transformed, refuse_traced_derivatives
 from flexdilated.backends.walk import Walk, backward, forward, tangent
@@ -53,10 +52,6 @@ def _walk(inputs: Inputs, flat: Flat) -> Walk:
 # -- the operators ------------------------------------------------------------------------------------------------------------
 
 
-def _read(options: Sequence[Any]) -> Flat:
-    return Flat(*options)
-
-
 def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
     inputs = inputs.rows_contiguous()
     with without_autocast(inputs.q.device):
@@ -64,8 +59,7 @@ def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
 
 
 def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
-    q = inputs.q
-    return contiguous_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
+    return shapes_of(inputs.q)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
@@ -76,17 +70,19 @@ def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
-    run = _Backward.apply if is_transformed(*(x for x in arguments[:7])) else MIXTURE.backward
+    run = _Backward.apply if is_transformed(*arguments[:7]) else MIXTURE.backward
     return run(*arguments)
 
 
-MIXTURE = operator("mixture", schema_of(Flat), _read, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate)
+MIXTURE = operator(
+    "mixture", schema_of(Flat), Flat._make, forward=_forward, shapes=_shapes, backward=_backward, through=_differentiate
+)
 
 
 def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """`dout, dlse` for the tangents of q, k and v, given those, out, lse and the rest as the backward is."""
     q, k, v, out, lse, *more = arguments[:8]
-    inputs, flat = Inputs(q, k, v, *more).rows_contiguous(), _read(arguments[8:])
+    inputs, flat = Inputs(q, k, v, *more).rows_contiguous(), Flat._make(arguments[8:])
     with without_autocast(q.device):
         tangents = (rows_contiguous(dq), rows_contiguous(dk), rows_contiguous(dv))
         return tangent(tangents, inputs.q, inputs.k, inputs.v, rows_contiguous(out), lse, _walk(inputs, flat))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from flexdilated.backends.merge import accumulated
 from flexdilated.pattern import DilatedPattern
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "rows_contiguous",
     "save",
     "schema_of",
+    "shapes_of",
 ]
 
 GRADIENT_MESSAGE = (
@@ -175,6 +177,12 @@ def differentiate(
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     return *backward(dout, dlse, *saved, *ctx.options), *(None for _ in range(3 + len(ctx.options)))
+
+
+def shapes_of(q: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of queries `(B, N, H, D)`, without values."""
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
+    return contiguous_like(q), lse
 
 
 def contiguous_like(x: Tensor) -> Tensor:

@@ -14,13 +14,11 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.hardware import holds_values, without_autocast
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import check_dense, check_scale
+from flexdilated.call import DTYPES, check_dense, check_scale
 from flexdilated.decode.store import BLOCK, Store, Tokens, marked
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["DilatedKVCache", "cache_refusal"]
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class DilatedKVCache:

@@ -21,7 +21,7 @@ from flexdilated.backends.engines import attend as attend_whole
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, without_autocast
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
-from flexdilated.backends.operator import Flat, Inputs, contiguous_like, operator, rows_contiguous, schema_of
+from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import EXCHANGES, Call, check, documents
 from flexdilated.distributed import cost
@@ -183,9 +183,8 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
 
 def _shapes(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     q = inputs.q
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype))
     received, number = q.new_empty(_received_size(inputs, *options)), torch.empty((), dtype=torch.int64, device="cpu")
-    return contiguous_like(q), lse, received, number
+    return *shapes_of(q), received, number
 
 
 def _received_size(inputs: Inputs, flat: Flat, place: Place) -> Any:

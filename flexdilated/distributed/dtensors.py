@@ -51,7 +51,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     axis = layout.axis(TOKENS)
     mesh = call.mesh if axis is None else _axis_of(layout.mesh, axis)
     try:
-        call = _narrowed(q, k, layout, call)
+        call = _narrowed(q, k, layout, call, mesh)
     except (TypeError, ValueError, NotImplementedError) as error:
         if mesh is not None and mesh.size() > 1 and not torch.compiler.is_compiling():
             withdraw(mesh.get_group(), str(error))  # the other ranks would wait for this one
@@ -61,15 +61,15 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
 
 
-def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call) -> Call:
-    """The call of this rank's parts."""
+def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:
+    """The call of this rank's parts, where the tokens lie on the ranks of a mesh."""
     axis = layout.axis(TOKENS)
     if axis is not None:
         for name, given in (("mesh", call.mesh), ("shard_lengths", call.shard_lengths)):
             if given is not None:
                 raise ValueError(f"{name} must be None for DTensors sharded on tokens, whose placements say it, got a value")
         shards = _chunks(q.shape[TOKENS], layout.mesh.size(axis))
-        call = call._replace(mesh=_axis_of(layout.mesh, axis), shard_lengths=shards)
+        call = call._replace(mesh=mesh, shard_lengths=shards)
     elif call.mesh is not None and not torch.compiler.is_compiling():
         shared = set(call.mesh.mesh.flatten().tolist()) & set(layout.mesh.mesh.flatten().tolist())
         if len(shared) > 1:
