@@ -105,7 +105,8 @@ def dilated_attention(
         is_causal: Whether a query sees only keys at its own position and before.
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         dropout_p: Probability of dropping an attention weight, in [0, 1). Active whenever it is above 0: pass 0 in evaluation.
-            Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights.
+            Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights. Shards over a mesh and those of DTensors
+            drop differently, also where their ranks are seeded alike; replicas drop the same only then.
         key_padding_mask: `(B, N)` bool, True where a key is ignored, as in `nn.MultiheadAttention`. What ignored keys and values
             hold, NaN included, has no effect.
         cu_seqlens: `(num_documents + 1,)` int32 or int64, for `B = 1`: documents packed one after another begin and end at these

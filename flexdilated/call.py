@@ -64,6 +64,7 @@ class Call(NamedTuple):
     shard_lengths: Sequence[int] | None = None
     first_head: int = 0  # of the key/value heads held here, among those of the model
     num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
+    first_sequence: int = 0  # of the batch held here, among those of all ranks
     learns: bool = False
 
     def is_modified(self) -> bool:

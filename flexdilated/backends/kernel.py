@@ -42,9 +42,12 @@ class Options(NamedTuple):
     dropout: Dropout | None = None
 
 
-def draw_seed(dropout_p: float) -> Tensor | None:
-    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again."""
-    return torch.randint(1 << 62, (1,)) if dropout_p > 0.0 else None
+def draw_seed(dropout_p: float, first_sequence: int) -> Tensor | None:
+    """`(1,)` int64 for attention dropout. Drawn outside the operators: activation checkpointing then draws the same seed again.
+
+    Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
+    """
+    return torch.randint(1 << 62, (1,)) ^ spread(0, first_sequence) if dropout_p > 0.0 else None
 
 
 def spread(seed: int, ordinal: int) -> int:

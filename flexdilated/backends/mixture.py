@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
     refuse_traced_derivatives()
     run = _Mixture.apply if is_transformed(q, k, v) and not torch.compiler.is_compiling() else MIXTURE.forward
-    out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p), *call.flat())
+    out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence), *call.flat())
     return out, lse
 
 

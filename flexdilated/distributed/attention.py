@@ -73,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
-    seed = draw_seed(call.dropout_p)
+    seed = draw_seed(call.dropout_p, call.first_sequence)
     out, lse, _, _ = CONTEXT_PARALLEL.forward(q, k, v, call.key_padding_mask, call.cu_seqlens, seed, *call.flat(), *place)
     return out, lse
 

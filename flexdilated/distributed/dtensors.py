@@ -29,6 +29,12 @@ class _Layout(NamedTuple):
         """The axis of the mesh that shards a dim."""
         return self.dims.index(dim) if dim in self.dims else None
 
+    def place(self, axis: int) -> int:
+        """Of this rank on an axis."""
+        places = self.mesh.get_coordinate()
+        assert places is not None  # it holds a part of q
+        return places[axis]
+
 
 def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call, Wrap]:
     """The local parts of DTensors, the call of those, and what makes DTensors of its `out` and `lse`: of the same placements.
@@ -81,7 +87,10 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
             if getattr(call, name) is not None:
                 raise NotImplementedError(f"{name} must be None for DTensors sharded on the batch, got a function; replicate them")
         if call.cu_seqlens is not None:
-            raise ValueError("cu_seqlens must be None for DTensors sharded on the batch, got borders, which are of one sequence")
+            raise ValueError(
+                "cu_seqlens must be None for DTensors sharded on the batch, got borders, which are of one sequence; redistribute "
+                "q, k and v: replicated, or sharded on tokens or heads"
+            )
     mask, borders = call.key_padding_mask, call.cu_seqlens
     if isinstance(mask, DTensor):
         if mask.device_mesh != q.device_mesh:
@@ -91,7 +100,10 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)
-    return call._replace(key_padding_mask=mask, cu_seqlens=borders, first_head=first_head, num_heads=num_heads)
+    first_sequence = 0 if batches is None else sum(_chunks(q.shape[BATCH], layout.mesh.size(batches))[: layout.place(batches)])
+    return call._replace(
+        key_padding_mask=mask, cu_seqlens=borders, first_head=first_head, num_heads=num_heads, first_sequence=first_sequence
+    )
 
 
 class Wrap(NamedTuple):
@@ -148,9 +160,7 @@ def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
     axis = layout.axis(HEADS)
     if axis is None:
         return 0, None
-    place = layout.mesh.get_coordinate()
-    assert place is not None  # it holds a part of q
-    size, rank = layout.mesh.size(axis), place[axis]
+    size, rank = layout.mesh.size(axis), layout.place(axis)
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     if kv_heads % size or heads % size:
         raise NotImplementedError(f"heads must be a multiple of the ranks that share them={size}, got {heads} and {kv_heads} of k")

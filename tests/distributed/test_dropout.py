@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
@@ -20,6 +21,7 @@ from tests.distributed.cases import (
     arguments,
     cut,
     expected_of,
+    grid,
     shards,
 )
 from tests.distributed.processes import Ranks, several
@@ -77,7 +79,12 @@ def kept_weights(rank: int, mesh: DeviceMesh, exchange: str, is_local: bool) -> 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dropout_drops_its_share_independently_on_every_rank(ranks: Ranks, exchange: str, is_local: bool) -> None:
     kept = torch.stack(ranks.run(kept_weights, exchange, is_local))  # (ranks, B, H, keys, BLOCK)
-    blocks = kept.unflatten(3, (-1, BLOCK)).flatten(0, 3).flatten(1).double()  # one per pair of ranks, sequence and head
+    check_independence(kept.unflatten(3, (-1, BLOCK)).flatten(0, 3).flatten(1))  # one per pair of ranks, sequence and head
+
+
+def check_independence(kept: Tensor) -> None:
+    """Of which weights survive, `(blocks, weights)` bool: as many as should, and no two blocks alike."""
+    blocks = kept.double()
     num_blocks, size = blocks.shape
     share = 1 - DROPOUT_P
     deviations = 6.0
@@ -86,6 +93,47 @@ def test_dropout_drops_its_share_independently_on_every_rank(ranks: Ranks, excha
     chance = share**2 + (1 - share) ** 2
     others = alike[~torch.eye(num_blocks, dtype=torch.bool)]
     assert (others - chance).abs().max().item() < deviations * math.sqrt(chance * (1 - chance) / size)
+
+
+def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Placement], compiled: bool) -> Tensor:
+    """Which weights survive, `(B, H, keys, queries)` bool of the whole. Ranks have equal seeds, sequences and heads equal data."""
+    mesh = grid(mesh.size()) if len(placements) == 2 else mesh
+    batch, tokens, heads = 5, 13, 12
+    q = torch.zeros(batch, tokens, heads, tokens, dtype=torch.float64)
+    v = torch.eye(tokens, dtype=torch.float64)[:, None].expand(batch, tokens, heads, tokens)
+    q, v = (distribute_tensor(x.contiguous(), mesh, placements) for x in (q, v))
+    pattern = DilatedPattern((tokens,), (1,))
+
+    def attend(q: Tensor, v: Tensor) -> Tensor:
+        out = dilated_attention(q, q, v, pattern, dropout_p=DROPOUT_P)
+        assert isinstance(out, Tensor)
+        return out
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(5)
+    out = attend(q, v)
+    return (out.full_tensor() != 0).permute(0, 2, 3, 1)  # type: ignore[attr-defined]
+
+
+@several
+@pytest.mark.parametrize(
+    ("placements", "compiled"),
+    [
+        ([Shard(0)], False),
+        ([Shard(2)], False),
+        ([Shard(0), Shard(1)], False),
+        ([Shard(0), Shard(2)], False),
+        ([Replicate(), Shard(0)], False),
+        pytest.param([Shard(0), Shard(1)], True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placements: list[Placement], compiled: bool) -> None:
+    kept = ranks.run(kept_weights_of_dtensors, placements, compiled)
+    check_independence(kept[0].flatten(0, 1).flatten(1))
+    assert all(torch.equal(each, kept[0]) for each in kept)  # replicas drop the same
 
 
 def directional(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -> tuple[float, float]:

@@ -206,8 +206,15 @@ def check_batch_refusals(rank: int, mesh: DeviceMesh) -> None:
     for options in functions:
         with pytest.raises(NotImplementedError, match="must be None for DTensors sharded on the batch, got a function"):
             dilated_attention(batch, batch, batch, pattern, **options)
-    with pytest.raises(ValueError, match="cu_seqlens must be None for DTensors sharded on the batch, got borders"):
-        dilated_attention(batch, batch, batch, pattern, cu_seqlens=borders)
+    single = scattered(q[:1], mesh, [Shard(0)])  # all ranks but one hold no sequence
+    for x in (batch, single):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens must be None for DTensors sharded on the batch, .*; redistribute q, k and v"
+        ):
+            dilated_attention(x, x, x, pattern, cu_seqlens=borders)
+    alone = dilated_attention(single, single, single, pattern)
+    assert isinstance(alone, DTensor)
+    torch.testing.assert_close(alone.full_tensor(), dilated_attention(q[:1], q[:1], q[:1], pattern))
     with pytest.raises(ValueError, match=r"mesh must share no ranks but this one with that of q, got \[0, 1"):
         dilated_attention(replicated, replicated, replicated, pattern, mesh=mesh)
     own: dict[str, Any] = {"shard_lengths": (12,) * size} if rank == size - 1 else {}
