@@ -160,6 +160,7 @@ class LongNetLM(nn.Module):
         caches: Sequence[DilatedKVCache] | None = None,
         lengths: Tensor | None = None,
         shard_lengths: Sequence[int] | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits `(B, N, vocab_size)` of the token that follows each of `tokens`.
 
@@ -170,39 +171,14 @@ class LongNetLM(nn.Module):
             caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
             lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
             shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
+            last_only: With `caches`: only the logits `(B, 1, vocab_size)` that follow the last token of each sequence, as told by
+                `lengths`; of a sequence without tokens they mean nothing.
 
         Raises:
             TypeError: If the tokens are no int64 or int32.
             ValueError: If a shape is wrong, or there are no tokens.
         """
-        x = self._embed(tokens, key_padding_mask, cu_seqlens, caches, lengths, shard_lengths)
-        return self._logits(x)
-
-    def _embed(
-        self,
-        tokens: Tensor,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        caches: Sequence[DilatedKVCache] | None = None,
-        lengths: Tensor | None = None,
-        shard_lengths: Sequence[int] | None = None,
-    ) -> Tensor:
-        """What the head reads, `(B, N, embed_dim)`."""
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
-        if tokens.dtype not in INDICES:
-            raise TypeError(f"tokens must be of int64 or int32, got {str(tokens.dtype).removeprefix('torch.')}")
-        if self.mesh is None and tokens.shape[1] < 1:  # a shard may be empty
-            raise ValueError(f"tokens must have N of at least 1, got {tuple(tokens.shape)}")
-        if caches is None:
-            if lengths is not None:
-                raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
-        elif len(caches) != len(self.layers):
-            raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
-        elif len(set(map(id, caches))) < len(caches):
-            raise ValueError("caches must be different objects, got one for two layers; use make_caches")
-        elif tokens.shape[0] != caches[0].batch_size:
-            raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
+        self._check_forward(tokens, caches, lengths, last_only)
         x = self.embedding(tokens)
         if caches is None:
             rotation = self._rotation_of_shard(tokens, x.dtype, cu_seqlens, shard_lengths)
@@ -218,7 +194,31 @@ class LongNetLM(nn.Module):
                 shard_lengths=shard_lengths,
                 **decoding,
             )
-        return self.layer_norm(x)
+        if last_only:
+            last = x.new_full(x.shape[:1], x.shape[1] - 1, dtype=torch.int64) if lengths is None else (lengths - 1).clamp(min=0)
+            x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+        return self._logits(self.layer_norm(x))
+
+    def _check_forward(
+        self, tokens: Tensor, caches: Sequence[DilatedKVCache] | None, lengths: Tensor | None, last_only: bool
+    ) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
+        if tokens.dtype not in INDICES:
+            raise TypeError(f"tokens must be of int64 or int32, got {str(tokens.dtype).removeprefix('torch.')}")
+        if self.mesh is None and tokens.shape[1] < 1:  # a shard may be empty
+            raise ValueError(f"tokens must have N of at least 1, got {tuple(tokens.shape)}")
+        if caches is None:
+            if lengths is not None:
+                raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
+            if last_only:
+                raise ValueError("last_only must come with caches, got no caches; take the last of all logits")
+        elif len(caches) != len(self.layers):
+            raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
+        elif len(set(map(id, caches))) < len(caches):
+            raise ValueError("caches must be different objects, got one for two layers; use make_caches")
+        elif tokens.shape[0] != caches[0].batch_size:
+            raise ValueError(f"tokens must have the batch size of caches={caches[0].batch_size}, got {tokens.shape[0]}")
 
     def _rotation_of_shard(
         self, tokens: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None
@@ -292,7 +292,8 @@ class LongNetLM(nn.Module):
         """Tokens that continue each prompt, drawn one after another from the model, without dropout.
 
         The prompt is read once; then a token costs the same time and memory wherever it stands. Ends early when every sequence has
-        drawn a stop token. Every module is in its own mode afterwards, training or evaluation, also after an error.
+        drawn a stop token. Every module is in its own mode afterwards, training or evaluation, also after an error. The model is
+        called as a module, once for the prompts and once for each token but the last: its hooks run, and those of its modules.
 
         Args:
             tokens: Prompts, `(B, N)`, N at least 1.
@@ -318,18 +319,16 @@ class LongNetLM(nn.Module):
         with evaluating(self):
             # The last token drawn is not read.
             caches = self.make_caches(tokens.shape[0], max_length=tokens.shape[1] + max_new_tokens - 1)
-            x = self._embed(tokens, caches=caches, lengths=lengths)
-            x = x.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, x.shape[2]))  # the head reads one token, not the prompt
+            logits = self(tokens, caches=caches, lengths=lengths, last_only=True)  # the head reads one token, not the prompt
             ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
             drawn: list[Tensor] = []
             while True:
-                logits = self._logits(x)
                 following = sampler.draw(logits[:, 0], generator=generator).masked_fill(ended, pad_token)
                 drawn.append(following)
                 ended = ended | torch.isin(following, stops)
                 if len(drawn) == max_new_tokens or (stop_tokens and bool(ended.all())):
                     return torch.stack(drawn, dim=1)
-                x = self._embed(following[:, None], caches=caches)
+                logits = self(following[:, None], caches=caches)
 
     def _check_generate(
         self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, stop_tokens: Sequence[int], pad_token: int

@@ -100,12 +100,25 @@ def test_model_step_compiles_once() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("lengths", [None, torch.tensor([29, 1, 17]), torch.tensor([0, 29, 2])], ids=str)
+def test_last_logits_are_those_of_the_last_token_of_each_sequence(lengths: Tensor | None) -> None:
+    lm, tokens = model(), draw_tokens()
+    last = lm(tokens, caches=lm.make_caches(3), lengths=lengths, last_only=True)
+    every = lm(tokens, caches=lm.make_caches(3), lengths=lengths)
+    assert last.shape == (3, 1, VOCAB)
+    for b, n in enumerate([TOKENS] * 3 if lengths is None else lengths.tolist()):
+        if n:
+            torch.testing.assert_close(last[b, 0], every[b, n - 1], **SINGLE)
+
+
+@torch.no_grad()
 def test_model_rejects_what_does_not_go_with_caches() -> None:
     lm, tokens = model(attention_dropout_p=0.1), draw_tokens()
     caches, padding = lm.make_caches(3), torch.zeros(3, TOKENS, dtype=torch.bool)
     foreign = model(pattern=RAGGED).make_caches(3)
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: lm(tokens, lengths=torch.tensor([1, 2, 3])), ValueError, "lengths must come with caches, got no caches"),
+        (lambda: lm(tokens, last_only=True), ValueError, "last_only must come with caches, got no caches; take the last of all"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
         (
             lambda: lm(tokens, caches=caches[:1] * 2),
@@ -173,6 +186,16 @@ def test_generate_stops_each_sequence_at_a_stop_token_and_ends_early() -> None:
     for row, whole, end in zip(drawn, free, ends):
         assert torch.equal(row[: end + 1], whole[: end + 1])
         assert (row[end + 1 :] == VOCAB - 1).all()
+
+
+def test_generate_calls_the_model_as_a_module() -> None:
+    lm, tokens, seen = model(), draw_tokens(), []
+    expected = lm.generate(tokens, max_new_tokens=7, temperature=0)
+    lm.register_forward_pre_hook(lambda _, arguments: seen.append(tuple(arguments[0].shape)))
+    assert torch.equal(lm.generate(tokens, max_new_tokens=7, temperature=0), expected)
+    assert seen == [(3, TOKENS)] + [(3, 1)] * 6
+    lm.register_forward_hook(lambda _, arguments, logits: logits.index_fill(2, torch.tensor(5), float("inf")))
+    assert (lm.generate(tokens, max_new_tokens=7, temperature=0) == 5).all()
 
 
 @pytest.mark.parametrize("training", [False, True])

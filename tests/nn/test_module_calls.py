@@ -412,3 +412,17 @@ def test_weights_that_are_sharded_by_projection_are_gathered() -> None:
             torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), parameter.grad, **EXACT)
     finally:
         dist.destroy_process_group()
+
+
+def test_language_model_whose_weights_are_sharded_generates() -> None:
+    """The weights of the whole are gathered by the hooks of the model itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = language_model().eval(), tokens()
+        expected = model.generate(x, max_new_tokens=5, temperature=0.0)
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        assert torch.equal(model.generate(x, max_new_tokens=5, temperature=0.0), expected)
+    finally:
+        dist.destroy_process_group()
