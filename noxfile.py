@@ -14,6 +14,7 @@ nox.options.default_venv_backend = "virtualenv"
 TORCH = "2.13.0"  # what development and CI use
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
 WORKERS = ("-n", "auto", "--maxprocesses", "8")
+SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
 
@@ -120,6 +121,19 @@ def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""
     _install(session)
     session.run("pytest", "tests/backends/test_hardware.py", *session.posargs, env={"FLEXDILATED_CAPABILITY": capability})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into docs/_build/html, every example run and every warning an error; `-- --serve` shows it."""
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".[docs]", f"torch=={TORCH}")
+    threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    pages = ("-q", "-W", "--keep-going", "-n", "-d", os.path.join("docs", "_build", "doctrees"), "docs")
+    session.run("sphinx-build", *pages, SITE, env=threads)
+    session.run("sphinx-build", "-b", "linkcheck", *pages, os.path.join("docs", "_build", "links"), env=threads)  # inside the site
+    if "--serve" in session.posargs:
+        session.run("python", "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", SITE)
 
 
 @nox.session

@@ -52,7 +52,7 @@ def create_model(
         backend: Engine of the attention.
 
     Returns:
-        The model, on the CPU, in float32 and in training mode: call `.eval()` before encoding.
+        The model, on the CPU, in float32 and in training mode; call `.eval()` before encoding.
 
     Raises:
         FileNotFoundError: If there is no such file.

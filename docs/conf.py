@@ -1,0 +1,74 @@
+"""The documentation site: `nox -s docs` builds it, with every example executed and every warning an error."""
+
+from __future__ import annotations
+
+from flexdilated import __version__
+
+project = "flexdilated"
+author = "the maintainers of flexdilated"
+version = release = __version__
+
+extensions = [
+    "myst_nb",  # pages are Markdown; their code cells run when the site is built
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_design",
+    "sphinxcontrib.mermaid",
+    "sphinx_llm.txt",  # every page as Markdown too, and llms.txt
+]
+exclude_patterns = ["_build", "jupyter_execute"]
+
+# -- pages --------------------------------------------------------------------------------------------------------------------
+
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_mime_priority_overrides = [("llms-markdown", "text/plain", 1)]
+llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement", "mermaid", "mermaid_inline"]
+
+# -- docstrings ---------------------------------------------------------------------------------------------------------------
+
+default_role = "code"  # docstrings put names between single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+nitpicky = True
+suppress_warnings = ["ref.python"]  # `MultiheadDilatedAttention` is a name of `flexdilated.compat` too
+# Types of other packages: their documentation is not fetched, so that the site builds without a network.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|numpy|np|npt|matplotlib|rich|typer|transformers|collections|pathlib|os|typing|enum|dist|nn)(\..*)?"),
+    (r"py:.*", r"(Tensor|Module|BlockMask|DeviceMesh|ProcessGroup|Figure|Path|Sequence|Callable|Mapping|Iterator|NDArray)"),
+    (r"py:.*", r"(Any|Literal|SupportsIndex|Self|optional|Ellipsis|abc\..*|ScoreMod|MaskMod|Curve|Activation|Branch|HeadRun)"),
+    (r"py:.*", r"flexdilated\.(pattern\.(Branch|HeadRun)|reference\..*|nn\.position\.Rotation|distributed\.sharding\.Batch)"),
+]
+
+# -- the site -----------------------------------------------------------------------------------------------------------------
+
+html_theme = "pydata_sphinx_theme"
+html_title = "flexdilated"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "flexdilated"},
+    "header_links_before_dropdown": 6,
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+}
+linkcheck_ignore = [r"https?://"]  # `nox -s docs` checks the links inside the site, and needs no network
