@@ -14,6 +14,7 @@ __all__ = ["portable"]
 
 FORMULAS = {
     "mixture": mixture,
+    "mixture_by_values": mixture,  # which refuses them
     "rotary_angles": rotary_angles,
     "xpos_decay": xpos_decay,
     "gelu": gelu,

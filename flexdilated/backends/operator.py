@@ -2,6 +2,10 @@
 
 An operator takes the tensors of a call and its options as plain data. It saves tensors, outputs and options; its backward, an
 operator too, is given all of them, and refuses to be differentiated.
+
+A CUDA graph replays launches, and nothing that the host did between them. So operators whose course depends on what the host reads
+of their tensors, or that wait for other processes, have the tag `cudagraph_unsafe`: `mode="reduce-overhead"` leaves them out of its
+graphs.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "
     "no second derivative; use backend='reference' where one is needed"
 )
+
+BY_VALUES = "_by_values"  # behind the name of an operator: the same, for calls with documents or dropout
 
 O = TypeVar("O")  # noqa: E741 - the options of an operator
 
@@ -108,10 +114,12 @@ def schema_of(fields: type[tuple[Any, ...]]) -> str:
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
-def declare(name: str, arguments: str, num_outputs: int, run: Callable[..., tuple[Tensor, ...]]) -> Any:
+def declare(
+    name: str, arguments: str, num_outputs: int, run: Callable[..., tuple[Tensor, ...]], tags: Sequence[torch.Tag] = ()
+) -> Any:
     """A custom operator of tensors and options that writes to none of them."""
     schema = f"({arguments}) -> ({', '.join(['Tensor'] * num_outputs)})"
-    return torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema)
+    return torch.library.custom_op(f"flexdilated::{name}", run, mutates_args=(), schema=schema, tags=tags)
 
 
 def operator(
@@ -124,8 +132,11 @@ def operator(
     backward: Callable[[Tensor, Tensor | None, Inputs, tuple[Tensor, ...], O], tuple[Tensor, ...]],
     more_outputs: Sequence[str] = (),
     through: Callable[..., tuple[Tensor, ...]] | None = None,
+    on_host: bool = False,
 ) -> Operator:
-    """The two operators `flexdilated::<name>` and `flexdilated::<name>_backward`.
+    """The two operators `flexdilated::<name>` and `flexdilated::<name>_backward`, and the same again for calls that read values.
+
+    Borders of documents and seeds are read on the host. Calls with one of them run as `flexdilated::<name>_by_values`.
 
     Args:
         name: Of the operator.
@@ -136,6 +147,7 @@ def operator(
         backward: `dq, dk, dv` for `dout` and, where lse has a gradient, `dlse`; given inputs, outputs and options.
         more_outputs: The names of the outputs behind out and lse.
         through: What the derivative calls in place of the backward operator.
+        on_host: Whether every call depends on what the host does; then there is no second pair.
     """
     outputs = ("out", "lse", *more_outputs)
     last = 3 + len(outputs)
@@ -151,16 +163,41 @@ def operator(
         return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
 
     saved = ", ".join(f"Tensor {output}" for output in outputs)
-    made = Operator(
-        declare(name, f"{TENSORS}, {MORE_TENSORS}, {options}", len(outputs), run),
-        declare(f"{name}_backward", f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}, {options}", 3, run_backward),
+    given, given_backward = (
+        f"{TENSORS}, {MORE_TENSORS}, {options}",
+        f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}",
     )
-    made.forward.register_fake(fake)
-    made.backward.register_fake(lambda dout, dlse, *inputs: tuple(contiguous_like(x) for x in inputs[:3]))
-    through = made.backward if through is None else through
-    made.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, through, dout, dlse), setup_context=save)
-    made.backward.register_autograd(refuse)
+
+    def pair(name: str, *tags: torch.Tag) -> Operator:
+        return Operator(
+            declare(name, given, len(outputs), run, tags),
+            declare(f"{name}_backward", f"{given_backward}, {options}", 3, run_backward, tags),
+        )
+
+    plain = pair(name, *([torch.Tag.cudagraph_unsafe] if on_host else []))
+    reading = plain if on_host else pair(name + BY_VALUES, torch.Tag.cudagraph_unsafe)
+    made = plain if on_host else _either(plain, reading, last)
+    backward_of = made.backward if through is None else through
+    for each in dict.fromkeys((plain, reading)):
+        each.forward.register_fake(fake)
+        each.backward.register_fake(lambda dout, dlse, *inputs: tuple(contiguous_like(x) for x in inputs[:3]))
+        each.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse), setup_context=save)
+        each.backward.register_autograd(refuse)
     return made
+
+
+def _either(plain: Operator, reading: Operator, last: int) -> Operator:
+    """The first pair, or the second where borders of documents or a seed are given; `last` tensors precede the mask backward."""
+
+    def forward(*arguments: Any) -> Any:
+        reads = arguments[4] is not None or arguments[5] is not None
+        return (reading if reads else plain).forward(*arguments)
+
+    def backward(*arguments: Any) -> Any:
+        reads = arguments[last + 3] is not None or arguments[last + 4] is not None
+        return (reading if reads else plain).backward(*arguments)
+
+    return Operator(forward, backward)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -231,6 +231,7 @@ CONTEXT_PARALLEL = operator(
     shapes=_shapes,
     backward=_backward,
     more_outputs=("received", "number"),
+    on_host=True,
 )
 
 

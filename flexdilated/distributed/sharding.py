@@ -234,9 +234,10 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 # An opaque operator: functional collectives lose their gradient when compiled in some versions (pytorch/pytorch#183459).
+# It waits for other processes, which replay CUDA graphs of their own.
 
 
-@torch.library.custom_op("flexdilated::unshard", mutates_args=())
+@torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
     """The shards of all ranks of a group, one after another along `dim`."""
     assert x.shape[dim] == lengths[rank]

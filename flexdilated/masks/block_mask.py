@@ -195,7 +195,8 @@ def _traced_size(pattern: DilatedPattern, seq_len: int) -> tuple[int, int]:
     return rows, min(rows, most_columns(pattern, 128, 128))
 
 
-@torch.library.custom_op("flexdilated::block_lists", mutates_args=())
+# In no CUDA graph, whose memory is written again at every replay: these lists are kept, and made on the host.
+@torch.library.custom_op("flexdilated::block_lists", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _traced_lists(
     segment_lengths: list[int],
     dilation_rates: list[int],

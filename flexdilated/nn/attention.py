@@ -415,10 +415,11 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"cache must be for the layer's pattern={self.attention.pattern}, got {cache.pattern}")
 
 
-# An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too.
+# An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too. No CUDA
+# graph can.
 
 
-@torch.library.custom_op("flexdilated::ignored_keys", mutates_args=())
+@torch.library.custom_op("flexdilated::ignored_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _ignored(mask: Tensor) -> Tensor:
     """The bool mask that a float mask of 0 and -inf stands for (`nn.TransformerEncoderLayer` passes such)."""
     ignored = mask == -math.inf
