@@ -137,6 +137,16 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def docs_browse(session: nox.Session) -> None:
+    """The built site in Chromium: accessibility by axe-core, light and dark, at the width of a phone too (after `nox -s docs`).
+
+    The browser is the system's: on Debian `apt-get install chromium`.
+    """
+    session.install("playwright==1.65.2", "axe-playwright-python==0.1.8")
+    session.run("python", "docs/browse.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 

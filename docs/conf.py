@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
+
 from flexdilated import __version__
 
 project = "flexdilated"
@@ -59,6 +63,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "flexdilated"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "flexdilated"},
@@ -71,4 +76,18 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
+ALONE = ("start", "why", "performance", "evidence", "changelog")
+html_sidebars: dict[str, list[str]] = {page: [] for page in ALONE}
 linkcheck_ignore = [r"https?://"]  # `nox -s docs` checks the links inside the site, and needs no network
+
+
+def _analyze_without_overloads(self: ModuleAnalyzer) -> None:
+    _analyze(self)
+    self.overloads = {}  # two signatures of twenty lines that differ in one word
+
+
+_analyze = ModuleAnalyzer.analyze
+
+
+def setup(app: Any) -> None:
+    ModuleAnalyzer.analyze = _analyze_without_overloads
