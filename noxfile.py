@@ -150,12 +150,15 @@ def docs_browse(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 
-    `-- --crossover` measures instead where one engine overtakes another, and keeps it for `backend="auto"`.
+    `-- --crossover` measures instead where one engine overtakes another, and keeps it for `backend="auto"`. `-- --context-length`
+    trains small models on texts cut in shorter and longer sequences: two hours, resumable.
     """
     _install(session)
-    if "--crossover" in session.posargs:
-        session.run("python", "-m", "benchmarks.crossover", *(a for a in session.posargs if a != "--crossover"))
-        return
+    for other in ("crossover", "context_length"):
+        option = f"--{other.replace('_', '-')}"
+        if option in session.posargs:
+            session.run("python", "-m", f"benchmarks.{other}", *(a for a in session.posargs if a != option))
+            return
     run = os.path.join(session.create_tmp(), "benchmarks.json")
     options = [argument for argument in session.posargs if argument != "--keep"]
     session.run("pytest", "benchmarks", f"--benchmark-json={run}", *options)

@@ -1,0 +1,122 @@
+"""The experiment of context lengths at its quick sizes: what it runs, keeps and repeats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import context_length
+from flexdilated.draw.pattern import multiplicity
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """30 kB, of which a twentieth is held out: more than a measurement takes."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(i * i % 251 for i in range(30_011)))
+    return path
+
+
+def run(text: Path, *options: str) -> dict[str, Any]:
+    output = text.with_name("results.json")
+    folder = text.with_name("runs")
+    common = ("--quick", "--text", str(text), "--output", str(output), "--folder", str(folder), "--commit", "abc")
+    assert context_length.main([*common, *options]) == 0
+    assert not any(folder.glob("*"))  # the checkpoints of finished runs are gone
+    return json.loads(output.read_text())
+
+
+def test_every_attention_sees_and_is_measured_on_as_many_bytes(text: Path) -> None:
+    report = run(text)
+    assert [(r["attention"], r["length"]) for r in report["runs"]] == [
+        ("dense", 64),
+        ("dilated", 512),
+        ("dense", 512),
+        ("window", 512),
+    ]
+    seen = report["settings"]["steps"] * report["settings"]["bytes_per_step"]
+    for entry in report["runs"]:
+        assert entry["held_out"][-1] == {"bytes_seen": seen, "bits_per_byte": entry["bits_per_byte"]}
+        assert 0 < entry["bits_per_byte"] < 9
+        assert (entry["commit"], entry["seed"]) == ("abc", 0)
+    assert len({entry["parameters"] for entry in report["runs"]}) == 1
+
+
+def test_what_is_kept_is_not_run_again(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run(text)["runs"]
+    after = run(text, "--seeds", "2")["runs"]
+    assert after[:4] == before
+    assert [entry["seed"] for entry in after] == [0] * 4 + [1] * 4
+    assert after[0]["bits_per_byte"] != after[4]["bits_per_byte"]
+    monkeypatch.setattr(context_length, "run", None)
+    assert run(text, "--seeds", "2")["runs"] == after
+
+
+def test_an_interrupted_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(text)["runs"]
+    text.with_name("results.json").unlink()
+    advance = context_length.Trainer._advance
+
+    def stop_at_two(trainer: Any) -> float:
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context_length.Trainer, "_advance", stop_at_two)
+        with pytest.raises(KeyboardInterrupt):
+            run(text)
+    resumed = run(text)["runs"]
+    assert [entry["bits_per_byte"] for entry in resumed] == [entry["bits_per_byte"] for entry in whole]
+
+
+def test_nothing_begins_after_the_time_is_over(text: Path) -> None:
+    assert context_length.main(["--quick", "--text", str(text), "--folder", str(text.with_name("runs")), "--minutes", "-1"]) == 0
+    assert not text.with_name("runs").exists()
+
+
+def test_results_of_other_settings_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(text)
+    with pytest.raises(SystemExit):
+        run(text, "--steps", "5")
+    assert "--output must hold runs of the same settings=" in capsys.readouterr().err
+    text.write_bytes(text.read_bytes()[::-1])
+    with pytest.raises(SystemExit):
+        run(text)
+    assert "--output must hold runs of the same text=" in capsys.readouterr().err
+
+
+def test_lengths_that_leave_bytes_over_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(text, "--lengths", "96")
+    assert "--lengths must divide the 512 bytes of a step and the 1024 of a measurement, got 96" in capsys.readouterr().err
+
+
+def test_too_little_held_out_text_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text.write_bytes(text.read_bytes()[:20_000])
+    with pytest.raises(SystemExit):
+        run(text)
+    assert "--text must leave more than 1024 held-out bytes, a twentieth of it, got 1000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", context_length.FULL.lengths[1:])
+def test_dilated_branches_cost_the_same_and_reach_every_byte_with_all_heads(length: int) -> None:
+    pattern = context_length.pattern_of("dilated", length)
+    assert max(pattern.segment_lengths) == length
+    assert len({w // r**2 for w, r in pattern.branches}) == 1
+    heads = context_length.FULL.heads
+    for branch, rate in enumerate(pattern.dilation_rates):
+        assert {pattern.offset(branch, head, heads) for head in range(heads)} == set(range(rate))
+
+
+def test_dense_and_window_are_what_they_say() -> None:
+    lower = np.tril(np.ones((512, 512), dtype=np.int64))
+    (dense,) = multiplicity(context_length.pattern_of("dense", 512), 512, 1, is_causal=True)
+    (window,) = multiplicity(context_length.pattern_of("window", 512), 512, 1, is_causal=True)
+    assert np.array_equal(dense, lower)
+    same = np.arange(512) // 256
+    assert np.array_equal(window, lower * (same[:, None] == same))
