@@ -216,9 +216,13 @@ def test_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]
     assert (code, err) == (2, "error: standard output must be there and writable, got: No space left on device\n")
 
 
+def _pages(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*.md")) if "_build" not in path.parts]
+
+
 def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
     root = Path(__file__).parents[2]
-    text = "\n".join(path.read_text() for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))))
+    text = "\n".join(path.read_text() for path in (root / "README.md", *_pages(root / "docs")))
     lines = re.findall(r"^    .*?flexdilated ([a-z-]+)(.*)$", text, flags=re.MULTILINE)
     assert {command for command, _ in lines} >= {"train", "show", "doctor", "plan", "generate"}
     for command, rest in lines:
