@@ -49,6 +49,14 @@ def _fresh_compiler() -> None:
     flex._compiled.cache_clear()
 
 
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """The tracer and its guards alone, without inductor; counts graphs."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    return counter
+
+
 def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return score - 0.1 * (h + 1) * (i - j).abs()
 
@@ -60,23 +68,38 @@ def thirds(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 # -- compiled inference on the CPU ------------------------------------------------------------------------------------------------
 
 
-@compiled
-@pytest.mark.parametrize(
-    ("case", "functions"),
-    [
-        (Case(PATTERN, num_tokens=345, kv_heads=6, head_dim=24), {}),
-        (Case(PATTERN, batch=2, num_tokens=300, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3), {}),
-        (Case(PATTERN, num_tokens=300, kv_heads=3, head_dim=16, borders=(0, 50, 50, 210, 300)), {"score_mod": relative}),
-        (Case(DilatedPattern((64,), (4,), heads="grouped"), num_tokens=300, kv_heads=3, head_dim=16), {"mask_mod": thirds}),
-    ],
-    ids=["ragged", "gqa_mask_causal", "documents_score", "grouped_mask"],
-)
-def test_compiled_flex_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
+def assert_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
     q, k, v, _, _ = case.tensors(torch.float32)
     expected, _ = reference.dilated_attention(q, k, v, case.pattern, **case.options(), **functions)
     out = dilated_attention(q, k, v, case.pattern, backend="flex", **case.options(), **functions)
     assert not out.requires_grad
     torch.testing.assert_close(out.double(), expected, **SINGLE)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("case", "functions"),
+    [
+        (Case(PATTERN, batch=2, num_tokens=300, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3), {}),
+        (Case(PATTERN, num_tokens=300, kv_heads=3, head_dim=16, borders=(0, 50, 50, 210, 300)), {"score_mod": relative}),
+    ],
+    ids=["gqa_mask_causal", "documents_score"],
+)
+def test_compiled_flex_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
+    assert_equals_the_oracle(case, functions)
+
+
+@pytest.mark.parametrize(
+    ("case", "functions"),
+    [
+        (Case(PATTERN, num_tokens=345, kv_heads=6, head_dim=24), {}),
+        (Case(DilatedPattern((64,), (4,), heads="grouped"), num_tokens=300, kv_heads=3, head_dim=16), {"mask_mod": thirds}),
+    ],
+    ids=["ragged", "grouped_mask"],
+)
+def test_traced_flex_equals_the_oracle(case: Case, functions: dict[str, Any], eagerly: CompileCounter) -> None:
+    assert_equals_the_oracle(case, functions)
+    assert eagerly.frame_count == 1
 
 
 @compiled
@@ -111,16 +134,6 @@ def test_two_graphs_serve_every_length() -> None:
         expected = reference.dilated_attention(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s * 0.5)[0]
         torch.testing.assert_close(out.double(), expected, **SINGLE)
     assert counters["stats"]["unique_graphs"] - before <= 2
-
-
-@compiled
-def test_kinds_do_not_wear_out_one_another_s_recompilations() -> None:
-    """The compiler allows 8 graphs per function; 10 patterns are no reason to stop."""
-    x = torch.randn(3, 1, 40, 2, 16)
-    for length in range(4, 14):
-        pattern = DilatedPattern((length,), (1,))
-        out = dilated_attention(*x, pattern, backend="flex")
-        torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
 
 
 # -- users' functions that hold numbers -------------------------------------------------------------------------------------------
@@ -161,14 +174,6 @@ def attend_with(options: dict[str, Any]) -> None:
     torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern, **options)[0], **SINGLE)
 
 
-@pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
-    """The tracer and its guards alone, without inductor; counts graphs."""
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    return counter
-
-
 @compiled
 @pytest.mark.parametrize("name", ["closure", "mask"])
 def test_numbers_may_change_from_call_to_call(name: str) -> None:
@@ -204,6 +209,16 @@ def test_scales_do_not_wear_out_recompilations(eagerly: CompileCounter, monkeypa
     monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
     for scale in CHANGING:
         attend_with({"scale": scale})
+
+
+def test_kinds_do_not_wear_out_one_another_s_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
+    x = torch.randn(3, 1, 40, 2, 16)
+    for length in (4, 5, 7, 11, 13):
+        pattern = DilatedPattern((length,), (1,))
+        out = dilated_attention(*x, pattern, backend="flex")
+        torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
+    assert eagerly.frame_count == 5
 
 
 def test_functions_that_cannot_be_compiled_are_refused_in_their_names(eagerly: CompileCounter) -> None:
