@@ -184,4 +184,9 @@ def each_size(size: int) -> Any:
     return pytest.param(size, id=f"{size}_ranks", marks=pytest.mark.ranks)
 
 
+def exactly(size: int) -> pytest.MarkDecorator:
+    """One world size, whatever the environment asks for."""
+    return pytest.mark.parametrize("ranks", [each_size(size)], indirect=True)
+
+
 several = at_least(2)

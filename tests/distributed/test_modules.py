@@ -1,7 +1,6 @@
 """Modules over ranks equal one process: LongNetLM over context ranks, beside data and tensor parallelism."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
 from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
 from flexdilated.nn import Rotary, XPos
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import Ranks, exactly
 from tests.tolerances import EXACT
-
-pytestmark = pytest.mark.ranks
 
 NESTED = DilatedPattern((5, 15), (1, 3))
 RAGGED = DilatedPattern((7, 11), (2, 3))
@@ -82,8 +79,7 @@ def check_model(
         torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def check_two(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+def check_two(rank: int, mesh: DeviceMesh) -> None:
     uneven, empty = (13, 21), (34, 0)
     crossing = [0, 3, 12, 29, 34]
     for position in ("xpos", "rotary"):
@@ -135,8 +131,9 @@ def check_decoding(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-def test_longnet_over_two_ranks_equals_one_process(tmp_path: Path) -> None:
-    run_ranks(check_two, 2, tmp_path)
+@exactly(2)
+def test_longnet_over_two_ranks_equals_one_process(ranks: Ranks) -> None:
+    ranks.run(check_two)
 
 
 # -- beside data parallelism ------------------------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def check_square(rank: int) -> None:
+def check_square(rank: int, _: DeviceMesh) -> None:
     """Data x context: both axes hold copies of the parameters, so gradients are averaged over all four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     every = init_device_mesh("cpu", (4,))
@@ -188,8 +185,9 @@ def check_square(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_data_by_context_training_step_equals_one_process(tmp_path: Path) -> None:
-    run_ranks(check_square, 4, tmp_path)
+@exactly(4)
+def test_data_by_context_training_step_equals_one_process(ranks: Ranks) -> None:
+    ranks.run(check_square)
 
 
 # -- beside tensor parallelism ----------------------------------------------------------------------------------------------------
@@ -200,8 +198,8 @@ def parallelize(layer: MultiheadDilatedAttention, mesh: DeviceMesh) -> None:
     parallelize_module(layer, mesh, {**plan, "out_proj": RowwiseParallel()})
 
 
-def check_heads(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+def check_heads(rank: int, _: DeviceMesh) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     positions = {"rotary": Rotary(6), "xpos": XPos(6, NESTED)}
@@ -231,11 +229,12 @@ def check_heads(rank: int) -> None:
     torch.testing.assert_close(model(draw_tokens()), expected_logits, **EXACT)
 
 
-def test_sharded_heads_equal_one_process(tmp_path: Path) -> None:
-    run_ranks(check_heads, 2, tmp_path)
+@exactly(2)
+def test_sharded_heads_equal_one_process(ranks: Ranks) -> None:
+    ranks.run(check_heads)
 
 
-def check_tokens_and_heads(rank: int) -> None:
+def check_tokens_and_heads(rank: int, _: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     x = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     weight = torch.randn(2, TOKENS, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
@@ -263,5 +262,6 @@ def check_tokens_and_heads(rank: int) -> None:
         torch.testing.assert_close(total, whole.get_parameter(name).grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_sharded_tokens_and_heads_equal_one_process(tmp_path: Path) -> None:
-    run_ranks(check_tokens_and_heads, 4, tmp_path)
+@exactly(4)
+def test_sharded_tokens_and_heads_equal_one_process(ranks: Ranks) -> None:
+    ranks.run(check_tokens_and_heads)

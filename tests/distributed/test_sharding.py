@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +20,7 @@ from flexdilated.distributed.sharding import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 # None: equal shards, not declared.
@@ -113,20 +112,17 @@ def check_gradients(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | Non
     assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
 
 
-def check_all(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    assert group_of(mesh)[1:] == (rank, world_size)
-    for declared in LENGTHS[world_size]:
+def check_all(rank: int, mesh: DeviceMesh) -> None:
+    assert group_of(mesh)[1:] == (rank, mesh.size())
+    for declared in LENGTHS[mesh.size()]:
         check_values(rank, mesh, declared)
         check_batches(rank, mesh, declared)
         check_gradients(rank, mesh, declared, is_compiled=False)
-    for declared in LENGTHS[world_size][:3]:
+    for declared in LENGTHS[mesh.size()][:3]:
         check_gradients(rank, mesh, declared, is_compiled=True)
-    if world_size == 3:
-        check_axes(rank)
 
 
-def check_axes(rank: int) -> None:
+def check_axes(rank: int, mesh: DeviceMesh) -> None:
     """A mesh of some of the ranks, and one that changes under a compiled function."""
     pair = DeviceMesh("cpu", [0, 2])
     world = DeviceMesh("cpu", [0, 1, 2])
@@ -145,21 +141,14 @@ def check_axes(rank: int) -> None:
         assert torch.equal(function(x, mesh), shard_sequence(x, mesh) + mesh.size())
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sequences_are_cut_and_put_together_exactly(world_size: int, tmp_path: Path) -> None:
-    run_ranks(check_all, world_size, tmp_path, world_size)
+@pytest.mark.parametrize("ranks", [each_size(size) for size in WORLD_SIZES if size in LENGTHS], indirect=True)
+def test_sequences_are_cut_and_put_together_exactly(ranks: Ranks) -> None:
+    ranks.run(check_all)
 
 
-def fail_on_one(rank: int) -> None:
-    dist.barrier()
-    assert rank != 1, "rank 1 fails"
-
-
-@pytest.mark.ranks
-def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2: Traceback.*rank 1 fails"):
-        run_ranks(fail_on_one, 2, tmp_path)
+@exactly(3)
+def test_meshes_of_some_ranks_cut_and_change_under_compiled_functions(ranks: Ranks) -> None:
+    ranks.run(check_axes)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------------
