@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -26,6 +27,7 @@ __all__ = [
     "DTYPES",
     "EXCHANGES",
     "Call",
+    "call_mod",
     "check",
     "check_dense",
     "check_dtypes",
@@ -33,6 +35,7 @@ __all__ = [
     "check_scale",
     "check_tensors",
     "documents",
+    "is_number",
     "refuse_zero_keys",
 ]
 
@@ -135,7 +138,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
     check_dtypes(q, k, v)
     learns = call.is_modified() and check_mods(call.score_mod, call.mask_mod, q)
     scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    return q, k, v, call._replace(scale=scale, num_heads=num_heads, learns=learns)
+    return q, k, v, call._replace(scale=scale, dropout_p=float(call.dropout_p), num_heads=num_heads, learns=learns)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -171,7 +174,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     if not isinstance(call.is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {call.is_causal!r}")
     check_scale(call.scale, q.dtype)
-    if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
+    if not is_number(call.dropout_p):
         raise TypeError(f"dropout_p must be a number, got {call.dropout_p!r}")
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
@@ -204,20 +207,32 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must have the dtype of q={q.dtype}, got {x.dtype}")
 
 
-def check_scale(scale: float | None, dtype: torch.dtype) -> None:
-    """Refuse what the scores of q in a dtype cannot be multiplied by.
+def is_number(x: object) -> bool:
+    """Whether x is a real number of Python or numpy, and no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def check_scale(scale: float | None, dtype: torch.dtype) -> float | None:
+    """A scale as Python's, or None; refuses what the scores of q in a dtype cannot be multiplied by.
 
     Raises:
         ValueError: If it is not finite, or not in the dtype of the scores.
         TypeError: If it is not a number or None.
     """
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):  # compiled code has one of what is numpy's outside
+        raise TypeError("scale must be a number or None, got a tensor; use scale.item(), or multiply q by it and give scale=1.0")
+    if not is_number(scale):
         raise TypeError(f"scale must be a number or None, got {scale!r}")
+    if not isinstance(scale, int):
+        scale = float(scale)  # numpy would compare in the dtype of its own
     scores = accumulated(dtype)
-    if scale is not None and not abs(scale) <= torch.finfo(scores).max:  # not of NaN either; the compiler traces no `isfinite`
+    if not abs(scale) <= torch.finfo(scores).max:  # not of NaN either; the compiler traces no `isfinite`
         if isinstance(scale, float) and not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
         raise ValueError(f"scale must be finite in {scores}, in which {dtype} is scored, got {scale}")
+    return float(scale)
 
 
 def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
@@ -225,7 +240,8 @@ def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
         raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
     check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}")
+        hint = "" if mask.is_floating_point() else "; use mask.bool(), or mask == 0 where 1 is a key to keep"
+        raise TypeError(f"key_padding_mask must be bool, True for a key to ignore, got {mask.dtype}{hint}")
     if mask.shape != q.shape[:2]:
         hint = LAYOUT if mask.shape == (q.shape[0], q.shape[2]) else ""
         raise ValueError(f"key_padding_mask must have shape (B, N)={tuple(q.shape[:2])}, got {tuple(mask.shape)}{hint}")
@@ -311,7 +327,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
     except ValueError:  # a builtin without a signature: calling it tells
         pass
     try:
-        result = function(*arguments)
+        result: object = call_mod(name, function, *arguments)
     except RuntimeError as error:
         if "device" not in str(error):
             raise
@@ -324,6 +340,21 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
     if result.numel() != 1 or result.dim() > len(arguments[0].shape):
         raise ValueError(f"{name} must return one value per pair, got shape {tuple(result.shape)} for one pair")
     return result
+
+
+def call_mod(name: str, function: ScoreMod | MaskMod, *arguments: Tensor) -> Tensor:
+    """What a score or mask function gives; its errors say that they are its own."""
+    if torch.compiler.is_compiling():  # the tracer tells
+        return function(*arguments)
+    try:
+        return function(*arguments)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if hasattr(error, "add_note"):  # from Python 3.11
+            error.add_note(
+                f"This was raised by {name}. It is called with tensors of many pairs at once: choose by torch.where instead of if, "
+                "and index tables from 0 to N - 1."
+            )
+        raise
 
 
 def refuse_zero_keys(num_tokens: int) -> NoReturn:

@@ -77,6 +77,10 @@ def convert(
             raise ValueError(f"skip must hold paths of attention layers, {sorted(known)}, got {path!r}")
     layers = {layer: paths for layer, paths in layers.items() if not set(paths) & set(skip)}
     if not layers:
+        done = find_modules(model, nn.Module, lambda m: isinstance(m, (MultiheadDilatedAttention, TimmAttention)))
+        if done:
+            first = next(iter(done.values()))[0]
+            raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
         seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
         got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
         raise ValueError(

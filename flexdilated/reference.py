@@ -155,8 +155,9 @@ def _mix(parts: list[tuple[Tensor, Tensor]], *, detach_weights: bool) -> tuple[T
     lses = torch.stack([lse for _, lse in parts])  # (K, B, H, N)
     reached = (lses > -math.inf).any(dim=0)
     # Rows without any key: give logsumexp something finite, so that its gradient there is 0 and not NaN.
-    total = torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0)
-    weights = torch.exp(lses - total) * reached
+    lses = lses.masked_fill(~reached, 0.0)
+    total = torch.logsumexp(lses, dim=0)
+    weights = torch.softmax(lses, dim=0) * reached  # not exp(lse_i - lse): a large lse has lost what two equal ones add up to
     if detach_weights:
         weights = weights.detach()
     out = torch.stack([w.transpose(1, 2)[..., None] * o for w, (o, _) in zip(weights, parts)]).sum(dim=0)

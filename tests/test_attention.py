@@ -1,6 +1,7 @@
 """`dilated_attention` against the oracle, and the laws it keeps."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -64,6 +65,20 @@ def test_scale_multiplies_the_scores(scale: float, is_causal: bool, dtype: torch
     case = Case(THREE, batch=2, group=2, is_causal=is_causal, scale=scale, ignored=0.3)
     for a, e in zip(run_engine(case, "sdpa", dtype), run_reference(case)):
         torch.testing.assert_close(a.double(), e, **(EXACT if dtype == torch.float64 else SINGLE))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"score_mod": lambda s, b, h, i, j: s}], ids=["plain", "causal", "function"]
+)
+@pytest.mark.parametrize("scale", [1e6, -1e12, 1e20, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_large_scale_leaves_each_query_its_largest_score(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> None:
+    q, k, v, _, _ = Case(THREE, batch=2, group=2).tensors(dtype)
+    expected, _ = reference.dilated_attention(q, k, v, THREE, scale=scale, **options)
+    for kernels in ([], [SDPBackend.MATH]):
+        with sdpa_kernel(kernels) if kernels else nullcontext():
+            out = dilated_attention(q, k, v, THREE, scale=scale, **options)
+        torch.testing.assert_close(out.double(), expected, **SINGLE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -299,3 +299,11 @@ def test_convert_rejects_arguments_of_another_type() -> None:
         convert(Model(), PATTERN, skip="again")
     with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.0"):
         convert(Model(), PATTERN, dropout_p=1.0)
+
+
+def test_a_converted_model_is_not_converted_again() -> None:
+    model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3), PATTERN)
+    with pytest.raises(
+        ValueError, match=r"^model must hold attention that is not dilated yet, got 'layers.0.self_attn': it is already"
+    ):
+        convert(model, PATTERN)

@@ -204,3 +204,11 @@ def test_torchscale_s_procedure_is_reproduced(
     actual = differentiate(lambda q, k, v: attend(q, k, v, pattern, is_causal=is_causal, **returns), q, k, v, dout)
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, **EXACT)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e10, 1e20])
+def test_a_branch_that_counts_twice_changes_no_weight(scale: float) -> None:
+    q, k, v = (torch.randn(2, 23, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    once, _ = reference.dilated_attention(q, k, v, DilatedPattern((7,), (2,)), scale=scale)
+    twice, _ = reference.dilated_attention(q, k, v, DilatedPattern((7, 7), (2, 2)), scale=scale)
+    torch.testing.assert_close(twice, once, **EXACT)

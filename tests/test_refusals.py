@@ -1,11 +1,21 @@
 """Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
 
+import sys
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention
+from flexdilated import (
+    DilatedAttention,
+    DilatedKVCache,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    attention_map,
+    dilated_attention,
+)
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
 
@@ -72,6 +82,14 @@ REFUSED = [
         r"scale must be finite in torch.float32, in which torch.bfloat16 is scored, got 1e\+39",
     ),
     ({"scale": 10**400, **{x: torch.ones(2, 17, 3, 5).double() for x in "qkv"}}, ValueError, "scale must be finite in"),
+    ({"scale": np.float32("nan")}, ValueError, r"scale must be finite, got nan"),
+    ({"scale": np.True_}, TypeError, r"scale must be a number or None, got np.True_"),
+    (
+        {"scale": torch.tensor(0.1)},
+        TypeError,
+        r"scale must be a number or None, got a tensor; use scale.item\(\), or multiply q by it",
+    ),
+    ({"dropout_p": torch.tensor(0.1)}, TypeError, r"dropout_p must be a number, got tensor\(0.1000\)"),
     ({"dropout_p": None}, TypeError, r"dropout_p must be a number, got None"),
     ({"dropout_p": False}, TypeError, r"dropout_p must be a number, got False"),
     ({"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
@@ -81,6 +99,11 @@ REFUSED = [
     # key_padding_mask
     ({"key_padding_mask": [[True]]}, TypeError, r"key_padding_mask must be a tensor, got list"),
     ({"key_padding_mask": torch.ones(2, 17)}, TypeError, r"key_padding_mask must be bool, .* got torch.float32"),
+    (
+        {"key_padding_mask": torch.ones(2, 17, dtype=torch.int64)},
+        TypeError,
+        r"key_padding_mask must be bool, .* got torch.int64; use mask.bool\(\), or mask == 0 where 1 is",
+    ),
     ({"key_padding_mask": mask(2, 16)}, ValueError, r"key_padding_mask must have shape \(B, N\)=\(2, 17\), got \(2, 16\)"),
     ({"key_padding_mask": mask(17)}, ValueError, r"key_padding_mask must have shape \(B, N\)=\(2, 17\), got \(17,\)"),
     ({"key_padding_mask": meta(2, 17, dtype=torch.bool)}, ValueError, r"key_padding_mask must be on the device of q=cpu, got meta"),
@@ -185,3 +208,37 @@ def test_modules_refuse_sparse_tensors() -> None:
     for name, given in (("query", (x.to_sparse(), x, x)), ("value", (x, x, x.to_sparse()))):
         with pytest.raises(NotImplementedError, match=f"^{name} must be a dense tensor, got layout torch.sparse_coo; use to_dense"):
             MultiheadDilatedAttention(6, 2, PATTERN)(*given)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, Fraction], ids=str)
+def test_numbers_of_other_kinds_are_taken_as_their_floats(kind: Any) -> None:
+    q, k, v = (torch.randn(1, 17, 2, 5, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    pattern = DilatedPattern((7,), (2,))
+
+    def attend(number: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        cache = DilatedKVCache(pattern, batch_size=1, num_kv_heads=2, head_dim=5)
+        decoded = [cache.attend(*(x[:, a:b] for x in (q, k, v)), scale=number) for a, b in ((0, 9), (9, 10))]
+        layer = DilatedAttention(pattern, scale=number, dropout_p=number)
+        return [dilated_attention(q, k, v, pattern, scale=number, dropout_p=number), layer(q, k, v), *decoded]
+
+    for a, e in zip(attend(kind(0.3)), attend(float(kind(0.3))), strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11")
+@pytest.mark.parametrize(
+    ("name", "function", "error"),
+    [
+        ("score_mod", lambda s, b, h, i, j: s if i > j else s - 1, RuntimeError),
+        ("score_mod", lambda s, b, h, i, j: s + torch.zeros(16)[i], IndexError),
+        ("score_mod", lambda s, b, h, i, j: s + {}["slope"], KeyError),
+        ("mask_mod", lambda b, h, i, j: torch.ones(16, dtype=torch.bool)[i], IndexError),
+        ("mask_mod", lambda b, h, i, j: i.window > 3, AttributeError),
+    ],
+)
+def test_errors_of_a_function_name_it(name: str, function: Any, error: type[Exception]) -> None:
+    x = torch.ones(1, 17, 2, 5)
+    with pytest.raises(error) as raised:
+        dilated_attention(x, x, x, DilatedPattern((7,), (2,)), **{name: function})
+    assert [note for note in raised.value.__notes__ if note.startswith(f"This was raised by {name}. ")]

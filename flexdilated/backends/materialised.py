@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated.backends.grids import Grid, draw_grids, num_parts
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.merge import accumulated
-from flexdilated.backends.mixing import heads_of, mix, read, tokens_of, total_of
+from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
 from flexdilated.backends.transforms import is_transformed, may_draw, refuse_traced_derivatives
-from flexdilated.call import Call, documents, refuse_zero_keys
+from flexdilated.call import Call, call_mod, documents, refuse_zero_keys
 from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.reference import MaskMod, ScoreMod
 
@@ -132,15 +132,12 @@ def _attend(
     for seen in (visible, kv_idx <= q_idx if call.is_causal else None, None if hidden is None else ~hidden):
         if seen is not None:
             scores = torch.where(seen, scores, -math.inf)
-    reached = (scores != -math.inf).any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~reached, 0.0)
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    weights = torch.exp(scores - lse) * reached
+    weights, lse = normalised(scores, dim=-1)
     if call.dropout_p > 0.0:
         with may_draw():
             weights = torch.nn.functional.dropout(weights, call.dropout_p)
     out = _multiply(weights.flatten(-3, -2), v[..., 0, :, :]).unflatten(-2, (group, rows))
-    return out, lse.masked_fill(~reached, -math.inf)[..., 0]
+    return out, lse[..., 0]
 
 
 def _modify(
@@ -152,8 +149,8 @@ def _modify(
     they cannot tell.
     """
     if score_mod is not None:
-        scores = score_mod(scores, b, h, q_idx, kv_idx).to(scores.dtype).expand_as(scores)
-    return scores, None if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
+        scores = call_mod("score_mod", score_mod, scores, b, h, q_idx, kv_idx).to(scores.dtype).expand_as(scores)
+    return scores, None if mask_mod is None else call_mod("mask_mod", mask_mod, b, h, q_idx, kv_idx)
 
 
 # -- where the number of tokens is a symbol ---------------------------------------------------------------------------------------
@@ -175,12 +172,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
         results = [_branch(q, k, v, i, tokens, grid, call) for i, grid in enumerate(grids)]
-        total, reached = total_of(torch.stack([lse for _, lse in results]))  # (B, N, H)
+        weights, lse = normalised(torch.stack([lse for _, lse in results]), dim=0)  # (branches, B, N, H), (1, B, N, H)
         mixed = torch.zeros_like(results[0][0])
-        for out, lse in results:
-            weight = torch.exp(lse - total)
-            mixed = mixed + out * (weight.detach() if pattern.detach_weights else weight)[..., None]
-    return mixed.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+        for (out, _), weight in zip(results, weights.detach() if pattern.detach_weights else weights):
+            mixed = mixed + out * weight[..., None]
+    return mixed.to(q.dtype), lse[0].transpose(1, 2)
 
 
 def _branch(

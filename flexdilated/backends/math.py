@@ -65,7 +65,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
         scores = _scores(q[:, :, start : start + starts.step], k, start, options)
         lse = torch.logsumexp(scores, dim=-1)
-        outs.append(drop(torch.exp(scores - safe_lse(lse)[..., None])) @ v)
+        outs.append(drop(torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0)) @ v)
         lses.append(lse)
     return torch.cat(outs, dim=2).to(dtype), torch.cat(lses, dim=2)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.pieces import Piece, box
 
-__all__ = ["heads_of", "mix", "read", "tokens_of", "total_of"]
+__all__ = ["heads_of", "mix", "normalised", "read", "tokens_of"]
 
 
 def tokens_of(piece: Piece, device: torch.device) -> Tensor:
@@ -57,21 +57,24 @@ def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *,
         _add(lse_i.new_full((*q.shape[:3], 1), -math.inf), piece, group, lse_i[..., None], replace=True)
         for piece, _, lse_i in parts
     ]
-    total, reached = total_of(torch.stack(maps)[..., 0])  # (B, N, H)
-    out = total.new_zeros(q.shape)
-    for piece, out_i, lse_i in parts:
-        weight = torch.exp(lse_i - read(total[..., None], piece, group=group)[..., 0])
-        if detach_weights:
-            weight = weight.detach()
-        out = _add(out, piece, group, out_i.to(out.dtype) * weight[..., None])
-    return out.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
+    weights, lse = normalised(torch.stack(maps)[..., 0], dim=0)  # (pieces, B, N, H), (1, B, N, H)
+    out = lse.new_zeros(q.shape)
+    for (piece, out_i, _), weight in zip(parts, weights.detach() if detach_weights else weights):
+        out = _add(out, piece, group, out_i.to(out.dtype) * read(weight[..., None], piece, group=group))
+    return out.to(q.dtype), lse[0].transpose(1, 2)
 
 
-def total_of(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The logsumexp of lses over their first dim, finite where all of them are -inf, and where they are not."""
-    reached = (lses > -math.inf).any(dim=0) | lses.isnan().any(dim=0)
-    # Rows without a key get something finite, so that the gradient of logsumexp there is 0 and not NaN.
-    return torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0), reached
+def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """`softmax(scores)` and `logsumexp(scores)` along a dim, which is kept: 0 and -inf where all are -inf, also their gradients.
+
+    Not `exp(scores - lse)`: a large lse, of scores that a function has moved by -1e9, has lost what many equal ones add up to.
+    """
+    reached = (scores != -math.inf).any(dim=dim, keepdim=True)
+    scores = scores.masked_fill(~reached, 0.0)
+    largest = scores.amax(dim=dim, keepdim=True).detach()  # what is taken off and put on again has no gradient
+    weights = torch.exp(scores - largest)
+    total = weights.sum(dim=dim, keepdim=True)
+    return weights / total * reached, (largest + torch.log(total)).masked_fill(~reached, -math.inf)
 
 
 def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool = False) -> Tensor:

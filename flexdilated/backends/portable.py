@@ -67,8 +67,9 @@ def mixture(*arguments: Any) -> tuple[Tensor, Tensor]:
     parts = [_branch(q, k, v, ignored, flat, i, within) for i in branches if _heads(flat, i, within)]
     lses = torch.stack([lse for _, lse in parts])  # (branches, B, N, H)
     reached = (lses > -math.inf).any(dim=0)
-    total = torch.logsumexp(lses.masked_fill(~reached, 0.0), dim=0)
-    out = torch.stack([out * torch.exp(lse - total)[..., None] for out, lse in parts]).sum(dim=0)
+    lses = lses.masked_fill(~reached, 0.0)
+    total = torch.logsumexp(lses, dim=0)
+    out = (torch.stack([out for out, _ in parts]) * torch.softmax(lses, dim=0)[..., None]).sum(dim=0)
     return out.to(q.dtype), total.masked_fill(~reached, -math.inf).transpose(1, 2)
 
 
@@ -136,7 +137,7 @@ def _branch(
     reached = (scores > -math.inf).any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~reached, 0.0)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    out = torch.bmm(torch.exp(scores - lse).masked_fill(~reached, 0.0), rows(v, head // group))
+    out = torch.bmm(torch.softmax(scores, dim=-1).masked_fill(~reached, 0.0), rows(v, head // group))
     lse = lse.masked_fill(~reached, -math.inf)[..., 0]
 
     n, lane = torch.arange(num_tokens, device=device)[:, None], torch.arange(lanes, device=device)

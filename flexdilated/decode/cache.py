@@ -141,7 +141,7 @@ class DilatedKVCache:
             NotImplementedError: If a gradient is asked for.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
-        check_scale(scale, self.dtype)
+        scale = check_scale(scale, self.dtype)
         self._check(q, k, v, lengths)
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.portable import writes_onnx
-from flexdilated.call import EXCHANGES, check_dense
+from flexdilated.call import EXCHANGES, check_dense, is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.nn.position import Rotation
@@ -55,7 +55,7 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        if not is_number(dropout_p):
             raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -363,6 +363,9 @@ class MultiheadDilatedAttention(nn.Module):
             check_dense(name, x, nested="build nn.TransformerEncoder with enable_nested_tensor=False")
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}) or (N, {self.embed_dim}), got {tuple(x.shape)}")
+            if x.shape != query.shape:
+                want = f"must have the shape of query={tuple(query.shape)}"
+                raise ValueError(f"{name} {want}, got {tuple(x.shape)}; use nn.MultiheadAttention for cross-attention")
         if key_padding_mask is not None and key_padding_mask.is_floating_point():
             key_padding_mask = (refuse_float_mask if writes_onnx() else _ignored)(key_padding_mask)
         if query.dim() == 2:

@@ -23,7 +23,7 @@ from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.call import Call
 from tests.backends import flex_emulation
-from tests.cases import Case, calls
+from tests.cases import Case, calls, run_reference
 from tests.tolerances import EXACT, SINGLE
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
@@ -482,6 +482,39 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
         for n in (29, 43):
             x = torch.randn(2, n, 4, 16)
             torch.testing.assert_close(compiled(x), attend(x), **SINGLE)
+
+
+# -- scores that functions move far away ------------------------------------------------------------------------------------------
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
+    return flexdilated.backends.materialised._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
+
+
+@pytest.mark.parametrize("far", [-1e9, torch.finfo(torch.float32).min, 1e9])
+@pytest.mark.parametrize("attend", [dilated_attention, pytest.param(padded, marks=needs_unknown_sizes)])
+def test_scores_that_are_far_away_alike_weigh_alike(attend: Callable[..., tuple[Tensor, Tensor]], far: float) -> None:
+    """As where a model hides all that a query sees by -1e9: float32 has lost the scores, and the log of how many there are."""
+    pattern = DilatedPattern((20,), (2,))
+    case = Case(pattern, batch=2, num_tokens=43, kv_heads=2, group=2, is_causal=True)
+    *inputs, dout, _ = case.tensors(torch.float32)
+    inputs[0] = inputs[0] * 0  # so that float64 has lost nothing else
+    mods = {"score_mod": lambda s, b, h, i, j: torch.where(h == 1, s, s + far), "is_causal": True, "scale": 0.3}
+
+    def differentiated(attend: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out, lse = attend(*leaves, pattern, **mods, **options)
+        assert torch.equal(lse.isfinite(), expected_finite)
+        return [out.detach(), *torch.autograd.grad((out * dout).sum(), leaves)]
+
+    expected_finite = run_reference(case)[1].isfinite()
+    options = {"return_lse": True} if attend is dilated_attention else {}
+    expected = differentiated(reference.dilated_attention, torch.float64)
+    for a, e in zip(differentiated(attend, torch.float32, **options), expected):
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+    # Between branches that many keys count as one lse: but the weights are weights.
+    out, _ = attend(*inputs[:2], torch.ones_like(inputs[2]), PATTERN, **mods, **options)
+    torch.testing.assert_close(out, torch.ones_like(out), **SINGLE)
 
 
 # -- the flex engine, packed, under an emulated kernel -------------------------------------------------------------------------
