@@ -88,7 +88,8 @@ def dilated_attention(
 
     The layout is `(B, N, H, D)`, tokens before heads, as in flash-attn. That of `scaled_dot_product_attention` and `flex_attention`
     is `(B, H, N, D)`: transpose dims 1 and 2 of what was made for them. With as many heads as q in k and v, nothing can tell one
-    layout from the other, and heads would be taken for tokens.
+    layout from the other, and heads would be taken for tokens. Nor is there an `attn_mask`: `key_padding_mask` ignores keys (True
+    ignores, where that keeps), `mask_mod` takes pairs away, `score_mod` adds to scores, and `causal` is called `is_causal`.
 
     With `mesh`, q, k and v are this rank's contiguous shard of a longer sequence, and so are `key_padding_mask`, `out` and `lse`;
     segments, offsets and `cu_seqlens` follow positions in the whole sequence. The result is that of one device, gradients included:
@@ -103,7 +104,8 @@ def dilated_attention(
         v: Values, the shape of k.
         pattern: Which positions attend to which.
         is_causal: Whether a query sees only keys at its own position and before.
-        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
+        scale: Multiplies `q @ k^T`. Default: `D ** -0.5`. Where it makes scores of 1e5 and more, their rounding errors are seen in
+            the gradients, as in those of `scaled_dot_product_attention`.
         dropout_p: Probability of dropping an attention weight, in [0, 1). Active whenever it is above 0: pass 0 in evaluation.
             Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights. Shards over a mesh and those of DTensors
             drop differently, also where their ranks are seeded alike; replicas drop the same only then.

@@ -249,7 +249,9 @@ class Trainer:
             mine = json.loads(json.dumps(self._identity()))
             for name, value in mine.items():
                 if identity.get(name) != value:
-                    raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}")
+                    # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
+                    advice = "give the options and text of that run, or start another in another --output"
+                    raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
             tensors = self._tensors(step)
             checkpoint.read_tensors(tensors, path)
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:

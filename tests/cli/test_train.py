@@ -11,6 +11,8 @@ from flexdilated.training import checkpoint
 from tests.commands import invoke
 from tests.training import runs
 
+RESUMED = "give the options and text of that run, or start another in another --output"
+
 
 def train(output: Path, text: Path, *more: str) -> tuple[int, str, str]:
     return invoke(*runs.arguments(output, text, *more))
@@ -42,7 +44,7 @@ def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Pa
     assert train(tmp_path / "run", text, "--resume")[0] == 0
     assert train(tmp_path / "run", text, "--overwrite")[0] == 0
     code, _, err = train(tmp_path / "run", text, "--resume", "--seed=3")
-    assert (code, err) == (2, "error: --resume must use the checkpoint's seed=0, got 3\n")
+    assert (code, err) == (2, f"error: --resume must use the checkpoint's seed=0, got 3; {RESUMED}\n")
 
 
 def test_overwrite_empties_a_folder_behind_a_link(tmp_path: Path, text: Path) -> None:
@@ -59,7 +61,7 @@ def test_resume_if_any_starts_and_goes_on(tmp_path: Path, text: Path) -> None:
     assert "step 0 of 4" in train(tmp_path / "run", text, "--resume-if-any")[1]
     assert "step 4 of 4" in train(tmp_path / "run", text, "--resume-if-any", "--dense")[1]
     code, _, err = train(tmp_path / "run", text, "--resume-if-any", "--seed=3")
-    assert (code, err) == (2, "error: --resume must use the checkpoint's seed=0, got 3\n")
+    assert (code, err) == (2, f"error: --resume must use the checkpoint's seed=0, got 3; {RESUMED}\n")
 
 
 @pytest.mark.parametrize(
