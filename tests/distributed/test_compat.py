@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,21 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.sharding import even_shard_lengths
 from tests.compat.cases import BATCH, EMBED, HEAD_DIM, HEADS, HILBERT, TOKENS, build, inputs, only
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import Ranks, exactly
 from tests.tolerances import EXACT, SINGLE
 
-pytestmark = pytest.mark.ranks
-
 WORLD_SIZE = 3
+pytestmark = exactly(WORLD_SIZE)
 BARE, LAYER, HYBRID = "RingDilatedAttention", "RingMultiheadDilatedAttention", "RingMultiheadDilatedAttentionHybrid"
 NAMES = (BARE, HILBERT, LAYER, HYBRID)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.kill()
 
 
 def pair(name: str, **options: object) -> tuple[nn.Module, nn.Module]:
