@@ -33,6 +33,7 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables that cells compute
 nb_mime_priority_overrides = [("llms-markdown", "text/plain", 1)]
 llms_txt_build_parallel = False  # after the pages, from the same doctrees: every example runs once
 llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement", "mermaid", "mermaid_inline"]
