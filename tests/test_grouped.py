@@ -140,8 +140,8 @@ def test_a_part_of_the_heads_is_counted_with_all_of_the_model(held: int) -> None
     [
         (("show",), "--heads"),
         (("show", "--blocks"), "--heads"),
-        (("plan", "--ranks", "2"), "--heads"),
-        (("plan", "--ranks", "2", "--heads", "6"), "--kv-heads"),
+        (("plan", "--context-parallel", "2"), "--heads"),
+        (("plan", "--context-parallel", "2", "--heads", "6"), "--kv-heads"),
     ],
     ids=["show", "blocks", "plan", "plan of fewer key heads"],
 )

@@ -57,7 +57,11 @@ Ulysses: two all-to-alls turn shards of the sequence into shards of heads and ba
 def plan(
     tokens: Annotated[int, typer.Option(help=f"Sequence length N in tokens, 1 to {options.MAX_LENGTH}.")],
     ranks: Annotated[
-        int, typer.Option(help=f"Ranks P that share the sequence, 1 to {MAX_RANKS}: contiguous shards, as equal as can be.")
+        int,
+        typer.Option(
+            "--context-parallel",
+            help=f"Ranks P that share the sequence, 1 to {MAX_RANKS}: contiguous shards, as equal as can be.",
+        ),
     ],
     preset: Annotated[
         options.Preset | None,
@@ -111,7 +115,7 @@ def plan(
     options.check_picture(output)
     for option, value, most in (
         ("--tokens", tokens, options.MAX_LENGTH),
-        ("--ranks", ranks, MAX_RANKS),
+        ("--context-parallel", ranks, MAX_RANKS),
         ("--heads", heads, MAX_HEADS),
         ("--head-dim", head_dim, MAX_HEAD_DIM),
         ("--batch-size", batch, MAX_BATCH),
@@ -163,7 +167,7 @@ def _check_counts(layer: Layer) -> None:
     shared = sum(filled * min(filled, w // largest + 2) for w in layer.pattern.segment_lengths)
     if shared > MAX_RANK_PAIRS:
         refuse(
-            f"--ranks must be such that at most {MAX_RANK_PAIRS} pairs of them share a segment, "
+            f"--context-parallel must be such that at most {MAX_RANK_PAIRS} pairs of them share a segment, "
             f"got {layer.ranks} with segments of {max(layer.pattern.segment_lengths)} over shards of {largest}"
         )
     pairs, multiple = 0, math.lcm(*layer.pattern.dilation_rates)
@@ -174,8 +178,8 @@ def _check_counts(layer: Layer) -> None:
         pairs += 3 * layer.kv_heads * n * rows + 2 * rows * rows * (w > largest)
     if pairs >= LIMIT:
         refuse(
-            f"--tokens must be such that a rank scores fewer than 2**62 pairs, got {layer.tokens} with --ranks={layer.ranks}; "
-            "use more ranks or shorter segments"
+            f"--tokens must be such that a rank scores fewer than 2**62 pairs, got {layer.tokens} with "
+            f"--context-parallel={layer.ranks}; use more ranks or shorter segments"
         )
     if max(layer.tokens, multiple) * max(layer.pattern.dilation_rates) >= LIMIT:
         refuse(f"--dilation-rates must have a least common multiple that is small enough to count with, got {multiple}")

@@ -16,7 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 __all__ = ["EARLIER", "Command", "Group", "first_line", "refuse"]
 
 # What an option was called, where a command was written for it: hidden, and taken for what it is called now.
-EARLIER = {"--batch": "--batch-size", "--num-heads": "--heads", "--pattern": "--preset", "--sequence-length": "--tokens"}
+EARLIER = {
+    "--batch": "--batch-size",
+    "--num-heads": "--heads",
+    "--pattern": "--preset",
+    "--ranks": "--context-parallel",
+    "--sequence-length": "--tokens",
+}
 
 # What the command that runs calls an argument of Python's: {"embed_dim": "--embed-dim", "num_heads": "--heads"}.
 _options: ContextVar[Mapping[str, str] | None] = ContextVar("_options", default=None)

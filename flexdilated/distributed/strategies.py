@@ -127,7 +127,7 @@ def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
 def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     for option, heads in (("--heads", layer.heads), ("--kv-heads", layer.kv_heads)):
         if heads % layer.ranks:
-            return Strategy("ulysses", f"{option}={heads} must be a multiple of --ranks={layer.ranks}")
+            return Strategy("ulysses", f"{option}={heads} must be a multiple of --context-parallel={layer.ranks}")
     n = shard_sizes(plan)
     row = layer.head_dim * layer.itemsize * layer.batch
     heads, kv_heads = layer.heads // layer.ranks, layer.kv_heads // layer.ranks

@@ -29,12 +29,22 @@ COMMANDS = {
 }
 
 # Defaults that differ with what a command is for: a model to train, a picture that fits a page, a layer of a large model.
-OWN_DEFAULTS = {"--heads", "--tokens", "--segment-lengths", "--dilation-rates", "--batch-size", "--output", "--dtype"}
+OWN_DEFAULTS = {
+    "--context-parallel",
+    "--heads",
+    "--tokens",
+    "--segment-lengths",
+    "--dilation-rates",
+    "--batch-size",
+    "--output",
+    "--dtype",
+}
 
 # Other words for what an option means; no command may spell it so.
 SYNONYMS = {
     "--heads": {"--num-heads", "--n-heads", "--num-query-heads"},
     "--kv-heads": {"--num-kv-heads"},
+    "--context-parallel": {"--ranks", "--world-size"},
     "--tokens": {"--sequence-length", "--seq-len", "--num-tokens", "--length"},
     "--batch-size": {"--batch", "--sequences"},
     "--preset": {"--pattern"},
@@ -90,14 +100,21 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
     [
         (["show", "--num-heads", "0"], "--heads must be in [1, 64], got 0"),
         (["show", "--num-heads=0"], "--heads must be in [1, 64], got 0"),
-        (["plan", "--tokens=9", "--ranks=2", "--batch", "0"], "--batch-size must be in [1, 65536], got 0"),
-        (["plan", "--tokens=9", "--ranks=2", "--pattern=longnet", "--dilation-rates=1"], "--dilation-rates must not be given with"),
+        (["plan", "--tokens=9", "--ranks=0"], "--context-parallel must be in [1, 4096], got 0"),
+        (["plan", "--tokens=9", "--context-parallel=2", "--batch", "0"], "--batch-size must be in [1, 65536], got 0"),
+        (
+            ["plan", "--tokens=9", "--context-parallel=2", "--pattern=longnet", "--dilation-rates=1"],
+            "--dilation-rates must not be given with",
+        ),
         (["train", "--sequence-length=36", "--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
         (["train", "--num-heads=5"], "--embed-dim must be a multiple of 2 * --heads=10, got 192"),
         (["train", "--embed-dim", "7", "--heads=2"], "--embed-dim must be a multiple of 2 * --heads=4, got 7"),
         (["show", "--num-heads=2", "--heads=3"], "--num-heads must not come with --heads, which is its name now"),
         (["show", "--heads=3", "--num-heads", "2"], "--num-heads must not come with --heads, which is its name now"),
-        (["plan", "--tokens=9", "--ranks=2", "--segment-lengths=4", "--dilation-rates=0"], "--dilation-rates[0] must be in [1, "),
+        (
+            ["plan", "--tokens=9", "--context-parallel=2", "--segment-lengths=4", "--dilation-rates=0"],
+            "--dilation-rates[0] must be in [1, ",
+        ),
     ],
 )
 def test_earlier_spellings_are_taken_and_not_shown(arguments: list[str], message: str) -> None:
@@ -154,7 +171,7 @@ def test_unknown_option_is_refused_with_one_line(command: str) -> None:
         (["plan"], r"Missing option '--tokens'"),
         (["encode-slide"], r"Missing argument 'TILES'"),
         (["plan", "--tokens"], r"Option '--tokens' requires an argument"),
-        (["plan", "--tokens", "many", "--ranks", "2"], r"Invalid value for '--tokens'"),
+        (["plan", "--tokens", "many", "--context-parallel", "2"], r"Invalid value for '--tokens'"),
         (["show", "--preset", "bert"], r"Invalid value for '--preset': .*'bert' is not one of 'longnet', 'gigapath'"),
         (["train", "--steps", "0"], r"Invalid value for '--steps': "),
         (["train", "--resume=yes"], r"Option '--resume' does not take a value"),
@@ -182,7 +199,7 @@ def test_interrupted_command_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plan, "strategies", interrupt)
-    assert invoke("plan", "--tokens", 9, "--ranks", 2) == (130, "", "error: stopped by Ctrl-C\n")
+    assert invoke("plan", "--tokens", 9, "--context-parallel", 2) == (130, "", "error: stopped by Ctrl-C\n")
 
 
 def start(*arguments: str, stdout: int) -> tuple[int, str]:
@@ -194,7 +211,9 @@ def start(*arguments: str, stdout: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("plan", "--tokens=9", "--ranks=2"), ("plan", "--tokens=9", "--ranks=2", "--json"), ()])
+@pytest.mark.parametrize(
+    "arguments", [("plan", "--tokens=9", "--context-parallel=2"), ("plan", "--tokens=9", "--context-parallel=2", "--json"), ()]
+)
 def test_closed_pipe_ends_the_command_in_silence(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -206,7 +225,9 @@ def test_closed_pipe_ends_the_command_in_silence(arguments: tuple[str, ...]) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [("plan", "--tokens=9", "--ranks=2"), ("plan", "--tokens=9", "--ranks=2", "--json")])
+@pytest.mark.parametrize(
+    "arguments", [("plan", "--tokens=9", "--context-parallel=2"), ("plan", "--tokens=9", "--context-parallel=2", "--json")]
+)
 def test_full_disk_behind_standard_output_is_one_line(arguments: tuple[str, ...]) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:

@@ -42,7 +42,7 @@ def ask(*arguments: object) -> tuple[dict[str, Any], dict[str, Any]]:
     ],
 )
 def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses: int, gather: int, whole_heads: int) -> None:
-    answer, rows = ask("--tokens", MILLION, "--ranks", ranks, "--preset", pattern, "--heads", 64)
+    answer, rows = ask("--tokens", MILLION, "--context-parallel", ranks, "--preset", pattern, "--heads", 64)
     assert rows["ring-all"]["rows_per_head"] == rows["all-gather"]["rows_per_head"] == ring
     assert rows["ulysses"]["rows_per_head"] == ulysses
     # 2 * 64 elements of 2 bytes, for 64 heads.
@@ -64,7 +64,7 @@ def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses
 def test_json_equals_the_plan(causal: str) -> None:
     options = ("--segment-lengths", "7,13,31", "--dilation-rates", "1,2,5", "--offsets", "interleaved")
     sizes = ("--heads", 12, "--kv-heads", 4, "--head-dim", 5, "--batch-size", 3, "--dtype", "float64", causal)
-    answer, rows = ask("--tokens", 62, "--ranks", 4, *options, *sizes)
+    answer, rows = ask("--tokens", 62, "--context-parallel", 4, *options, *sizes)
     pattern = DilatedPattern((7, 13, 31), (1, 2, 5), offsets="interleaved")
     whole = context_plan(pattern, (16, 16, 15, 15), 4, range(4), 3, ((0, 62),), causal == "--causal")
     keywords: dict[str, Any] = {"head_dim": 5, "itemsize": 8, "batch": 3, "lse_size": 8}
@@ -98,7 +98,7 @@ def test_json_equals_the_plan(causal: str) -> None:
 
 
 def test_memory_holds_tensors_gradients_and_messages() -> None:
-    _, rows = ask("--tokens", 60, "--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--dtype", "float32")
+    _, rows = ask("--tokens", 60, "--context-parallel", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--dtype", "float32")
     gradients = 30 * (2 * 4 + 2 * 2) * 8 * 4
     buffers = {
         "ring-all": 2 * 30 * 2 * 2 * 8 * 4,
@@ -112,7 +112,7 @@ def test_memory_holds_tensors_gradients_and_messages() -> None:
 
 
 def test_memory_budget_decides_the_choice() -> None:
-    options = ("--tokens", MILLION, "--ranks", 8, "--preset", "gigapath")
+    options = ("--tokens", MILLION, "--context-parallel", 8, "--preset", "gigapath")
     answer, rows = ask(*options, "--memory-budget", 2**40)
     assert answer["auto"] == "heads"
     assert all(rows[name]["fits_budget"] for name in EXCHANGES)
@@ -124,18 +124,18 @@ def test_memory_budget_decides_the_choice() -> None:
 
 def test_ulysses_says_why_it_cannot_be() -> None:
     for heads, kv_heads, reason in ((12, 12, "--heads=12"), (16, 4, "--kv-heads=4"), (4, 2, "--heads=4")):
-        _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", heads, "--kv-heads", kv_heads)
-        assert rows["ulysses"]["why_not"] == f"{reason} must be a multiple of --ranks=8"
+        _, rows = ask("--tokens", 4096, "--context-parallel", 8, "--heads", heads, "--kv-heads", kv_heads)
+        assert rows["ulysses"]["why_not"] == f"{reason} must be a multiple of --context-parallel=8"
         assert all(rows["ulysses"][key] is None for key in ("bytes_forward", "rows_per_head", "memory_bytes", "imbalance"))
-    code, text, _ = plan("--tokens", 4096, "--ranks", 8)
+    code, text, _ = plan("--tokens", 4096, "--context-parallel", 8)
     assert code == 0
-    assert "Ulysses: --heads=12 must be a multiple of --ranks=8" in text
-    _, rows = ask("--tokens", 4096, "--ranks", 8, "--heads", 16, "--kv-heads", 8)
+    assert "Ulysses: --heads=12 must be a multiple of --context-parallel=8" in text
+    _, rows = ask("--tokens", 4096, "--context-parallel", 8, "--heads", 16, "--kv-heads", 8)
     assert rows["ulysses"]["why_not"] is None
 
 
 def test_a_billion_tokens_on_1024_ranks() -> None:
-    answer, rows = ask("--tokens", "1_000_000_000", "--ranks", 1024, "--preset", "longnet")
+    answer, rows = ask("--tokens", "1_000_000_000", "--context-parallel", 1024, "--preset", "longnet")
     assert answer["shards"] == {"largest": 976_563, "smallest": 976_562}
     assert rows["all-gather"]["rows_per_head"] == 10**9 - 976_562
     assert 0 < rows["gather"]["rows_per_head"] < 32_768
@@ -146,7 +146,7 @@ def test_a_billion_tokens_on_1024_ranks() -> None:
 
 
 def test_plan_prints_the_table() -> None:
-    code, text, _ = plan("--tokens", MILLION, "--ranks", 8, "--preset", "longnet", "--heads", 16)
+    code, text, _ = plan("--tokens", MILLION, "--context-parallel", 8, "--preset", "longnet", "--heads", 16)
     assert code == 0
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert lines["gather (auto)"][2:] == [*["0", "B"] * 6, "0", "2.16", "GB", "1.00"]
@@ -160,7 +160,7 @@ def test_plan_prints_the_table() -> None:
 
 @pytest.mark.parametrize("budget", [0, 10**8, 10**10])
 def test_plan_prints_what_it_chooses_by(budget: int) -> None:
-    options = ("--tokens", 100_003, "--ranks", 8, "--preset", "gigapath", "--heads", 16, "--memory-budget", budget)
+    options = ("--tokens", 100_003, "--context-parallel", 8, "--preset", "gigapath", "--heads", 16, "--memory-budget", budget)
     answer, rows = ask(*options)
     pairs = {name: row["pairs"]["busiest"] for name, row in rows.items() if name in EXCHANGES}
     ours = [name for name in pairs if name != "heads" or pairs[name] <= cost.IDLE_LIMIT * pairs["gather"]]
@@ -176,7 +176,7 @@ def test_plan_prints_what_it_chooses_by(budget: int) -> None:
 
 
 def test_plan_says_how_uneven_shards_are() -> None:
-    code, text, _ = plan("--tokens", 100_003, "--ranks", 8, "--heads", 8, "--kv-heads", 2, "--batch-size", 3, "--causal")
+    code, text, _ = plan("--tokens", 100_003, "--context-parallel", 8, "--heads", 8, "--kv-heads", 2, "--batch-size", 3, "--causal")
     assert code == 0
     assert "100,003 tokens on 8 ranks, shards: 3 of 12,501 and 5 of 12,500 tokens" in text
     assert "8 query and 2 key/value heads of 64, blocked offsets, causal, bfloat16, batch 3" in text
@@ -184,7 +184,7 @@ def test_plan_says_how_uneven_shards_are() -> None:
 
 def test_plan_writes_a_png(tmp_path: Path) -> None:
     output = tmp_path / "plan.png"
-    code, text, _ = plan("--tokens", 10_007, "--ranks", 8, "--output", output, "--json")
+    code, text, _ = plan("--tokens", 10_007, "--context-parallel", 8, "--output", output, "--json")
     assert code == 0
     assert json.loads(text)["ranks"] == 8
     data = output.read_bytes()
@@ -198,8 +198,8 @@ def test_plan_writes_a_png(tmp_path: Path) -> None:
 REFUSED = [
     (("--tokens", 0), "--tokens must be in [1, 1099511627776], got 0"),
     (("--tokens", 2**40 + 1), "--tokens must be in [1, 1099511627776], got 1099511627777"),
-    (("--ranks", 0), "--ranks must be in [1, 4096], got 0"),
-    (("--ranks", 4097), "--ranks must be in [1, 4096], got 4097"),
+    (("--context-parallel", 0), "--context-parallel must be in [1, 4096], got 0"),
+    (("--context-parallel", 4097), "--context-parallel must be in [1, 4096], got 4097"),
     (("--heads", 0), "--heads must be in [1, 1024], got 0"),
     (("--heads", 1025), "--heads must be in [1, 1024], got 1025"),
     (("--kv-heads", 5), "--kv-heads must divide --heads=12, got 5"),
@@ -226,22 +226,22 @@ REFUSED = [
     ),
     (
         ("--tokens", 10**10, "--segment-lengths", 10**10, "--dilation-rates", 1),
-        "--tokens must be such that a rank scores fewer than 2**62 pairs, got 10000000000 with --ranks=2; ",
+        "--tokens must be such that a rank scores fewer than 2**62 pairs, got 10000000000 with --context-parallel=2; ",
     ),
     (
         ("--tokens", 10**10, "--segment-lengths", 10**10, "--dilation-rates", 10**10),
         "--dilation-rates must have a least common multiple that is small enough to count with, got 10000000000",
     ),
     (
-        ("--tokens", 10**6, "--ranks", 4096, "--segment-lengths", 10**6, "--dilation-rates", 1),
-        "--ranks must be such that at most 8388608 pairs of them share a segment, got 4096 with segments of 1000000",
+        ("--tokens", 10**6, "--context-parallel", 4096, "--segment-lengths", 10**6, "--dilation-rates", 1),
+        "--context-parallel must be such that at most 8388608 pairs of them share a segment, got 4096 with segments of 1000000",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
 def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> None:
-    base: dict[object, object] = {"--tokens": 64, "--ranks": 2}
+    base: dict[object, object] = {"--tokens": 64, "--context-parallel": 2}
     base |= dict(zip(changes[::2], changes[1::2]))
     code, out, err = plan(*(x for pair in base.items() for x in pair))
     assert code == 2
@@ -250,15 +250,24 @@ def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> 
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("changes", [("--tokens", "many"), ("--preset", "dense"), ("--ranks", "1.5"), ("--heads-rule", "some")])
+@pytest.mark.parametrize(
+    "changes", [("--tokens", "many"), ("--preset", "dense"), ("--context-parallel", "1.5"), ("--heads-rule", "some")]
+)
 def test_plan_refuses_what_is_no_number_or_name(changes: tuple[str, str]) -> None:
-    base = {"--tokens": "64", "--ranks": "2"} | dict([changes])
+    base = {"--tokens": "64", "--context-parallel": "2"} | dict([changes])
     code, _, err = plan(*(x for pair in base.items() for x in pair))
     assert code == 2
     assert changes[0] in err
 
 
 def test_plan_accepts_the_boundaries() -> None:
-    for changes in ({"--tokens": 1}, {"--ranks": 1}, {"--ranks": 4096}, {"--heads": 1}, {"--kv-heads": 12}, {"--head-dim": 1}):
-        base = {"--tokens": 64, "--ranks": 2} | changes
+    for changes in (
+        {"--tokens": 1},
+        {"--context-parallel": 1},
+        {"--context-parallel": 4096},
+        {"--heads": 1},
+        {"--kv-heads": 12},
+        {"--head-dim": 1},
+    ):
+        base = {"--tokens": 64, "--context-parallel": 2} | changes
         assert ask(*(x for pair in base.items() for x in pair))[1]["gather"]["why_not"] is None
