@@ -20,6 +20,7 @@ from flexdilated.backends import Request
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
+from flexdilated.cli.roofline import roofline
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.pattern import DilatedPattern
 
@@ -36,8 +37,15 @@ def doctor(
         typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    model: Annotated[
+        bool,
+        typer.Option("--roofline", help="Only tell what every engine for GPUs moves and launches, and the least time of that."),
+    ] = False,
 ) -> None:
     """Say what this machine can run and why not, and check every kernel against the definition. Exit code 1 if a check fails."""
+    if model:
+        roofline(as_json=as_json)
+        return
     place = device_named(device, auto=["cuda", "mps"])
     hardware = detect(place)
     machine = _machine(place, hardware)

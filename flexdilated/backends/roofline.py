@@ -1,0 +1,125 @@
+"""The least time that a call of each engine for GPUs takes, by what it computes and moves and a device's published rates.
+
+A launch takes at least its floating-point operations at the device's rate, and its bytes at the memory's; a call the sum over its
+launches. The time that launching itself takes is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from flexdilated.backends.flex.cost import Shape
+from flexdilated.backends.traffic import (
+    BACKWARD_PRODUCTS,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH_ATTN,
+    FORWARD_PRODUCTS,
+    Library,
+    Step,
+    fused_backward,
+    fused_forward,
+    group_of,
+    in_place_backward,
+    in_place_forward,
+    packed_backward,
+    packed_forward,
+    walk_backward,
+    walk_forward,
+)
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["DEVICES", "ENGINES", "Device", "Engine", "Work", "seconds", "useful_flops", "work"]
+
+
+class Work(NamedTuple):
+    """The steps of one direction of a call."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def launches(self) -> int:
+        return sum(step.launches for step in self.steps)
+
+
+class Device(NamedTuple):
+    """Published rates: dense 16-bit matrix products with float32 sums, and memory."""
+
+    name: str
+    capability: tuple[int, int]
+    flops_per_second: float
+    bytes_per_second: float
+    source: str
+
+
+DEVICES = (
+    Device("H100", (9, 0), 989.4e12, 3.35e12, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
+    Device("H200", (9, 0), 989.4e12, 4.8e12, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
+    Device("A100", (8, 0), 312e12, 2.039e12, "NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM"),
+    Device("T4", (7, 5), 65e12, 320e9, "NVIDIA T4 Tensor Core GPU datasheet"),
+)
+
+
+def seconds(found: Work, device: Device) -> float:
+    """The least time that a device needs at its published rates."""
+    return math.fsum(max(step.flops / device.flops_per_second, step.bytes / device.bytes_per_second) for step in found.steps)
+
+
+def useful_flops(pattern: DilatedPattern, shape: Shape) -> tuple[int, int]:
+    """Floating-point operations of the pattern's own pairs, forward and backward."""
+    pairs = shape.batch * pattern.count_pairs(shape.num_tokens, shape.num_kv_heads, is_causal=shape.is_causal) * group_of(shape)
+    return 2 * FORWARD_PRODUCTS * shape.head_dim * pairs, 2 * BACKWARD_PRODUCTS * shape.head_dim * pairs
+
+
+# -- the table ------------------------------------------------------------------------------------------------------------------
+
+Steps = Callable[[DilatedPattern, Shape], Iterator[Step]]
+
+
+class Engine(NamedTuple):
+    """An engine's kernel: its name, the least level of hardware, and the steps of either direction."""
+
+    name: str
+    capability: tuple[int, int]
+    forward: Steps
+    backward: Steps
+
+
+def _library(name: str, capability: tuple[int, int], library: Library) -> Engine:
+    return Engine(
+        name,
+        capability,
+        lambda pattern, shape: walk_forward(pattern, shape, library),
+        lambda pattern, shape: walk_backward(pattern, shape, library),
+    )
+
+
+ENGINES = (
+    Engine("triton", (8, 0), in_place_forward, in_place_backward),
+    _library("sdpa flash", (8, 0), FLASH),
+    _library("sdpa cudnn", (8, 0), CUDNN),
+    _library("sdpa efficient", (5, 0), EFFICIENT),
+    _library("flash", (8, 0), FLASH_ATTN),
+    Engine("flex packed", (8, 0), packed_forward, packed_backward),
+    Engine("flex fused", (8, 0), fused_forward, fused_backward),
+)
+
+
+def work(engine: Engine, pattern: DilatedPattern, shape: Shape) -> tuple[Work, Work]:
+    """Forward and backward of one call.
+
+    Raises:
+        ValueError: If the pattern has torchscale's zero keys or constant weights.
+    """
+    return Work(tuple(engine.forward(pattern, shape))), Work(tuple(engine.backward(pattern, shape)))
