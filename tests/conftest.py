@@ -10,6 +10,9 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # read when triton is imported: the kernels of backend="triton" then run on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Spawned ranks import tests by name, and importlib mode leaves the root out of sys.path. Last, so that an installed package wins.
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -10,7 +10,7 @@ import torch
 
 from flexdilated import DilatedPattern, dilated_attention
 
-SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib")
+SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib", "triton")
 
 
 def run(program: str) -> str:

@@ -93,11 +93,11 @@ def test_a_long_file_says_why(file: str) -> None:
 
 
 def test_few_functions_take_many_arguments() -> None:
-    """Public signatures: everything behind them takes a Call."""
+    """Public signatures: everything behind them takes a Call. Kernels apart: what they are launched with has no structure."""
     wide = set()
     for file in FILES:
         for node in ast.walk(tree(file)):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and not any("triton.jit" in ast.unparse(x) for x in node.decorator_list):
                 names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([name for name in names if name not in ("self", "cls")]) > MOST_ARGUMENTS:
                     assert not node.name.startswith("_") or node.name == "__init__", f"{file}: {node.name}"

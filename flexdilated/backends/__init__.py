@@ -9,6 +9,7 @@ from flexdilated.backends.crossovers import DEFAULT, prefer
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
+from flexdilated.backends.triton import engine as triton_engine
 
 __all__ = ["BACKENDS", "KERNEL_ENGINES", "Request", "choose", "why_not"]
 
@@ -23,6 +24,7 @@ def _reference_why_not(request: Request) -> str | None:
 BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "sdpa": sdpa.why_not,
     "flash": flash.why_not,
+    "triton": triton_engine.why_not,
     "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
 }
@@ -30,6 +32,7 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
 KERNEL_ENGINES: dict[str, Callable[[Request], Kernel]] = {
     "sdpa": sdpa.choose_kernel,
     "flash": flash.choose_kernel,
+    "triton": triton_engine.choose_kernel,
 }
 AUTO = DEFAULT  # what "auto" may choose; the oracle, which takes O(N^2) memory, is never chosen unasked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,22 @@ from torch import Tensor
 
 from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.request import Request
+from flexdilated.pieces import Piece
 
-__all__ = ["GRID_LIMIT", "Dropout", "Kernel", "Options", "aligned", "bias_of", "disabled", "draw_seed", "spread", "unmodified"]
+__all__ = [
+    "GRID_LIMIT",
+    "Dropout",
+    "InPlace",
+    "Kernel",
+    "Options",
+    "aligned",
+    "bias_of",
+    "disabled",
+    "draw_seed",
+    "spread",
+    "unmodified",
+    "with_positive_scale",
+]
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -65,6 +79,35 @@ Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
 
 
+class InPlace(Protocol):
+    """A kernel that takes whole tensors `(B, N, H, D)` and pieces: it reads rows where they lie, and adds to what is there.
+
+    `options.ignored` is `(B, N)` here, and ignored keys and values hold what they hold.
+    """
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options
+    ) -> None:
+        """Merge pieces into `out` and `lse` `(B, H, N)`; those that tile are written."""
+
+    def backward(
+        self,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: tuple[Piece, ...],
+        options: Options,
+        *,
+        detaches: bool,
+    ) -> None:
+        """Add the gradients of pieces to `dq, dk, dv`; those that tile are written. `detaches`: mixing weights are constants."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Dense attention on `(batch, heads, rows, D)` tensors; as many queries as keys where it is causal.
@@ -79,11 +122,12 @@ class Kernel:
     run_backward: Backward
     head_dim_multiple: int = 1
     shares_kv: bool = True  # whether k and v may have fewer heads than q
+    in_place: InPlace | None = None  # where it can do without boxes of its own
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
         head_dim = q.shape[-1]
-        q, options, _ = _with_positive_scale(q, options)
+        q, options, _ = with_positive_scale(q, options)
         k, v = self._repeat(k, q), self._repeat(v, q)
         out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options)
         out = out[..., :head_dim]
@@ -111,7 +155,7 @@ class Kernel:
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
-        q, options, factor = _with_positive_scale(q, options)
+        q, options, factor = with_positive_scale(q, options)
         if dlse is not None:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
@@ -132,7 +176,7 @@ class Kernel:
         return x if self.shares_kv or group == 1 else x.repeat_interleave(group, dim=1)
 
 
-def _with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:
+def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:
     """Queries times a factor, options whose scale makes the same scores of them, and the factor; it is 1 for a usual scale.
 
     aten's kernels mask scores before they scale them, or look for the largest before: a scale that is not above 0 gives NaN there.

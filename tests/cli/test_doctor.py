@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.hardware import simulate
 from flexdilated.backends.roofline import DEVICES, ENGINES, seconds, useful_flops, work
 from flexdilated.backends.sdpa import KERNELS
+from flexdilated.backends.triton import engine
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
@@ -22,6 +24,14 @@ from tests.commands import invoke
 
 def run(*arguments: str) -> tuple[int, str, str]:
     return invoke("doctor", *arguments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_interpreter() -> Iterator[None]:
+    """As on a user's machine: checking what triton interprets takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "INTERPRETED", False)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Dilated flash attention of our own, in Triton; holds nothing."""

@@ -1,0 +1,245 @@
+"""Backward: the pass over all rows before it, gradients of keys and values, gradients of queries, added in place."""
+
+import triton
+import triton.language as tl
+
+from flexdilated.backends.triton.places import PIECE, load_rows, load_seen, place, row_pointers, seen_range, step_of, strides
+
+__all__ = ["differentiate_keys", "differentiate_queries", "prepare"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(float("inf"))
+ROWS_AND_MASK = ("rows_batch", "rows_head", "ignored_batch", "ignored_token")
+SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
+
+
+@triton.jit(do_not_specialize=(*strides("out", "dout", "lse", "dlse"), "tokens", "heads", "tiles"))
+def prepare(
+    OUT, DOUT, LSE, DLSE, ROWS,
+    out_batch, out_token, out_head, dout_batch, dout_token, dout_head,
+    lse_batch, lse_token, lse_head, dlse_batch, dlse_token, dlse_head, tokens, heads, tiles,
+    HAS_DLSE: tl.constexpr, DETACHED: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """`ROWS = (lse, delta)` of every row: lse in base 2, `delta = rowsum(dout out) - dlse`.
+
+    Both in one sector of memory, since strided rows are read alone. Where nothing was seen lse is +inf: the weights
+    `exp2(score - lse)` are then 0, and no loop has to look for such rows. Constant mixing weights: delta lacks its sum.
+    """
+    tile = tl.program_id(0) % tiles
+    lane = tl.program_id(0) // tiles
+    h = (lane % heads).to(tl.int64)
+    b = (lane // heads).to(tl.int64)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = m.to(tl.int64)
+    there = m < tokens
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    if not DETACHED:
+        d = tl.arange(0, BLOCK_D)
+        in_row = d < D
+        out = OUT + (b * out_batch + h * out_head) * UNIT + (row[:, None] * out_token * UNIT + d[None, :])
+        dout = DOUT + (b * dout_batch + h * dout_head) * UNIT + (row[:, None] * dout_token * UNIT + d[None, :])
+        out = load_rows(out, there, in_row, True, True).to(tl.float32)
+        dout = load_rows(dout, there, in_row, True, True).to(tl.float32)
+        delta = tl.sum(out * dout, 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + b * dlse_batch + h * dlse_head + row * dlse_token, mask=there, other=0.0)
+    lse = tl.load(LSE + b * lse_batch + h * lse_head + row * lse_token, mask=there, other=0.0)
+    at = 2 * ((b * heads + h) * tokens + row)
+    tl.store(ROWS + at, tl.where(lse == -INFINITY, INFINITY, lse * LOG2E), mask=there)
+    tl.store(ROWS + at + 1, delta, mask=there)
+
+
+@triton.jit
+def keys_tile(
+    dk, dv, k, v, Q, DOUT, ROWS, start, q_step, dout_step, row_stride, n, queries, real_queries, scale, in_row,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys `n` and their values after one more tile of queries. Rows of queries behind the end weigh nothing."""
+    m = start + tl.arange(0, BLOCK_M)
+    at = tl.cast(start, tl.int64)
+    q = load_rows(Q + at * q_step, m < real_queries, in_row, MASKED, PADDED)
+    dout = load_rows(DOUT + at * dout_step, m < queries, in_row, MASKED, PADDED)
+    rows = ROWS + 2 * m.to(tl.int64) * row_stride
+    if MASKED:
+        lse, delta = tl.load(rows, mask=m < queries, other=INFINITY), tl.load(rows + 1, mask=m < queries, other=0.0)
+    else:
+        lse, delta = tl.load(rows), tl.load(rows + 1)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # keys down, queries across
+    p = tl.exp2(scores * scale - lse[None, :])
+    if MASKED and CAUSAL:
+        p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    dscores = (p * (dp - delta[None, :])).to(q.dtype)
+    return tl.dot(dscores, q, dk, input_precision=PRECISION), dv
+
+
+@triton.jit
+def store(GRAD, grad, stored, in_row, ADDS: tl.constexpr):
+    """A gradient in its place, added to that of earlier branches."""
+    if ADDS:
+        grad += load_rows(GRAD, stored, in_row, True, True).to(tl.float32)
+    tl.store(GRAD, grad.to(GRAD.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
+
+
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv"), *ROWS_AND_MASK, *PIECE))
+def differentiate_keys(
+    Q, K, V, DOUT, ROWS, IGNORED, DK, DV,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
+    dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, rows_batch, rows_head, ignored_batch, ignored_token,
+    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys: one flat loop over its queries, tile after tile and head after head of the group.
+
+    A loop inside a loop would keep pointers of both in registers. `score_scale` is `scale` in base 2.
+    """
+    PADDED: tl.constexpr = BLOCK_D != D
+    tile = tl.program_id(0) % tiles
+    b, kv_head, _, first, first_out = place(
+        tl.program_id(0) // tiles, 1, heads, offsets, segments,
+        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    )  # fmt: skip
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = tl.arange(0, BLOCK_D) < D
+    begin_n = (tile * BLOCK_N).to(tl.int64)
+    k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
+    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT + begin_n * k_step
+    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT + begin_n * v_step
+    if IGNORES:
+        IGNORED += b * ignored_batch + first * ignored_token
+    seen, there = load_seen(IGNORED, n, row_stride * ignored_token, keys, real_keys, IGNORES)
+    k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), there, in_row, True, PADDED)
+    v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), there, in_row, True, PADDED)
+
+    h = kv_head * GROUP
+    q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
+    Q += (b * q_batch + h * q_head + first * q_token) * UNIT
+    DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT
+    Q, DOUT = row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), row_pointers(DOUT, dout_step, BLOCK_M, BLOCK_D, WIDE)
+    ROWS += 2 * (b * rows_batch + h * rows_head + first_out)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # Tiles of queries: `edges` on the diagonal, `wholes` that take no mask, and perhaps one at the ragged end.
+    begin = tile * BLOCK_N // BLOCK_M * BLOCK_M if CAUSAL else 0
+    edges = tl.maximum(tl.cdiv(tl.minimum(tile * BLOCK_N + BLOCK_N, queries) - begin, BLOCK_M), 0) if CAUSAL else 0
+    middle = begin + edges * BLOCK_M
+    wholes = tl.maximum(real_queries // BLOCK_M - middle // BLOCK_M, 0)
+    last = middle + wholes * BLOCK_M
+    masked = edges + (last < queries).to(tl.int32)
+    if IGNORES:
+        any_seen = tl.max(seen.to(tl.int32))
+        wholes, masked = wholes * any_seen, masked * any_seen
+    for i in range(GROUP * wholes):
+        g = (i // wholes).to(tl.int64) if GROUP > 1 else 0
+        j = middle + (i % wholes if GROUP > 1 else i) * BLOCK_M
+        dk, dv = keys_tile(
+            dk, dv, k, v, Q + g * q_head * UNIT, DOUT + g * dout_head * UNIT, ROWS + 2 * g * rows_head, j, q_step, dout_step,
+            row_stride, n, queries, real_queries, score_scale, in_row, CAUSAL, False, PADDED, PRECISION, BLOCK_M,
+        )  # fmt: skip
+    for i in range(GROUP * masked):
+        g = (i // masked).to(tl.int64) if GROUP > 1 else 0
+        t = i % masked if GROUP > 1 else i
+        j = tl.where(t < edges, begin + t * BLOCK_M, last)
+        dk, dv = keys_tile(
+            dk, dv, k, v, Q + g * q_head * UNIT, DOUT + g * dout_head * UNIT, ROWS + 2 * g * rows_head, j, q_step, dout_step,
+            row_stride, n, queries, real_queries, score_scale, in_row, CAUSAL, True, PADDED, PRECISION, BLOCK_M,
+        )  # fmt: skip
+
+    if IGNORES:  # scores of ignored keys are no scores
+        dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
+    dk_step, dv_step = step_of(row_stride, dk_token, UNIT, WIDE), step_of(row_stride, dv_token, UNIT, WIDE)
+    DK += (b * dk_batch + kv_head * dk_head + first * dk_token) * UNIT + begin_n * dk_step
+    DV += (b * dv_batch + kv_head * dv_head + first * dv_token) * UNIT + begin_n * dv_step
+    store(row_pointers(DK, dk_step, BLOCK_N, BLOCK_D, WIDE), dk * scale, n < real_keys, in_row, ADDS)
+    store(row_pointers(DV, dv_step, BLOCK_N, BLOCK_D, WIDE), dv, n < real_keys, in_row, ADDS)
+
+
+@triton.jit
+def queries_tile(
+    dq, q, dout, lse, delta, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The gradient of queries `m` after one more tile of keys."""
+    n = start + tl.arange(0, BLOCK_N)
+    at = tl.cast(start, tl.int64)
+    seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+    k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+    v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p = tl.exp2(scores * scale - lse[:, None])
+    if MASKED:
+        seen = seen[None, :]
+        if CAUSAL:
+            seen = seen & (m[:, None] >= n[None, :])
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dscores = (p * (dp - delta[:, None])).to(k.dtype)
+    return tl.dot(dscores, k, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE))
+def differentiate_queries(
+    Q, K, V, DOUT, ROWS, IGNORED, DQ,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
+    dq_batch, dq_token, dq_head, rows_batch, rows_head, ignored_batch, ignored_token,
+    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries."""
+    PADDED: tl.constexpr = BLOCK_D != D
+    tile = tiles - 1 - tl.program_id(0) % tiles  # where causal, the long ones first
+    b, kv_head, g, first, first_out = place(
+        tl.program_id(0) // tiles, GROUP, heads, offsets, segments,
+        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    )  # fmt: skip
+    h = kv_head * GROUP + g
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_row = tl.arange(0, BLOCK_D) < D
+    begin = (tile * BLOCK_M).to(tl.int64)
+    q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
+    k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
+    Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
+    DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT + begin * dout_step
+    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
+    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
+    K, V = row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE)
+    if IGNORES:
+        IGNORED += b * ignored_batch + first * ignored_token
+    ignored_step = row_stride * ignored_token
+    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < real_queries, in_row, True, PADDED)
+    dout = load_rows(row_pointers(DOUT, dout_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
+    ROWS += 2 * (b * rows_batch + h * rows_head + first_out + m.to(tl.int64) * row_stride)
+    lse = tl.load(ROWS, mask=m < queries, other=INFINITY)
+    delta = tl.load(ROWS + 1, mask=m < queries, other=0.0)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start = 0
+    end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
+    if IGNORES:
+        start, end = seen_range(IGNORED, ignored_step, end, keys, real_keys, SCANNED)
+        start = start // BLOCK_N * BLOCK_N
+    else:
+        whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
+        for j in range(0, whole, BLOCK_N):
+            dq = queries_tile(
+                dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+                CAUSAL, False, False, PADDED, PRECISION, BLOCK_N,
+            )  # fmt: skip
+        start = whole
+    for j in range(start, end, BLOCK_N):
+        dq = queries_tile(
+            dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+            CAUSAL, True, IGNORES, PADDED, PRECISION, BLOCK_N,
+        )  # fmt: skip
+
+    dq_step = step_of(row_stride, dq_token, UNIT, WIDE)
+    DQ += (b * dq_batch + h * dq_head + first * dq_token) * UNIT + begin * dq_step
+    store(row_pointers(DQ, dq_step, BLOCK_M, BLOCK_D, WIDE), dq * scale, m < real_queries, in_row, ADDS)

@@ -1,0 +1,144 @@
+"""Our own kernels as an engine: where they run, and their place among the other kernels. Triton is imported when they run."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.kernel import Kernel, Options
+from flexdilated.backends.request import Request
+from flexdilated.pieces import Piece
+
+__all__ = ["KERNEL", "choose_kernel", "why_not"]
+
+LEAST_VERSION = (3, 5)  # of torch 2.9
+LEAST_LEVEL = (8, 0)
+MOST_HEAD_DIM = 256
+
+
+def _installed() -> tuple[int, ...] | None:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+
+
+INSTALLED = _installed()  # asked once: metadata cannot be traced by torch.compile
+# Triton's own switch, which it reads when it is imported: kernels then run on a CPU, for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
+INTERPRETED_DTYPES = (torch.float32, torch.float16)  # it multiplies bfloat16 as the integers of its bits
+
+
+def why_not(request: Request) -> str | None:
+    """Why this engine cannot run a request, or None. What no installation would change comes first."""
+    reason = _device_why_not(request)
+    if reason is not None:
+        return reason
+    if request.dropout:
+        return "the Triton kernels have no dropout; use backend='sdpa'"
+    if request.modified:
+        return "the Triton kernels have no score_mod or mask_mod; use backend='flex' or backend='sdpa'"
+    if request.head_dim > MOST_HEAD_DIM:
+        return f"head_dim must be at most {MOST_HEAD_DIM} for the Triton kernels, got {request.head_dim}; use backend='sdpa'"
+    if INSTALLED is None:
+        return "triton is not installed; pip install triton, or use backend='sdpa'"
+    if INSTALLED < LEAST_VERSION:
+        least, found = (".".join(map(str, numbers)) for numbers in (LEAST_VERSION, INSTALLED))
+        return f"triton must be {least} or newer, got {found}; use backend='sdpa'"
+    return None
+
+
+def _device_why_not(request: Request) -> str | None:
+    hardware, dtype = request.hardware, str(request.dtype).removeprefix("torch.")
+    if hardware.device_type == "cpu" and INTERPRETED:
+        if request.dtype not in INTERPRETED_DTYPES:
+            return f"triton's interpreter computes no {dtype}; use backend='sdpa'"
+        return None
+    if hardware.device_type != "cuda" or hardware.capability is None:
+        return "the Triton kernels run on CUDA only, or on a CPU under TRITON_INTERPRET=1; use backend='sdpa'"
+    if hardware.capability < LEAST_LEVEL:
+        return "the Triton kernels need sm_80 or newer; use backend='sdpa'"
+    if request.dtype == torch.float64:
+        return "the Triton kernels have no float64; use backend='sdpa'"
+    return None
+
+
+def choose_kernel(request: Request) -> Kernel:
+    """The engine's one kernel.
+
+    Raises:
+        NotImplementedError: If it cannot run the request.
+    """
+    reason = why_not(request)
+    if reason is not None:
+        raise NotImplementedError(f"backend 'triton' cannot run this on {request.hardware}: {reason}")
+    return KERNEL
+
+
+class _InPlace:
+    """The launches, which import triton."""
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options
+    ) -> None:
+        from flexdilated.backends.triton import launch  # imports triton, which is optional
+
+        launch.forward(out, lse, q, k, v, pieces, options)
+
+    def backward(
+        self,
+        grads: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: tuple[Piece, ...],
+        options: Options,
+        *,
+        detaches: bool,
+    ) -> None:
+        from flexdilated.backends.triton import launch
+
+        launch.backward(grads, dout, dlse, q, k, v, out, lse, pieces, options, detaches=detaches)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    from flexdilated.backends.triton import launch
+
+    return launch.dense_forward(q, k, v, options)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    return KERNEL.backward(dout, None, q, k, v, out, lse, options)
+
+
+class _Kernel(Kernel):
+    """Its backward takes the gradient of lse itself, and needs no column for it."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flexdilated.backends.triton import launch
+
+        return launch.dense_backward(dout, dlse, q, k, v, out, lse, options)
+
+
+KERNEL = _Kernel("triton", why_not, _forward, _backward, in_place=_InPlace())

@@ -1,0 +1,146 @@
+"""Forward: a tile of queries against the keys of its segment, merged in place with what earlier branches gave."""
+
+import triton
+import triton.language as tl
+
+from flexdilated.backends.triton.places import PIECE, load_rows, load_seen, place, row_pointers, seen_range, step_of, strides
+
+__all__ = ["attend"]
+
+LN2 = tl.constexpr(0.6931471805599453)
+INFINITY = tl.constexpr(float("inf"))
+SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
+
+
+@triton.jit
+def attend_tile(
+    top, total, acc, q, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of queries `m` after one more tile of keys: largest score (base 2), sum of weights, weighted values."""
+    n = start + tl.arange(0, BLOCK_N)
+    at = tl.cast(start, tl.int64)
+    seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+    k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        seen = seen[None, :]
+        if CAUSAL:
+            seen = seen & (m[:, None] >= n[None, :])
+        scores = tl.where(seen, scores * scale, -INFINITY)
+        new = tl.maximum(top, tl.max(scores, 1))
+    else:
+        new = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = tl.where(new == -INFINITY, 0.0, new)  # rows that no key has reached yet
+    p = tl.exp2(scores - base[:, None]) if MASKED else tl.exp2(scores * scale - base[:, None])
+    fade = tl.exp2(top - base)
+    v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return new, total * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def merge(OUT, LSE, acc, lse, stored, in_row):
+    """Store a partial attention, merged with the one that is there. Rows that neither side reaches stay 0 and -inf."""
+    old = tl.load(LSE, mask=stored, other=-INFINITY)
+    high = tl.maximum(old, lse)
+    base = tl.where(high == -INFINITY, 0.0, high)
+    keep, add = tl.exp(old - base), tl.exp(lse - base)
+    both = tl.where(high == -INFINITY, 1.0, keep + add)
+    share = 1.0 / both
+    before = load_rows(OUT, stored, in_row, True, True).to(tl.float32)
+    merged = before * (keep * share)[:, None] + acc * (add * share)[:, None]
+    tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
+    tl.store(LSE, tl.where(high == -INFINITY, high, base + tl.log(both)), mask=stored)
+
+
+@triton.jit(
+    do_not_specialize=(
+        *strides("q", "k", "v", "out"),
+        "lse_batch",
+        "lse_head",
+        "ignored_batch",
+        "ignored_token",
+        *PIECE,
+        "zero_keys",
+    )
+)
+def attend(
+    Q, K, V, OUT, LSE, IGNORED, ROWS, OWN,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
+    lse_batch, lse_head, ignored_batch, ignored_token,
+    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    row_stride, queries, keys, real_queries, real_keys, zero_keys, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
+
+    That last one is for the backward under constant mixing weights, where OUT is dout: `OWN = (lse, delta)` of this branch alone,
+    from `ROWS = (lse, -dlse)` of the mixture. Strides of q, k, v and out are in units of `UNIT` elements, so that the
+    compiler knows how far loads are aligned; `scale` is positive, in base 2.
+    """
+    PADDED: tl.constexpr = BLOCK_D != D
+    tile = tiles - 1 - tl.program_id(0) % tiles  # where causal, the long ones first
+    b, kv_head, g, first, first_out = place(
+        tl.program_id(0) // tiles, GROUP, heads, offsets, segments,
+        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    )  # fmt: skip
+    h = kv_head * GROUP + g
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_row = tl.arange(0, BLOCK_D) < D
+    q_step = step_of(row_stride, q_token, UNIT, WIDE)
+    k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
+    begin = (tile * BLOCK_M).to(tl.int64)
+    Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
+    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
+    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
+    K, V = row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE)
+    if IGNORES:
+        IGNORED += b * ignored_batch + first * ignored_token
+    ignored_step = row_stride * ignored_token
+    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < real_queries, in_row, True, PADDED)
+
+    # Zero keys have logit 0 and value 0.
+    top = tl.where(m * 0 + zero_keys > 0, 0.0, -INFINITY)
+    total = tl.zeros([BLOCK_M], tl.float32) + zero_keys
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start = 0
+    end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
+    if IGNORES:
+        start, end = seen_range(IGNORED, ignored_step, end, keys, real_keys, SCANNED)
+        start = start // BLOCK_N * BLOCK_N
+    else:  # tiles that every query sees whole, before those that take a mask
+        whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
+        for j in range(0, whole, BLOCK_N):
+            top, total, acc = attend_tile(
+                top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+                CAUSAL, False, False, PADDED, PRECISION, BLOCK_N,
+            )  # fmt: skip
+        start = whole
+    for j in range(start, end, BLOCK_N):
+        top, total, acc = attend_tile(
+            top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+            CAUSAL, True, IGNORES, PADDED, PRECISION, BLOCK_N,
+        )  # fmt: skip
+
+    reached = total > 0.0
+    total = tl.where(reached, total, 1.0)
+    acc = acc * (1.0 / total)[:, None]
+    lse = tl.where(reached, (top + tl.log2(total)) * LN2, -INFINITY)
+    out_step = step_of(row_stride, out_token, UNIT, WIDE)
+    OUT += (b * out_batch + h * out_head + first_out * out_token) * UNIT + begin * out_step
+    OUT = row_pointers(OUT, out_step, BLOCK_M, BLOCK_D, WIDE)
+    at = b * lse_batch + h * lse_head + first_out + m.to(tl.int64) * row_stride
+    stored = m < queries
+    if END == "merge":
+        merge(OUT, LSE + at, acc, lse, stored, in_row)
+    elif END == "write":
+        tl.store(OUT, acc.to(OUT.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
+        tl.store(LSE + at, lse, mask=stored)
+    else:
+        dout = load_rows(OUT, stored, in_row, True, PADDED).to(tl.float32)
+        delta = tl.sum(acc * dout, 1) + tl.load(ROWS + 2 * at + 1, mask=stored, other=0.0)
+        tl.store(OWN + 2 * at, tl.load(ROWS + 2 * at, mask=stored, other=0.0), mask=stored)
+        tl.store(OWN + 2 * at + 1, delta, mask=stored)

@@ -1,0 +1,253 @@
+"""Launches of the kernels: every piece of a walk where its rows lie, and dense boxes as other kernels take them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.hardware import detect
+from flexdilated.backends.kernel import Options, with_positive_scale
+from flexdilated.backends.merge import accumulated
+from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
+from flexdilated.backends.triton.forward import attend
+from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
+from flexdilated.pieces import Piece
+
+__all__ = ["backward", "dense_backward", "dense_forward", "forward", "options_of"]
+
+LOG2E = math.log2(math.e)
+INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
+
+
+def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
+    """Merge pieces into `out` `(B, N, H, D)` and `lse` `(B, H, N)`, contiguous, one launch each."""
+    q, options, _ = with_positive_scale(q, options)
+    q, k, v = readable(q), readable(k), readable(v)
+    for piece in pieces:
+        _attend(out, lse, q, k, v, piece, options, "write" if piece.tiles else "merge")
+
+
+def backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pieces: tuple[Piece, ...],
+    options: Options,
+    *,
+    detaches: bool = False,
+) -> None:
+    """Add the gradients of pieces to `dq, dk, dv`, contiguous: one pass over all rows, then two launches for each piece.
+
+    `detaches`: with constant mixing weights, and a third launch. A pair's gradient is then `p (dout v^T - rowsum(dout out_i))` with
+    the output of the branch alone: no more than its delta is another.
+    """
+    q, options, factor = with_positive_scale(q, options)
+    q, k, v, out, dout = (readable(x) for x in (q, k, v, out, dout))
+    rows = _prepare(out, dout, lse, dlse, detaches)
+    for piece in pieces:
+        own = rows
+        if detaches:
+            own = torch.empty_like(rows)
+            _attend(dout, rows, q, k, v, piece, options, "delta", own)
+        _differentiate(grads, dout, own, q, k, v, piece, options, factor)
+
+
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """`out`, `lse` of `(batch, heads, rows, D)` tensors."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulated(q.dtype), device=q.device)
+    forward(out, lse, q, k, v, _whole(q, k), options)
+    return out.transpose(1, 2), lse
+
+
+def dense_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dq, dk, dv` of `(batch, heads, rows, D)` tensors."""
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    backward((dq, dk, dv), dout, dlse, q, k, v, out, lse, _whole(q, k), options)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
+    """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`."""
+    one = Piece(0, 1, 0, 1, 0, 0, k.shape[2], 1, k.shape[1], 1, 0, 0, q.shape[1], False, 0, True)
+    return (one,)
+
+
+def unit_of(x: Tensor) -> int:
+    """Elements that every row of D is aligned to, if its memory is: what one load takes, 16 bytes at most."""
+    return math.gcd(x.shape[-1], 16 // min(16, x.element_size()))
+
+
+def readable(x: Tensor) -> Tensor:
+    """x itself where its rows lie in one piece and all begin aligned, else a copy."""
+    unit = unit_of(x)
+    steps = (x.data_ptr() // x.element_size(), *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
+    if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# -- the launches -------------------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, options: Options, end: str, own: Tensor | None = None
+) -> None:
+    """One launch of `attend`; for `"delta"`, `out` is dout and `lse` the prepared rows."""
+    tiles = _tiles(attend, q)
+    is_delta = own is not None
+    arguments = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
+    strides = (*_strides(q, k, v, out), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
+    count, lanes = -(-piece.out_rows // tiles.queries), _lanes(piece, q, k)
+    _launch(
+        attend,
+        count * lanes,
+        (*arguments, *strides, *_numbers(piece, count), piece.zero_keys, options.scale * LOG2E),
+        {**_constants(q, k, v, out, piece=piece, options=options), "END": end},
+        tiles,
+        q,
+    )
+
+
+def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, detaches: bool) -> Tensor:
+    """`(B, H, N, 2)`: lse in base 2 and delta of every row."""
+    batch, tokens, heads, head_dim = out.shape
+    rows = torch.empty((batch, heads, tokens, 2), dtype=torch.float32, device=out.device)
+    tiles = _tiles(prepare, out)
+    count = -(-tokens // tiles.queries)
+    lse_strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (lse, lse if dlse is None else dlse)]
+    constants = {
+        "HAS_DLSE": dlse is not None,
+        "DETACHED": detaches,
+        "UNIT": unit_of(out),
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M": tiles.queries,
+    }
+    numbers = (*_strides(out, dout), *lse_strides[0], *lse_strides[1], tokens, heads, count)
+    _launch(prepare, count * batch * heads, (out, dout, lse, dlse, rows, *numbers), constants, tiles, out)
+    return rows
+
+
+def _differentiate(
+    grads: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    rows: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Piece,
+    options: Options,
+    factor: float,
+) -> None:
+    """The two launches that differentiate a piece; queries were multiplied by `factor`."""
+    dq, dk, dv = grads
+    tensors, mask = (q, k, v, dout, rows, _mask(options)), _mask_strides(options)
+    row_strides, score_scale = (rows.shape[1] * rows.shape[2], rows.shape[2]), options.scale * LOG2E
+    for kernel, into, length, lanes, scale in (
+        (differentiate_keys, (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
+        (differentiate_queries, (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
+    ):
+        tiles = _tiles(kernel, q)
+        count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
+        strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
+        constants = {**_constants(q, k, v, dout, *into, piece=piece, options=options), "ADDS": not piece.tiles}
+        _launch(
+            kernel, count * lanes, (*tensors, *into, *strides, *_numbers(piece, count), score_scale, scale), constants, tiles, q
+        )
+
+
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles, on: Tensor) -> None:
+    if programs == 0:
+        return
+    blocks = {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys} if "BLOCK_M" not in constants else {}
+    with _device(on):
+        kernel[(programs,)](*arguments, **constants, **blocks, **options_of(tiles))
+
+
+def options_of(tiles: Tiles) -> dict[str, Any]:
+    """What the compiler is asked for beside constants. Newer ones fuse no multiplication with an addition unasked."""
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
+
+
+def _device(x: Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _tiles(kernel: Any, q: Tensor) -> Tiles:
+    level = detect(q.device).capability or INTERPRETED
+    return tiles_of(kernel.__name__, level, q.shape[-1], q.element_size())
+
+
+def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
+    """Independent softmaxes of a piece, by heads of q or k."""
+    return x.shape[0] * piece.segments * piece.offsets * piece.heads * (x.shape[2] // k.shape[2])
+
+
+def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
+    """The integers `PIECE` of a launch."""
+    real = piece.rows - piece.zero_row
+    return (
+        tiles,
+        piece.heads,
+        piece.offsets,
+        piece.segments,
+        piece.token,
+        piece.segment_stride,
+        piece.out_token,
+        piece.out_segment_stride,
+        piece.head,
+        piece.offset_head_step,
+        piece.head_step,
+        piece.row_stride,
+        piece.out_rows,
+        piece.rows,
+        min(piece.out_rows, real) if piece.zero_row else piece.out_rows,
+        real,
+    )
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    unit = unit_of(tensors[0])
+    return tuple(stride // unit for x in tensors for stride in x.stride()[:3])
+
+
+def _mask(options: Options) -> Tensor | None:
+    return None if options.ignored is None else options.ignored.view(torch.uint8)
+
+
+def _mask_strides(options: Options) -> tuple[int, int]:
+    return (0, 0) if options.ignored is None else (options.ignored.stride(0), options.ignored.stride(1))
+
+
+def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Options) -> dict[str, Any]:
+    """What every launch over a piece is compiled for, but its tiles."""
+    widest = max(x.stride(1) for x in (q, k, *others))
+    return {
+        "GROUP": q.shape[2] // k.shape[2],
+        "CAUSAL": options.is_causal,
+        "IGNORES": options.ignored is not None,
+        "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
+        "UNIT": unit_of(q),
+        "WIDE": piece.row_stride * widest * 256 >= 1 << 31,
+        "D": q.shape[3],
+        "BLOCK_D": padded(q.shape[3]),
+    }
+
+
+def allows_tf32() -> bool:
+    """Whether torch may round float32 products to TensorFloat-32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

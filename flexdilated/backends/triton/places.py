@@ -1,0 +1,89 @@
+"""What the kernels share: where a program works, and how a tile of rows is read."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["PIECE", "load_rows", "load_seen", "place", "row_pointers", "seen_range", "step_of", "strides"]
+
+# What a launch says of its piece. Like strides, these integers never choose another compilation.
+PIECE = (
+    "tiles", "heads", "offsets", "segments", "token", "segment_stride", "first_out", "out_segment_stride",
+    "head", "offset_head_step", "head_step", "row_stride", "queries", "keys", "real_queries", "real_keys",
+)  # fmt: skip
+
+
+def strides(*tensors: str) -> tuple[str, ...]:
+    """The names of the strides of tensors `(B, N, H, D)`."""
+    return tuple(f"{x}_{axis}" for x in tensors for axis in ("batch", "token", "head"))
+
+
+@triton.jit
+def place(
+    lane, group, heads, offsets, segments,
+    token, segment_stride, out_token, out_segment_stride, head, offset_head_step, head_step,
+):  # fmt: skip
+    """One lane of a piece: `(sequence, key/value head, query head of it, first token, first output token)`, in 64 bits.
+
+    Lanes that read the same keys are neighbours: they find them in the cache.
+    """
+    g = lane % group
+    lane = lane // group
+    j = lane % heads
+    lane = lane // heads
+    c = lane % offsets
+    lane = lane // offsets
+    s = (lane % segments).to(tl.int64)
+    b = (lane // segments).to(tl.int64)
+    kv_head = (head + c * offset_head_step + j * head_step).to(tl.int64)
+    return b, kv_head, g.to(tl.int64), token + s * segment_stride + c, out_token + s * out_segment_stride + c
+
+
+@triton.jit
+def step_of(row_stride, token, UNIT: tl.constexpr, WIDE: tl.constexpr):
+    """Elements from a row of a piece to the next."""
+    if WIDE:
+        row_stride = row_stride.to(tl.int64)
+    return row_stride * token * UNIT
+
+
+@triton.jit
+def row_pointers(first, step, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """`(BLOCK, BLOCK_D)`: the elements of rows `step` elements apart, the first of which begins at `first`."""
+    row = tl.arange(0, BLOCK)
+    if WIDE:  # elsewhere the steps inside a tile fit 32 bits, which takes half the registers
+        row = row.to(tl.int64)
+    return first + row[:, None] * step + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_rows(pointers, there, in_row, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of rows, zeros where there are none. A whole tile is loaded without a mask."""
+    if MASKED:
+        rows = tl.load(pointers, mask=there[:, None] & in_row[None, :], other=0.0)
+    elif PADDED:
+        rows = tl.load(pointers, mask=in_row[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers)
+    return rows
+
+
+@triton.jit
+def load_seen(IGNORED, n, step, keys, real_keys, IGNORES: tl.constexpr):
+    """Which of the keys `n` may be seen, and which of those are rows of a tensor; a row of zeros behind them is never ignored."""
+    seen = n < keys
+    if IGNORES:
+        seen = seen & (tl.load(IGNORED + n.to(tl.int64) * step, mask=n < real_keys, other=0) == 0)
+    return seen, seen & (n < real_keys)
+
+
+@triton.jit
+def seen_range(IGNORED, step, end, keys, real_keys, BLOCK: tl.constexpr):
+    """The first key that is not ignored and the last but one, of those before `end`: padding at either side is not computed."""
+    first = end
+    last = 0
+    for start in range(0, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        seen, _ = load_seen(IGNORED, n, step, tl.minimum(keys, end), real_keys, True)
+        first = tl.minimum(first, tl.min(tl.where(seen, n, end)))
+        last = tl.maximum(last, tl.max(tl.where(seen, n + 1, 0)))
+    return first, last

@@ -1,0 +1,449 @@
+"""Our own kernels, run by triton's interpreter: every option against the oracle, strides, tiles, launches, memory, planted bugs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexdilated import DilatedPattern, backends, dilated_attention, reference
+from flexdilated.attention import attend
+from flexdilated.backends import Request
+from flexdilated.backends.hardware import simulate
+from flexdilated.backends.kernel import Options
+from flexdilated.backends.math import MATH
+from flexdilated.backends.triton import engine
+from flexdilated.backends.triton.tiles import Tiles, padded
+from flexdilated.call import Call
+from tests.backends import interpreter
+from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
+from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive
+
+pytest.importorskip("triton")
+if not engine.INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
+
+from flexdilated.backends.triton import backward, forward, launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of pairs that do not see each other
+
+PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
+SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
+CASES = {
+    "plain": Case(PATTERN, batch=2, kv_heads=3, head_dim=16),
+    "causal": Case(PATTERN, kv_heads=3, head_dim=16, is_causal=True),
+    "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=5, head_dim=16),
+    "grouped_queries": Case(PATTERN, kv_heads=2, group=3, head_dim=16, is_causal=True),
+    "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), kv_heads=3, group=2, head_dim=16),
+    "mask": Case(PATTERN, batch=2, kv_heads=2, head_dim=16, ignored=0.5),
+    "causal_mask": Case(PATTERN, kv_heads=2, group=2, head_dim=16, ignored=0.5, is_causal=True),
+    "all_ignored": Case(PATTERN, kv_heads=1, head_dim=16, ignored=1.0),
+    "documents": Case(PATTERN, kv_heads=2, head_dim=16, borders=(0, 13, 13, 43), is_causal=True),
+    "zero_keys": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=3, head_dim=16),
+    "shifted": Case(SHIFTED, kv_heads=3, group=2, head_dim=16),
+    "shifted_causal_mask": Case(SHIFTED, kv_heads=3, head_dim=16, is_causal=True, ignored=0.3),
+    "detached": Case(replace(PATTERN, detach_weights=True), kv_heads=2, group=2, head_dim=16, is_causal=True),
+    "zero_scale": Case(PATTERN, kv_heads=1, head_dim=16, scale=0.0),
+    "negative_scale": Case(replace(PATTERN, detach_weights=True), kv_heads=1, group=2, head_dim=16, scale=-0.4, is_causal=True),
+    "head_dim_1": Case(PATTERN, kv_heads=1, head_dim=1),
+    "head_dim_24": Case(PATTERN, kv_heads=2, head_dim=24, is_causal=True),
+    "head_dim_80": Case(PATTERN, kv_heads=1, head_dim=80, ignored=0.2),
+    "strided": Case(PATTERN, batch=2, kv_heads=2, head_dim=24, strided=True, is_causal=True),
+    "one_token": Case(PATTERN, num_tokens=1, kv_heads=2, head_dim=16),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpreter.mend(patch)
+        patch.setattr(engine, "INTERPRETED_DTYPES", (*engine.INTERPRETED_DTYPES, torch.bfloat16))
+        yield
+
+
+def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
+    patch.setattr(launch, "tiles_of", lambda *arguments: Tiles(queries, keys, 4, 2))
+
+
+def assert_oracle(case: Case) -> None:
+    for actual, expected in zip(run_engine(case, "triton", torch.float32), run_reference(case, torch.float32)):
+        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_equals_the_oracle(name: str) -> None:
+    with poisoned_memory():
+        assert_oracle(CASES[name])
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize("name", ["grouped_queries", "causal_mask", "shifted"])
+def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tile(monkeypatch, *tiles)
+    assert_oracle(CASES[name])
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@given(calls())
+def test_drawn_calls_equal_the_oracle(case: Case) -> None:
+    assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "grouped_queries", "head_dim_24", "documents"])
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], batch=1, lse_gradient=False)
+    actual, expected = run_engine(case, "triton", dtype), run_reference(case, dtype)
+    whole = replace(case, borders=None)
+    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
+    for i in (0, 2, 3, 4):
+        assert actual[i].dtype == dtype
+        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
+    torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
+
+
+def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:
+    x = torch.cat([torch.randn(1000), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, 1e-40])])
+    bits = torch.from_numpy(interpreter._narrow(x.numpy()).astype("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(bits, x.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_dense_rows_equal_the_math_kernel() -> None:
+    """As the tasks of a rank call it: more keys than queries or fewer, ignored keys, a gradient of lse."""
+    torch.manual_seed(0)
+    ignored = torch.rand(2, 37) < 0.3
+    for rows, hidden, is_causal in ((29, None, False), (37, ignored, False), (53, ignored, False), (37, ignored, True)):
+        q, dout, dlse = torch.randn(2, 6, rows, 24), torch.randn(2, 6, rows, 24), torch.randn(2, 6, rows)
+        k, v = (torch.randn(2, 3, 37, 24) for _ in range(2))
+        options = Options(is_causal, 0.3, hidden)
+        if hidden is not None:
+            k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
+        out, lse = MATH.forward(q, k, v, options)
+        expected = (out, lse, *MATH.backward(dout, dlse, q, k, v, out, lse, options))
+        out, lse = engine.KERNEL.forward(q, k, v, options)
+        for a, e in zip((out, lse, *engine.KERNEL.backward(dout, dlse, q, k, v, out, lse, options)), expected):
+            torch.testing.assert_close(a, e, **SINGLE)
+
+
+def test_a_part_of_a_models_heads_is_that_part_of_its_outputs() -> None:
+    q, k, v, _, _ = Case(PATTERN, kv_heads=5, group=2, head_dim=16).tensors(torch.float32)
+    whole, _ = reference.dilated_attention(q, k, v, PATTERN)
+    call = Call(PATTERN, backend="triton", first_head=2, num_heads=5)
+    out, _ = attend(q[:, :, 4:8], k[:, :, 2:4], v[:, :, 2:4], call)
+    torch.testing.assert_close(out.double(), whole[:, :, 4:8], **SINGLE)
+
+
+# -- what is read -------------------------------------------------------------------------------------------------------------
+
+
+def poisoned(x: Tensor, kind: str) -> Tensor:
+    """The numbers of x in other strides, with NaN between them."""
+    b, n, h, d = x.shape
+    room = torch.full((b, 2 * n + 1, h, 3 * d), math.nan)
+    view = {
+        "every other token": room[:, : 2 * n : 2, :, :d],
+        "a slice of packed elements": room[:, :n, :, d : 2 * d],
+        "an odd place": room[:, :n, :, 1 : d + 1],
+        "every third element": room[:, :n, :, ::3],
+    }[kind]
+    return view.copy_(x)
+
+
+KINDS = {"every other token": 0, "a slice of packed elements": 0, "an odd place": 1, "every third element": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["grouped_queries"]
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    expected = run_reference(case, torch.float32)
+    copies: list[int] = []
+
+    def watch(x: Tensor) -> Tensor:
+        result = launch_readable(x)
+        copies.append(result is not x)
+        return result
+
+    launch_readable = launch.readable
+    monkeypatch.setattr(launch, "readable", watch)
+    run = lambda q, k, v: dilated_attention(q, k, v, PATTERN, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
+    actual = differentiate(run, *(poisoned(x, kind) for x in (q, k, v, dout)), dlse)
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+    in_last_dim = kind == "every third element"  # the operator itself copies those
+    assert sum(copies) == (0 if in_last_dim else KINDS[kind] * 7)  # q, k, v in either direction, and dout
+
+
+def test_rows_far_apart_are_addressed_in_64_bits() -> None:
+    near = torch.empty(1, 8, 1, 16)
+    assert launch._constants(near, near, piece=PIECE, options=Options(False, 1.0))["WIDE"] is False
+    far = torch.empty_strided((1, 8, 1, 16), (0, 1 << 21, 0, 1), device="meta")
+    assert launch._constants(far, far, piece=PIECE._replace(row_stride=16), options=Options(False, 1.0))["WIDE"] is True
+
+
+def test_wide_steps_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = launch._constants
+    monkeypatch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "WIDE": True})
+    assert_oracle(CASES["grouped_queries"])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_in_ignored_keys_stays_there(is_causal: bool) -> None:
+    case = replace(CASES["mask"], is_causal=is_causal)
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    ignored = case.options()["key_padding_mask"]
+    run = lambda q, k, v: dilated_attention(  # noqa: E731
+        q, k, v, PATTERN, is_causal=is_causal, key_padding_mask=ignored, return_lse=True, backend="triton"
+    )
+    clean = differentiate(run, q, k, v, dout, dlse)
+    k, v = (x.masked_fill(ignored[:, :, None, None], math.nan) for x in (k, v))
+    for actual, expected in zip(differentiate(run, q, k, v, dout, dlse), clean):
+        assert torch.equal(actual, expected)
+
+
+def test_keys_between_padding_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile(monkeypatch, 16, 16)
+    case = Case(DilatedPattern((128,), (1,)), num_tokens=128, kv_heads=1, head_dim=16)
+    q, k, v, _, _ = case.tensors(torch.float32)
+    ignored = torch.ones(1, 128, dtype=torch.bool)
+    ignored[:, 50:70] = False
+    loaded = count_loads(monkeypatch)
+    dilated_attention(q, k, v, case.pattern, key_padding_mask=ignored, backend="triton")
+    assert len(loaded) == 8 * 2 * 2 + 8  # 8 tiles of queries read themselves, and k and v of 2 tiles out of 8
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    loaded: list[int] = []
+    load = forward.load_rows
+
+    def counted(*arguments: Any) -> Any:
+        loaded.append(1)
+        return load(*arguments)
+
+    monkeypatch.setattr(forward, "load_rows", counted)
+    return loaded
+
+
+# -- launches and memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_piece_is_one_launch_forward_and_two_or_three_backward(detaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(DilatedPattern((8, 16, 32), (1, 2, 4), detach_weights=detaches), num_tokens=32, kv_heads=4, head_dim=16)
+    launches: list[str] = []
+    run = launch._launch
+    monkeypatch.setattr(launch, "_launch", lambda kernel, *more: (launches.append(kernel.__name__), run(kernel, *more)))
+    run_engine(case, "triton", torch.float32)
+    one = ["differentiate_keys", "differentiate_queries"]
+    assert launches == ["attend"] * 3 + ["prepare", *(["attend", *one] if detaches else one) * 3]
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of fresh memory that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        known = {x.data_ptr() for x in arguments if isinstance(x, Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor) and x.data_ptr() not in known and function.namespace == "aten":
+                self.bytes += x.untyped_storage().nbytes()
+        return result
+
+
+def test_memory_does_not_grow_with_branches() -> None:
+    q, k, v, dout, dlse = Case(PATTERN, num_tokens=32, kv_heads=2, head_dim=16).tensors(torch.float32)
+    assert dlse is not None
+    used = []
+    for lengths, rates in (((32,), (1,)), ((32, 16, 8), (1, 2, 4))):
+        out, lse = torch.zeros_like(q), torch.zeros(1, 2, 32)
+        pieces = launch_pieces(DilatedPattern(lengths, rates), 32, 2)
+        dq, dk, dv = (torch.zeros_like(q) for _ in range(3))
+        with Allocated() as allocated:
+            launch.forward(out, lse, q, k, v, pieces, Options(False, 0.3))
+            launch.backward((dq, dk, dv), dout, dlse, q, k, v, out, lse, pieces, Options(False, 0.3))
+        used.append(allocated.bytes)
+    assert used[0] == used[1] == 2 * 2 * 32 * 4  # lse and delta of every row
+
+
+def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> Any:
+    from flexdilated.pieces import plan_pieces
+
+    return plan_pieces(pattern, ((0, num_tokens),), num_heads, False)
+
+
+PIECE = launch_pieces(DilatedPattern((8,), (2,)), 8, 1)[0]
+
+
+def test_runs_are_equal_in_every_bit() -> None:
+    case = CASES["grouped_queries"]
+    for a, b in zip(*(run_engine(case, "triton", torch.float16) for _ in range(2))):
+        assert torch.equal(a, b)
+
+
+def test_compiled_attention_equals_eager() -> None:
+    torch._dynamo.reset()
+    case = Case(PATTERN, num_tokens=23, kv_heads=2, head_dim=16)
+    run = lambda q, k, v: dilated_attention(q, k, v, PATTERN, return_lse=True, backend="triton")  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, e in zip(differentiate(compiled, *case.tensors(torch.float32)), differentiate(run, *case.tensors(torch.float32))):
+        assert torch.equal(a, e)
+
+
+def test_tangents_are_those_of_the_oracle() -> None:
+    q, k, v, dq, _ = Case(PATTERN, num_tokens=23, kv_heads=2, head_dim=16).tensors(torch.float32)
+    pattern = replace(PATTERN, detach_weights=False)
+    given = ((q, k, v), (dq, dq.flip(1), dq.flip(2)))
+    _, actual = torch.func.jvp(lambda *x: dilated_attention(*x, pattern, backend="triton"), *given)
+    _, expected = torch.func.jvp(lambda *x: reference.dilated_attention(*x, pattern)[0], *given)
+    torch.testing.assert_close(actual.double(), expected.double(), **SINGLE)
+
+
+# -- bugs that must show ------------------------------------------------------------------------------------------------------
+
+
+def swap_strides(patch: pytest.MonkeyPatch) -> None:
+    strides = launch._strides
+    patch.setattr(launch, "_strides", lambda q, k, *more: strides(q, k.transpose(1, 2), *more))
+
+
+def forget_offsets(patch: pytest.MonkeyPatch) -> None:
+    numbers = launch._numbers
+    patch.setattr(launch, "_numbers", lambda piece, tiles: numbers(piece._replace(offset_head_step=0), tiles))
+
+
+def forget_the_segment(patch: pytest.MonkeyPatch) -> None:
+    numbers = launch._numbers
+    patch.setattr(launch, "_numbers", lambda piece, tiles: numbers(piece._replace(segment_stride=piece.segment_stride - 1), tiles))
+
+
+def drop_the_mask(patch: pytest.MonkeyPatch) -> None:
+    constants = launch._constants
+    patch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "IGNORES": False})
+
+
+def drop_causality(patch: pytest.MonkeyPatch) -> None:
+    constants = launch._constants
+    patch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "CAUSAL": False})
+
+
+def take_another_base(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "LN2", 1.0)
+
+
+def forget_the_base_backward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(backward, "LOG2E", 1.0)
+
+
+def write_instead_of_merging(patch: pytest.MonkeyPatch) -> None:
+    run = launch._attend
+    patch.setattr(launch, "_attend", lambda *x: run(*x[:7], "write", *x[8:]))
+
+
+def write_instead_of_adding(patch: pytest.MonkeyPatch) -> None:
+    run = launch._launch
+    patch.setattr(
+        launch,
+        "_launch",
+        lambda kernel, n, x, constants, *more: run(
+            kernel, n, x, constants | ({"ADDS": False} if "ADDS" in constants else {}), *more
+        ),
+    )
+
+
+def forget_the_gradient_of_lse(patch: pytest.MonkeyPatch) -> None:
+    run = launch._prepare
+    patch.setattr(launch, "_prepare", lambda out, dout, lse, dlse, detaches: run(out, dout, lse, None, detaches))
+
+
+BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    swap_strides: "plain",
+    forget_offsets: "plain",
+    forget_the_segment: "plain",
+    drop_the_mask: "mask",
+    drop_causality: "causal",
+    take_another_base: "plain",
+    forget_the_base_backward: "plain",
+    write_instead_of_merging: "plain",
+    write_instead_of_adding: "plain",
+    forget_the_gradient_of_lse: "plain",
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bugs_show(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_oracle(replace(CASES[BUGS[bug]], batch=1))
+
+
+# -- where it runs ------------------------------------------------------------------------------------------------------------
+
+HOPPER = simulate("sm_90")
+
+
+def request(**changes: Any) -> Request:
+    return Request(**{"hardware": HOPPER, "dtype": torch.bfloat16, "head_dim": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": simulate("mps")}, "run on CUDA only, or on a CPU under TRITON_INTERPRET=1; use backend='sdpa'"),
+        ({"hardware": simulate("sm_75")}, "need sm_80 or newer; use backend='sdpa'"),
+        ({"dtype": torch.float64}, "have no float64; use backend='sdpa'"),
+        ({"dropout": True}, "have no dropout; use backend='sdpa'"),
+        ({"modified": True}, "have no score_mod or mask_mod; use backend='flex' or backend='sdpa'"),
+        ({"head_dim": 257}, "head_dim must be at most 256 for the Triton kernels, got 257; use backend='sdpa'"),
+        ({"hardware": simulate("cpu"), "dtype": torch.float64}, "triton's interpreter computes no float64; use backend='sdpa'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refusals_name_what_to_use(changes: dict[str, Any], message: str) -> None:
+    reason = backends.why_not("triton", request(**changes))
+    assert reason is not None
+    assert message in reason
+    with pytest.raises(NotImplementedError, match=r"backend 'triton' cannot run this on"):
+        backends.choose("triton", request(**changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_it_runs_on_ampere_and_newer(dtype: torch.dtype) -> None:
+    for level in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
+        assert (
+            backends.why_not("triton", request(hardware=simulate(level), dtype=dtype, head_dim=256, masked=True, group=3)) is None
+        )
+
+
+def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "INSTALLED", None)
+    assert backends.why_not("triton", request()) == "triton is not installed; pip install triton, or use backend='sdpa'"
+    monkeypatch.setattr(engine, "INSTALLED", (3, 4))
+    assert backends.why_not("triton", request()) == "triton must be 3.5 or newer, got 3.4; use backend='sdpa'"
+
+
+def test_a_cpu_needs_the_interpreter_which_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "INTERPRETED_DTYPES", (torch.float32, torch.float16))
+    q = torch.randn(1, 5, 1, 16)
+    with pytest.raises(NotImplementedError, match="cannot run this on cpu: triton's interpreter computes no bfloat16"):
+        dilated_attention(*(q.bfloat16(),) * 3, PATTERN, backend="triton")
+    monkeypatch.setattr(engine, "INTERPRETED", False)
+    with pytest.raises(NotImplementedError, match="run on CUDA only, or on a CPU under TRITON_INTERPRET=1"):
+        dilated_attention(q, q, q, PATTERN, backend="triton")
+
+
+def test_rows_are_padded_to_what_tensor_cores_take() -> None:
+    assert [padded(d) for d in (1, 16, 17, 64, 96, 128, 129, 256)] == [16, 16, 32, 64, 128, 128, 256, 256]
