@@ -15,7 +15,7 @@ from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.hardware import simulate
 from flexdilated.backends.roofline import DEVICES, ENGINES, seconds, useful_flops, work
 from flexdilated.backends.sdpa import KERNELS
-from flexdilated.backends.triton import engine
+from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
@@ -30,7 +30,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def no_interpreter() -> Iterator[None]:
     """As on a user's machine: checking what triton interprets takes minutes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "INTERPRETED", False)
+        patch.setattr(triton_engine, "INTERPRETED", False)
         yield
 
 
