@@ -85,7 +85,7 @@ def check_compiled(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str
         assert_expected(case, rank, differentiate(attend, *shards(case, rank), dlse))
 
 
-# Each of the others sends to one rank and receives from another; how many rows one receives, `auto` on other numbers of ranks shows.
+# Each of the others sends to one rank and receives from another; how many rows it receives, `auto` on other numbers of ranks shows.
 EVERY_GRAPH = 3 if 3 in WORLD_SIZES else WORLD_SIZES[0]
 
 
