@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.hardware import is_symbolic
+from flexdilated.backends.pieces import plan_pieces
 from flexdilated.call import refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import plan_pieces
 
 __all__ = ["Grid", "draw_grids", "num_parts"]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.backends.merge import safe_lse
+from flexdilated.backends.pieces import Piece
 from flexdilated.backends.request import Request
-from flexdilated.pieces import Piece
 
 __all__ = [
     "GRID_LIMIT",

@@ -21,9 +21,9 @@ from flexdilated.backends.grids import Grid, draw_grids, num_parts
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
+from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.backends.transforms import is_transformed, may_draw, refuse_traced_derivatives
 from flexdilated.call import Call, call_mod, documents, refuse_zero_keys
-from flexdilated.pieces import Piece, plan_pieces
 from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = ["attend"]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexdilated.backends.pieces import Piece, box
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.pieces import Piece, box
 
 __all__ = ["heads_of", "mix", "normalised", "read", "tokens_of"]
 

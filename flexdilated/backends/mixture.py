@@ -24,10 +24,10 @@ from flexdilated.backends.operator import (
     schema_of,
     shapes_of,
 )
+from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.transforms import is_transformed, refuse_traced_derivatives
 from flexdilated.backends.walk import Walk, backward, forward, tangent
 from flexdilated.call import Call, documents
-from flexdilated.pieces import plan_pieces
 
 __all__ = ["attend"]
 

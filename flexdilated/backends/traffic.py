@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
+from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import Piece, plan_pieces
 
 __all__ = [
     "BACKWARD_PRODUCTS",

@@ -17,8 +17,8 @@ from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, sp
 from flexdilated.backends.math import differential
 from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.backends.operator import Flat, Inputs
+from flexdilated.backends.pieces import Piece, box, fold, slabs, unfold
 from flexdilated.backends.request import Request
-from flexdilated.pieces import Piece, box, fold, slabs, unfold
 
 __all__ = ["Walk", "backward", "forward", "tangent"]
 

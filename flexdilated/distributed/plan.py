@@ -170,7 +170,7 @@ class ContextPlan:
         out = w + -w % rate if self.pattern.zero_padding else w
         token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
-        # As in pieces.py: only a shifted output can show the padding row of a whole segment.
+        # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.
         slots = np.where((out != w) & (num_tokens > w) & (whole == 1), out, size)
         outputs = np.clip(start + num_tokens - out_token, 0, slots)
         sources = self.rank_of(token), self.rank_of(token + size - 1)

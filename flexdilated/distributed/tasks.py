@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
 from flexdilated.distributed.plan import ContextPlan, Segments, inside
 from flexdilated.distributed.spans import Integers, kept_below
-from flexdilated.pieces import Piece, branch_order, everything_kept, segment_pieces
 
 __all__ = ["Task", "local_pieces", "tasks_of"]
 

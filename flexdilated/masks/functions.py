@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.backends.pieces import plan_pieces
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import plan_pieces
 from flexdilated.reference import MaskMod, ScoreMod
 
 __all__ = ["checked", "dilated_mask_mod", "dilated_score_mod", "mask_mod_of", "refuse_zero_keys", "uncached"]

@@ -280,7 +280,7 @@ def test_memory_does_not_grow_with_branches() -> None:
 
 
 def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> Any:
-    from flexdilated.pieces import plan_pieces
+    from flexdilated.backends.pieces import plan_pieces
 
     return plan_pieces(pattern, ((0, num_tokens),), num_heads, False)
 

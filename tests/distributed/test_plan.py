@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
+from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost, spans
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.spans import Kept, Spans, count_rows
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
-from flexdilated.pieces import Piece
 from flexdilated.reference import _rows
 from tests.cases import least_heads
 

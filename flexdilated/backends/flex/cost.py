@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.masks.blocks import head_branches
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import Piece, plan_pieces
 
 __all__ = ["Cost", "Layout", "Shape", "choose_layout", "fused_cost", "mergeable", "packed_cost"]
 

@@ -17,11 +17,11 @@ from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeab
 from flexdilated.backends.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
+from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.call import Call, documents, refuse_zero_keys
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.pattern import DilatedPattern
-from flexdilated.pieces import Piece, plan_pieces
 
 __all__ = ["attend"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Kernel, Options
+from flexdilated.backends.pieces import Piece
 from flexdilated.backends.request import Request
-from flexdilated.pieces import Piece
 
 __all__ = ["KERNEL", "choose_kernel", "why_not"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.merge import accumulated
+from flexdilated.backends.pieces import Piece
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
-from flexdilated.pieces import Piece
 
 __all__ = ["backward", "dense_backward", "dense_forward", "forward", "options_of"]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.pieces import Piece, box, fold, plan_pieces, slabs, unfold
+from flexdilated.backends.pieces import Piece, box, fold, plan_pieces, slabs, unfold
 from tests.cases import least_heads, patterns
 
 

@@ -1,0 +1,247 @@
+"""Coverage: what no head keeps, and after how many layers every token has seen every other, all heads together.
+
+Tokens that lie in the same segment of every branch and have the same residues there are twins: they see and are seen alike. The
+kept tokens of one segment and offset, a clique, see each other. So a question about N tokens is one about kinds of twins and
+cliques, of which there are few. Where the segments nest and the rates divide the shortest, segments beyond the second at any level
+change nothing (to fold one onto its neighbour keeps who sees whom): there are few however long the sequence is.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.analysis.lattice import Integers, alike, borders, checked, each_block
+from flexdilated.analysis.reach import reachable
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["count_uncovered", "layers_to_cover", "missing_residues"]
+
+MAX_KINDS = 2**15  # every pair of them is looked at
+MAX_CLIQUES = 2**12  # likewise
+MAX_STEPS = 2**20
+MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer
+FEW = 3  # segments that stand for any number of them: one's own, another's, and what is shorter comes behind fewer
+
+
+class _Branch(NamedTuple):
+    """A branch of all heads together."""
+
+    length: int
+    rate: int
+    offsets: tuple[int, ...]  # that some head keeps
+
+
+def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    """By branch, the residues modulo its rate that no head keeps.
+
+    A token is lost to attention where its residue is missing in every branch: `count_uncovered` counts those.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+    """
+    checked(pattern, 1, num_heads)
+    found = []
+    for branch, rate in enumerate(pattern.dilation_rates):
+        kept = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
+        found.append(tuple(residue for residue in range(rate) if residue not in kept))
+    return tuple(found)
+
+
+def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
+    """How many tokens no head of any branch keeps: attention gives them 0, and no query ever reads them.
+
+    Args:
+        pattern: As in `missing_residues`.
+        num_tokens: Sequence length N. Time grows with the number of segments until their borders repeat, not with N.
+        num_heads: As in `missing_residues`.
+
+    Raises:
+        ValueError: If a number is below 1, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
+        NotImplementedError: If there are too many segments before their borders repeat.
+    """
+    checked(pattern, num_tokens, num_heads)
+    branches = _branches(pattern, num_tokens, num_heads)
+    if any(len(branch.offsets) == branch.rate for branch in branches):
+        return 0
+    blocks = each_block([branch.length for branch in branches], num_tokens)
+    return sum(times * _uncovered(branches, tokens) for tokens, times in blocks)
+
+
+def _uncovered(branches: list[_Branch], num_tokens: int) -> int:
+    start = borders(tuple(branch.length for branch in branches), num_tokens)
+    size = np.diff(start, append=num_tokens)
+    phases = np.stack([start % branch.length % branch.rate for branch in branches], axis=1)
+    tables, which = np.unique(phases, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    longest, period = int(size.max()), math.lcm(*(branch.rate for branch in branches))
+    total = 0
+    for table, phase in enumerate(tables.tolist()):
+        sizes = size[which == table]
+        lost = np.ones(min(longest, period), np.bool_)
+        for branch, at in zip(branches, phase):
+            keeps = np.zeros(branch.rate, np.bool_)
+            keeps[list(branch.offsets)] = True
+            lost &= ~keeps[(at + np.arange(len(lost))) % branch.rate]
+        below = np.concatenate([[0], np.cumsum(lost)])
+        total += int((sizes // len(lost) * below[-1] + below[sizes % len(lost)]).sum())
+    return total
+
+
+def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int | None:
+    """After how many layers every token has seen every other (every earlier one, if causal), or None: it never has.
+
+    All heads together, and every token keeps itself, as in `reachable`. Segments whose borders all branches share are never
+    crossed. Causal attention passes on backwards alone, so a token meets its predecessor in one layer or never: a border that all
+    undilated branches share is never crossed.
+
+    Args:
+        pattern: As in `missing_residues`.
+        num_tokens: Sequence length N; of any size where segments nest and rates divide the shortest one, or where the answer is
+            None. Otherwise time grows with the number of segments.
+        num_heads: As in `missing_residues`.
+        is_causal: Whether a query sees only keys at its own position and before.
+
+    Raises:
+        ValueError: If a number is below 1, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
+        NotImplementedError: If the segments are too many to look at all of them.
+    """
+    checked(pattern, num_tokens, num_heads)
+    if num_tokens == 1:
+        return 0
+    branches = _branches(pattern, num_tokens, num_heads)
+    if is_causal:
+        return _causal_layers(pattern, branches, num_tokens, num_heads)
+    if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
+        return None
+    members = _kinds(*_folded(branches, num_tokens))
+    return _farthest(members)
+
+
+def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[_Branch]:
+    """The distinct branches of all heads together, segments cut to the sequence, the shortest first."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for kept in alike(pattern, num_tokens, num_heads):
+        for length, rate, offset in kept:
+            found.setdefault((length, rate), set()).add(offset)
+    return [_Branch(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(found.items())]
+
+
+def _folded(branches: list[_Branch], num_tokens: int) -> tuple[list[_Branch], int]:
+    """The same question of a shorter sequence, where segments nest and all rates divide the shortest."""
+    lengths = sorted({branch.length for branch in branches})
+    inner = lengths[:-1] if lengths[-1] == num_tokens else lengths
+    period = math.lcm(*(branch.rate for branch in branches))
+    chain = [period, *inner]
+    if any(outer % part for part, outer in pairwise(chain)):
+        return branches, num_tokens
+    # Level by level: what a segment and the rest of the sequence hold of the segments of the level below.
+    size, rest, below = period, num_tokens % period, period
+    shorter = {}
+    for length in inner:
+        parts, whole = length // below, num_tokens % length // below
+        few = min(parts, FEW)
+        rest += min(whole, few - 1) * size
+        below, size = length, few * size
+        shorter[length] = size
+    tokens = rest + min(num_tokens // below, FEW - 1) * size
+    shorter[num_tokens] = tokens
+    return [branch._replace(length=shorter[branch.length]) for branch in branches], tokens
+
+
+def _kinds(branches: list[_Branch], num_tokens: int) -> Integers:
+    """`(kinds, branches)`: the cliques of each kind of token, -1 where a branch does not keep it."""
+    period = math.lcm(*(branch.rate for branch in branches))
+    start = borders(tuple(branch.length for branch in branches), num_tokens)
+    size = np.minimum(np.diff(start, append=num_tokens), period)
+    if size.sum() > MAX_KINDS:
+        raise _too_many("kinds of tokens", int(size.sum()), MAX_KINDS, branches)
+    token = np.repeat(start - np.cumsum(size) + size, size) + np.arange(size.sum())
+    members, taken = [], 0
+    for length, rate, offsets in branches:
+        residue = token % length % rate
+        segment = token // length
+        members.append(np.where(np.isin(residue, offsets), taken + segment * rate + residue, -1))
+        taken += (-(-num_tokens // length)) * rate
+    kinds = np.unique(np.stack(members, axis=1), axis=0)
+    used, named = np.unique(kinds, return_inverse=True)
+    named = named.reshape(kinds.shape) - (used[0] == -1)
+    if len(used) > MAX_CLIQUES:
+        raise _too_many("segments and offsets", len(used), MAX_CLIQUES, branches)
+    return named
+
+
+def _farthest(members: Integers) -> int | None:
+    """The layers after which a token of every kind has seen all kinds."""
+    distance = _distances(members)
+    spare = np.full((1, distance.shape[1]), np.iinfo(distance.dtype).max, distance.dtype)
+    distance = np.concatenate([distance, spare])  # -1 reads the last row, and below the last column
+    distance = np.concatenate([distance, spare.reshape(-1)[:1].repeat(len(distance))[:, None]], axis=1)
+    most = 0
+    whole = [i for i in range(members.shape[1]) if (members[:, i] >= 0).all()]
+    for kind in members:
+        reached = distance[kind].min(axis=0)
+        # The farthest clique of a branch that keeps every token is no nearer than the farthest token.
+        if whole and min(int(reached[members[:, i]].max()) for i in whole) <= most:
+            continue
+        most = max(most, int(reached[members].min(axis=1).max()))
+    return None if most == np.iinfo(distance.dtype).max else 1 + most
+
+
+def _distances(members: Integers) -> NDArray[np.uint16]:
+    """`(cliques, cliques)`: how many layers after one clique has been seen the other has, in whole."""
+    cliques = int(members.max()) + 1
+    joined = np.zeros((cliques, cliques), np.bool_)
+    for i in range(members.shape[1]):
+        for j in range(members.shape[1]):
+            both = (members[:, i] >= 0) & (members[:, j] >= 0)
+            joined[members[both, i], members[both, j]] = True
+    packed = np.packbits(joined, axis=1)
+    distance = np.full((cliques, cliques), np.iinfo(np.uint16).max, np.uint16)
+    for source in range(cliques):
+        seen = np.zeros(cliques, np.bool_)
+        frontier, layer = np.array([source]), 0
+        while len(frontier):
+            seen[frontier] = True
+            distance[source, frontier] = layer
+            further = np.unpackbits(np.bitwise_or.reduce(packed[frontier], axis=0), count=cliques).astype(np.bool_)
+            frontier, layer = np.flatnonzero(further & ~seen), layer + 1
+    return distance
+
+
+def _causal_layers(pattern: DilatedPattern, branches: list[_Branch], num_tokens: int, num_heads: int) -> int | None:
+    undilated = [branch.length for branch in branches if branch.rate == 1]
+    if not undilated or math.lcm(*undilated) < num_tokens:
+        return None
+    if max(undilated) == num_tokens:
+        return 1
+    if len(undilated) == len(branches) and num_tokens // max(undilated) <= MAX_STEPS:
+        # What the last token has seen is a run of tokens that ends with it, and no other token has seen less far.
+        at, layers = num_tokens - 1, 0
+        while at > 0:
+            at, layers = min(at // length * length for length in undilated), layers + 1
+        return layers
+    if num_tokens > MAX_CAUSAL:
+        raise NotImplementedError(
+            f"num_tokens must be at most {MAX_CAUSAL} for causal patterns whose undilated segments overlap beside dilated ones, "
+            f"got {num_tokens}; use keys_seen for single queries"
+        )
+    layers, most = 1, int(np.tri(num_tokens, dtype=np.int64).sum())
+    while int(reachable(pattern, num_tokens, num_heads, layers=layers, is_causal=True).sum()) < most:
+        layers += 1
+    return layers
+
+
+def _too_many(what: str, found: int, most: int, branches: list[_Branch]) -> NotImplementedError:
+    lengths = tuple(branch.length for branch in branches)
+    return NotImplementedError(
+        f"segment_lengths must give at most {most} {what} to look at, got {found} of {lengths}; use lengths that divide one "
+        "another and rates that divide the shortest, fewer tokens, or keys_seen for single queries"
+    )

@@ -1,0 +1,128 @@
+"""What heads keep, as progressions: heads that are alike, and the cells between the borders of segments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["Integers", "Kept", "alike", "borders", "checked", "each_block", "meet", "sum_exact"]
+
+Integers = NDArray[np.int64]
+
+MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit integers
+MOST_RATE = 2**31  # likewise: two of them are multiplied
+MOST_CELLS = 2**22  # looked at for each set of branches: a few arrays of 32 MB
+
+
+class Kept(NamedTuple):
+    """One branch as one head keeps it, its segment cut to the sequence."""
+
+    length: int
+    rate: int
+    offset: int
+
+
+def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
+    """Refuse what has no answer.
+
+    Raises:
+        ValueError: If a number is below 1, or some branch would have no head.
+        TypeError: If the pattern is none.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    for name, value in (("num_tokens", num_tokens), ("num_heads", num_heads)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    pattern.check_heads(num_heads)
+
+
+def alike(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
+    """Heads by what they keep, one entry per branch that they run: heads of one entry are alike in everything."""
+    found: dict[tuple[Kept, ...], list[int]] = {}
+    ranges = [pattern.head_range(i, num_heads) for i in range(len(pattern.branches))]
+    for head in range(num_heads):
+        kept = tuple(
+            Kept(min(length, num_tokens), rate, pattern.offset(i, head, num_heads))
+            for i, (length, rate) in enumerate(pattern.branches)
+            if head in ranges[i]
+        )
+        found.setdefault(kept, []).append(head)
+    return found
+
+
+def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
+    """(tokens, how many times) of the blocks that no segment crosses: whole periods of the borders, and what is left."""
+    period = min(math.lcm(*lengths), num_tokens)
+    yield period, num_tokens // period
+    if num_tokens % period:
+        yield num_tokens % period, 1
+
+
+@lru_cache(maxsize=32)
+def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
+    """Where cells begin: all tokens of a cell lie in one segment of each length.
+
+    Raises:
+        NotImplementedError: If there are too many of them.
+    """
+    if (cells := sum(-(-num_tokens // length) for length in lengths)) > MOST_CELLS:
+        raise NotImplementedError(
+            f"segment_lengths must have at most {MOST_CELLS} segments before their borders repeat, got {cells} of {lengths}; "
+            "use lengths that divide one another, or fewer tokens"
+        )
+    found = np.unique(np.concatenate([np.arange(0, num_tokens, length, dtype=np.int64) for length in lengths]))
+    found.setflags(write=False)
+    return found
+
+
+def meet(kept: Sequence[Kept], num_tokens: int) -> Integers:
+    """Of each cell of all these branches together, how many tokens all of them keep: by the Chinese remainder theorem.
+
+    Raises:
+        NotImplementedError: If the rates have a least common multiple beyond 64-bit integers.
+    """
+    rates = [each.rate for each in kept]
+    if math.lcm(*rates) >= MOST_MULTIPLE or max(rates) >= MOST_RATE:
+        raise NotImplementedError(
+            f"dilation_rates must be below 2**31 with a least common multiple below 2**62, got {tuple(rates)}; "
+            "use rates that share factors"
+        )
+    start = borders(tuple(sorted({each.length for each in kept})), num_tokens)
+    end = np.append(start[1:], num_tokens)
+    # x = first + t * step are the tokens that the branches so far keep; `none` where there are none.
+    first, step = np.zeros_like(start), 1
+    none = np.zeros(len(start), np.bool_)
+    for length, rate, offset in kept:
+        origin = start // length * length + offset
+        common = math.gcd(step, rate)
+        gap = origin - first
+        none |= gap % common != 0
+        other = rate // common
+        inverse = pow(step // common, -1, other) if other > 1 else 0
+        # The inner product stays below rate * rate, the outer one below the least common multiple.
+        first = first + step * (gap // common % other * inverse % other)
+        step *= other
+        first %= step
+    at = start + (first - start) % step
+    return np.where(none | (at >= end), 0, (end - 1 - at) // step + 1)
+
+
+def sum_exact(counts: Integers, *, is_causal: bool) -> int:
+    """The sum of `n * n`, or of `n (n + 1) / 2`, in integers of any size."""
+    if int(counts.max()) <= len(counts):  # no sort
+        repeats = np.bincount(counts)
+        sizes = np.flatnonzero(repeats)
+        repeats = repeats[sizes]
+    else:
+        sizes, repeats = np.unique(counts, return_counts=True)
+    return sum((n * (n + 1) // 2 if is_causal else n * n) * m for n, m in zip(sizes.tolist(), repeats.tolist()))

@@ -1,0 +1,184 @@
+"""Pairs of query and key: how many each branch and head scores, what they cost, and how many are scored more than once."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+from typing import NamedTuple
+
+from flexdilated.analysis.lattice import Kept, alike, checked, each_block, meet, sum_exact
+from flexdilated.pattern import DilatedPattern, num_kept
+
+__all__ = ["MAX_BRANCHES", "Balance", "balance", "count_flops", "count_multiplicities", "count_pairs"]
+
+MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
+FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
+
+
+class Balance(NamedTuple):
+    """How evenly heads share the pairs."""
+
+    least: int
+    most: int
+    mean: float
+
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the busiest head over the mean: 1.0 where all do the same. 1.0 too where there are no pairs."""
+        return self.most / self.mean if self.most else 1.0
+
+
+def count_pairs(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """How many (query, key) pairs each branch scores for each head; a pair that m branches join is in m of the counts.
+
+    The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys of `zero_padding` are not
+    counted, here and in all of this module.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N; in closed form, of any size.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        is_causal: Whether a query sees only keys at its own position and before.
+
+    Returns:
+        One tuple per branch, one integer per head in it.
+
+    Raises:
+        ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
+        TypeError: If an argument has the wrong type.
+    """
+    checked(pattern, num_tokens, num_heads)
+    counts = []
+    for branch, (length, rate) in enumerate(pattern.branches):
+        by_offset: dict[int, int] = {}
+        row = [0] * num_heads
+        for head in pattern.head_range(branch, num_heads):
+            offset = pattern.offset(branch, head, num_heads)
+            if offset not in by_offset:
+                by_offset[offset] = _branch_pairs(Kept(min(length, num_tokens), rate, offset), num_tokens, is_causal=is_causal)
+            row[head] = by_offset[offset]
+        counts.append(tuple(row))
+    return tuple(counts)
+
+
+def _branch_pairs(kept: Kept, num_tokens: int, *, is_causal: bool) -> int:
+    whole, rest = divmod(num_tokens, kept.length)
+    rows = num_kept(kept.length, kept.rate, kept.offset), num_kept(rest, kept.rate, kept.offset)
+    each = [n * (n + 1) // 2 if is_causal else n * n for n in rows]
+    return whole * each[0] + each[1]
+
+
+def count_flops(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    *,
+    head_dim: int,
+    is_causal: bool = False,
+    with_backward: bool = False,
+) -> tuple[tuple[int, ...], ...]:
+    """The floating-point operations of each branch and head: `4 * head_dim` per pair forward, `10 * head_dim` more backward.
+
+    Two products of matrices forward and five backward, a multiplication and an addition each, as FlashAttention counts them; the
+    softmax, packing and merging are not in it. Under grouped-query attention count with the query heads of a group: multiply by
+    their number.
+
+    Args:
+        pattern: As in `count_pairs`.
+        num_tokens: As in `count_pairs`.
+        num_heads: As in `count_pairs`.
+        head_dim: Elements per head D.
+        is_causal: As in `count_pairs`.
+        with_backward: Whether to add the backward.
+
+    Returns:
+        As `count_pairs`.
+
+    Raises:
+        ValueError: As in `count_pairs`, or if head_dim is below 1.
+    """
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    each = (FORWARD + BACKWARD * with_backward) * head_dim
+    counts = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
+    return tuple(tuple(each * pairs for pairs in row) for row in counts)
+
+
+def balance(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> Balance:
+    """How evenly the heads share the pairs: the least and the most of a head, and the mean.
+
+    Args:
+        pattern: As in `count_pairs`.
+        num_tokens: As in `count_pairs`.
+        num_heads: As in `count_pairs`.
+        is_causal: As in `count_pairs`.
+    """
+    heads = [sum(column) for column in zip(*count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal))]
+    return Balance(min(heads), max(heads), sum(heads) / len(heads))
+
+
+def count_multiplicities(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
+) -> tuple[dict[int, int], ...]:
+    """By head, how many different (query, key) pairs are joined by exactly m branches, `{m: pairs}`, for each m that occurs.
+
+    A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is what is scored, `sum(pairs)` what a mask over
+    the sequence as it is would score. Counted by inclusion and exclusion over sets of branches: the tokens that all of a set keep
+    lie at one distance between two borders of segments (the Chinese remainder theorem).
+
+    Args:
+        pattern: As in `count_pairs`; at most 12 branches per head.
+        num_tokens: As in `count_pairs`. Time grows with the number of segments until their borders repeat, not with N.
+        num_heads: As in `count_pairs`.
+        is_causal: As in `count_pairs`.
+
+    Raises:
+        ValueError: As in `count_pairs`.
+        NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
+    """
+    checked(pattern, num_tokens, num_heads)
+    found: list[dict[int, int]] = [{}] * num_heads
+    known: dict[tuple[Kept, ...], int] = {}
+    for kept, heads in alike(pattern, num_tokens, num_heads).items():
+        counts = _multiplicities(kept, num_tokens, known, is_causal=is_causal)
+        for head in heads:
+            found[head] = counts
+    return tuple(dict(each) for each in found)
+
+
+def _multiplicities(
+    kept: tuple[Kept, ...], num_tokens: int, known: dict[tuple[Kept, ...], int], *, is_causal: bool
+) -> dict[int, int]:
+    """Of one head. `known` are the pairs that all of some branches join."""
+    if len(kept) > MAX_BRANCHES:
+        raise NotImplementedError(
+            f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"
+        )
+    # By the size of a set of branches: the pairs that all of it join, summed over the sets of that size.
+    joined = [0] * (len(kept) + 1)
+    empty: set[frozenset[int]] = set()
+    for size in range(1, len(kept) + 1):
+        for chosen in combinations(range(len(kept)), size):
+            if size > 1 and any(frozenset(chosen) - {i} in empty for i in chosen):
+                empty.add(frozenset(chosen))
+                continue
+            members = tuple(sorted({kept[i] for i in chosen}))
+            if members not in known:
+                known[members] = _joined_by_all(members, num_tokens, is_causal=is_causal)
+            pairs = known[members]
+            if not pairs:
+                empty.add(frozenset(chosen))
+            joined[size] += pairs
+    exactly = {
+        m: sum((-1) ** (size - m) * comb(size, m) * joined[size] for size in range(m, len(joined))) for m in range(1, len(joined))
+    }
+    return {m: pairs for m, pairs in exactly.items() if pairs}
+
+
+def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
+    if len(members) == 1:
+        return _branch_pairs(members[0], num_tokens, is_causal=is_causal)
+    blocks = each_block([each.length for each in members], num_tokens)
+    return sum(times * sum_exact(meet(members, tokens), is_causal=is_causal) for tokens, times in blocks)

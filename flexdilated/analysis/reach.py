@@ -1,0 +1,198 @@
+"""Reach: the farthest key that a query sees, and everything that it has seen after some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.analysis.lattice import Integers, alike, checked
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["MAX_WINDOW", "farthest_keys", "keys_seen", "longest_reach", "reachable"]
+
+MAX_MATRIX = 4096  # tokens, of which every pair is looked at
+MAX_WINDOW = 2**26  # tokens of which a query may have seen any
+
+
+def farthest_keys(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, queries: Sequence[int] | Integers, *, is_causal: bool = False
+) -> Integers:
+    """The distance from each query to the farthest key that it sees, by head; -1 where it sees none.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N; in closed form, up to 2**62.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        queries: Q positions in `[0, N)`.
+        is_causal: Whether a query sees only keys at its own position and before.
+
+    Returns:
+        `(H, Q)`: tokens; 0 is a query that sees itself alone.
+
+    Raises:
+        ValueError: If a position is outside the sequence, a number is below 1, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
+    """
+    checked(pattern, num_tokens, num_heads)
+    at = _positions(queries, num_tokens)
+    found = np.full((num_heads, len(at)), -1, np.int64)
+    for kept, heads in alike(pattern, num_tokens, num_heads).items():
+        most = np.full(len(at), -1, np.int64)
+        for length, rate, offset in kept:
+            start = at // length * length
+            first = start + offset
+            back = at - first
+            distance = back
+            if not is_causal:
+                end = np.minimum(start + length, num_tokens)
+                distance = np.maximum(back, first + (end - 1 - first) // rate * rate - at)
+            most = np.where((back >= 0) & (back % rate == 0), np.maximum(most, distance), most)
+        found[heads] = most
+    return found
+
+
+def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
+    """By head, the largest distance between a query and a key that it sees, causal or not; -1 where the head keeps nothing.
+
+    Args:
+        pattern: As in `farthest_keys`.
+        num_tokens: As in `farthest_keys`; of any size.
+        num_heads: As in `farthest_keys`.
+    """
+    checked(pattern, num_tokens, num_heads)
+    found = [-1] * num_heads
+    for kept, heads in alike(pattern, num_tokens, num_heads).items():
+        most = max(((length - 1 - offset) // rate * rate if offset < length else -1) for length, rate, offset in kept)
+        for head in heads:
+            found[head] = most
+    return tuple(found)
+
+
+def reachable(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, layers: int = 1, is_causal: bool = False
+) -> NDArray[np.bool_]:
+    """Which keys each query has seen after so many layers, through all heads together.
+
+    A layer mixes heads, so that what one head read the next layer's heads can pass on; and every token keeps itself through the
+    residual connection, whether a branch keeps it or not.
+
+    Args:
+        pattern: As in `farthest_keys`.
+        num_tokens: Sequence length N, at most 4,096; `keys_seen` asks for one query of any sequence.
+        num_heads: As in `farthest_keys`.
+        layers: Layers L, at least 0.
+        is_causal: As in `farthest_keys`.
+
+    Returns:
+        `(N, N)`: query, key.
+
+    Raises:
+        ValueError: As in `farthest_keys`, or if layers is below 0 or num_tokens above 4,096.
+    """
+    checked(pattern, num_tokens, num_heads)
+    _check_layers(layers)
+    if num_tokens > MAX_MATRIX:
+        raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
+    position = np.arange(num_tokens)
+    joined = np.eye(num_tokens, dtype=np.bool_)
+    for length, rate, offset in _branches(pattern, num_tokens, num_heads):
+        kept = position % length % rate == offset
+        joined |= (position[:, None] // length == position // length) & kept[:, None] & kept
+    joined = np.tril(joined) if is_causal else joined
+    seen, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
+    for _ in range(layers):
+        further = seen.astype(np.float32) @ step > 0
+        if (further == seen).all():
+            break
+        seen = further
+    return seen
+
+
+def keys_seen(
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, query: int, *, layers: int = 1, is_causal: bool = False
+) -> Integers:
+    """The keys that one query has seen after so many layers, through all heads together: a row of `reachable`.
+
+    Args:
+        pattern: As in `farthest_keys`.
+        num_tokens: Sequence length N, up to 2**62: only the tokens that segments chain to the query are looked at.
+        num_heads: As in `farthest_keys`.
+        query: A position in `[0, N)`.
+        layers: As in `reachable`.
+        is_causal: As in `farthest_keys`.
+
+    Returns:
+        Positions, ascending; the query itself is one of them.
+
+    Raises:
+        ValueError: As in `farthest_keys`, or if layers is below 0.
+        NotImplementedError: If more than 2**26 tokens could have been seen.
+    """
+    checked(pattern, num_tokens, num_heads)
+    _check_layers(layers)
+    (at,) = _positions([query], num_tokens).tolist()
+    branches = _branches(pattern, num_tokens, num_heads)
+    low, high = at, at + 1
+    for _ in range(layers):
+        # A token is in the longest segment around it, but borders of shorter ones may lie farther out.
+        wider = (
+            min(low // length * length for length, _, _ in branches),
+            max(min(-(-high // length) * length, num_tokens) for length, _, _ in branches),
+        )
+        wider = (wider[0], min(wider[1], at + 1)) if is_causal else wider
+        if wider == (low, high):
+            break
+        low, high = wider
+    if high - low > MAX_WINDOW:
+        raise NotImplementedError(
+            f"layers must be such that a query sees keys of at most {MAX_WINDOW} tokens, got {layers}, which span {high - low}; "
+            "use fewer layers or shorter segments"
+        )
+    seen = np.zeros(high - low, np.bool_)
+    seen[at - low] = True
+    places = _places(branches, low, high)
+    for _ in range(layers):
+        further = seen.copy()
+        for kept, segment in places:
+            # The last token of each segment that is seen: behind it a causal layer passes nothing on.
+            last = np.full(int(segment[-1]) + 1 if len(segment) else 0, -1, np.int64)
+            np.maximum.at(last, segment[seen[kept]], kept[seen[kept]])
+            further[kept[(last >= 0)[segment] & ((kept <= last[segment]) if is_causal else True)]] = True
+        if (further == seen).all():
+            break
+        seen = further
+    return np.flatnonzero(seen) + low
+
+
+def _places(branches: list[tuple[int, int, int]], low: int, high: int) -> list[tuple[Integers, Integers]]:
+    """By branch and offset, the tokens kept of `low ... high`, counted from `low`, and the segment of each, counted likewise."""
+    position = np.arange(low, high)
+    found = []
+    for length, rate, offset in branches:
+        kept = np.flatnonzero(position % length % rate == offset)
+        found.append((kept, position[kept] // length - low // length))
+    return found
+
+
+def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[tuple[int, int, int]]:
+    """The distinct branches of all heads together."""
+    return sorted({tuple(each) for kept in alike(pattern, num_tokens, num_heads) for each in kept})  # type: ignore[misc]
+
+
+def _check_layers(layers: int) -> None:
+    if isinstance(layers, bool) or not isinstance(layers, int):
+        raise TypeError(f"layers must be an int, got {layers!r}")
+    if layers < 0:
+        raise ValueError(f"layers must be at least 0, got {layers}")
+
+
+def _positions(queries: Sequence[int] | Integers, num_tokens: int) -> Integers:
+    at = np.asarray(queries)
+    if at.dtype.kind not in "iu" or at.ndim != 1:
+        raise TypeError(f"queries must be a sequence of integers, got {queries!r}")
+    outside = np.flatnonzero((at < 0) | (at >= num_tokens))
+    if len(outside):
+        raise ValueError(f"queries[{outside[0]}] must be in [0, N={num_tokens}), got {at[outside[0]]}")
+    return at.astype(np.int64)

@@ -1,0 +1,128 @@
+"""Reach and coverage, against a look at every pair, layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flexdilated import DilatedPattern
+from flexdilated.analysis import (
+    analyse,
+    count_uncovered,
+    farthest_keys,
+    keys_seen,
+    layers_to_cover,
+    longest_reach,
+    missing_residues,
+    reachable,
+)
+from tests.analysis.definition import joined_by, nested_patterns, questions, seen_after
+
+Question = tuple[DilatedPattern, int, int]
+
+
+@given(questions(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_reach_equals_a_look_at_every_pair(question: Question, is_causal: bool) -> None:
+    pattern, num_tokens, num_heads = question
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal).any(axis=0)
+    position = np.arange(num_tokens)
+    distance = np.where(joined, abs(position[:, None] - position), -1)
+    np.testing.assert_array_equal(
+        farthest_keys(pattern, num_tokens, num_heads, range(num_tokens), is_causal=is_causal), distance.max(axis=2)
+    )
+    assert longest_reach(pattern, num_tokens, num_heads) == tuple(distance.max(axis=(1, 2)).tolist())
+
+
+@given(questions(), st.integers(0, 4), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_what_is_seen_after_layers_equals_a_look_at_every_pair(question: Question, layers: int, is_causal: bool) -> None:
+    pattern, num_tokens, num_heads = question
+    expected = seen_after(pattern, num_tokens, num_heads, layers, is_causal=is_causal)
+    np.testing.assert_array_equal(reachable(pattern, num_tokens, num_heads, layers=layers, is_causal=is_causal), expected)
+    for query in range(num_tokens):
+        seen = keys_seen(pattern, num_tokens, num_heads, query, layers=layers, is_causal=is_causal)
+        assert seen.tolist() == np.flatnonzero(expected[query]).tolist()
+
+
+@given(questions(), st.booleans())
+@example((DilatedPattern((5, 7), (1, 1)), 61, 1), True)  # undilated segments that overlap: borders are crossed backwards too
+@example((DilatedPattern((5, 7, 61), (1, 1, 7)), 31, 7), True)
+@example((DilatedPattern((2, 6, 24), (1, 2, 2)), 24, 2), False)
+@example((DilatedPattern((6, 12, 48), (2, 3, 6), offsets="interleaved"), 47, 6), False)
+@settings(deadline=None, max_examples=200)
+def test_layers_and_uncovered_tokens_equal_a_look_at_every_pair(question: Question, is_causal: bool) -> None:
+    pattern, num_tokens, num_heads = question
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=False)
+    lost = ~joined.any(axis=(0, 1, 2))
+    assert count_uncovered(pattern, num_tokens, num_heads) == lost.sum()
+    residues = missing_residues(pattern, num_heads)
+    for p in np.flatnonzero(lost).tolist():
+        assert all(p % length % rate in missing for (length, rate), missing in zip(pattern.branches, residues))
+    everything = np.tri(num_tokens, dtype=bool) if is_causal else np.ones((num_tokens, num_tokens), dtype=bool)
+    found, before, layers = None, None, 0
+    while found is None:
+        seen = seen_after(pattern, num_tokens, num_heads, layers, is_causal=is_causal)
+        if (seen >= everything).all():
+            found = layers
+        if before is not None and (seen == before).all():
+            break
+        before, layers = seen, layers + 1
+    assert layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal) == found
+
+
+@given(nested_patterns(), st.integers(1, 500), st.integers(4, 6))
+@settings(deadline=None, max_examples=60)
+def test_layers_of_longer_sequences_equal_products_of_matrices(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
+    pattern = DilatedPattern((*pattern.segment_lengths, 499), (*pattern.dilation_rates, 2), heads="all", offsets=pattern.offsets)
+    found = layers_to_cover(pattern, num_tokens, num_heads)
+    if found is None:
+        assert not reachable(pattern, num_tokens, num_heads, layers=num_tokens).all()
+    else:
+        assert reachable(pattern, num_tokens, num_heads, layers=found).all()
+        assert found == 0 or not reachable(pattern, num_tokens, num_heads, layers=found - 1).all()
+
+
+def test_long_sequences_whose_segments_nest_are_answered_by_short_ones() -> None:
+    lengths, rates = (64, 4096, 2**20, 2**30), (1, 4, 8, 16)
+    pattern = DilatedPattern(lengths, rates)
+    assert layers_to_cover(pattern, 10**9, 16) == layers_to_cover(DilatedPattern((64, 192, 576, 1728), rates), 1500, 16)
+    assert layers_to_cover(pattern, 10**9, 8) is not None
+    assert layers_to_cover(DilatedPattern(lengths[1:], rates[1:]), 10**9, 2) is None  # residues that no head keeps
+    assert layers_to_cover(DilatedPattern.longnet(), 10**9, 12) is None  # no segment spans the sequence
+    assert layers_to_cover(DilatedPattern.longnet(), 32768, 12) == 2
+    last = keys_seen(DilatedPattern.longnet(), 10**9, 12, 10**9 - 1, layers=2)
+    assert last.tolist() == list(range(10**9 // 32768 * 32768, 10**9))
+
+
+def test_longnet_loses_no_token_and_its_first_branch_reaches_least() -> None:
+    found = analyse(DilatedPattern.longnet(), 1_000_000, 12)
+    assert found.uncovered == 0
+    assert found.missing_residues == ((),) * 5
+    assert missing_residues(DilatedPattern.longnet(), 4)[4] == (4, 5, 6, 7, 8, 9, 10, 11)
+    assert count_uncovered(DilatedPattern((8,), (4,)), 8 * 10**8 + 3, 1) == 6 * 10**8 + 2
+    assert longest_reach(DilatedPattern((8,), (4,)), 3, 8) == (0, 0, 0, 0, 0, 0, -1, -1)
+
+
+def test_refuses_what_has_no_answer() -> None:
+    pattern = DilatedPattern((5, 7), (1, 2))
+    with pytest.raises(ValueError, match="num_tokens must be at most 4096, got 4097; use keys_seen for single queries"):
+        reachable(pattern, 4097, 1)
+    with pytest.raises(ValueError, match="layers must be at least 0, got -1"):
+        reachable(pattern, 11, 1, layers=-1)
+    with pytest.raises(TypeError, match=r"layers must be an int, got 1\.5"):
+        keys_seen(pattern, 11, 1, 0, layers=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"queries\[1\] must be in \[0, N=11\), got 11"):
+        farthest_keys(pattern, 11, 1, [0, 11])
+    with pytest.raises(TypeError, match="queries must be a sequence of integers"):
+        farthest_keys(pattern, 11, 1, [0.5])  # type: ignore[list-item]
+    with pytest.raises(NotImplementedError, match="layers must be such that a query sees keys of at most 67108864 tokens, got 1"):
+        keys_seen(DilatedPattern((2**30,), (1,)), 2**30, 1, 0)
+    with pytest.raises(NotImplementedError, match="segment_lengths must give at most 32768 kinds of tokens"):
+        layers_to_cover(DilatedPattern.gigapath(), 10**9, 16)
+    with pytest.raises(NotImplementedError, match="segment_lengths must give at most 4096 segments and offsets"):
+        layers_to_cover(DilatedPattern((7, 30_000), (1, 2)), 30_000, 2)
+    with pytest.raises(NotImplementedError, match="num_tokens must be at most 1024 for causal patterns"):
+        layers_to_cover(DilatedPattern((50, 77, 2000), (1, 1, 7)), 2000, 7, is_causal=True)

@@ -1,0 +1,92 @@
+"""Pairs in closed form, against a look at every one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexdilated import DilatedPattern
+from flexdilated.analysis import analyse, balance, count_flops, count_multiplicities, count_pairs
+from tests.analysis.definition import joined_by, questions
+
+
+@given(questions(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_pairs_duplicates_and_balance_equal_a_look_at_every_pair(
+    question: tuple[DilatedPattern, int, int], is_causal: bool
+) -> None:
+    pattern, num_tokens, num_heads = question
+    joined = joined_by(pattern, num_tokens, num_heads, is_causal=is_causal)
+    assert count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal) == tuple(
+        tuple(int(head.sum()) for head in branch) for branch in joined
+    )
+    times = joined.sum(axis=0)
+    expected = [Counter(head[head > 0].tolist()) for head in times]
+    assert list(count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)) == expected
+    heads = [int(head.sum()) for head in times]
+    even = balance(pattern, num_tokens, num_heads, is_causal=is_causal)
+    assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_heads)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("pattern", "num_heads"), [(DilatedPattern.longnet(), 12), (DilatedPattern.gigapath(), 16)])
+@pytest.mark.parametrize("num_tokens", [1_000_003, 1_000_000_007])
+def test_pairs_of_long_sequences_add_up(pattern: DilatedPattern, num_heads: int, num_tokens: int, is_causal: bool) -> None:
+    found = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
+    total = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+    assert sum(map(sum, found)) == total
+    if num_tokens == 1_000_003 or pattern == DilatedPattern.longnet():
+        times = count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)
+        assert sum(m * pairs for head in times for m, pairs in head.items()) == total
+
+
+def test_counts_are_exact_beyond_64_bits() -> None:
+    length = 2**40
+    assert count_pairs(DilatedPattern((length,), (1,)), length, 1) == ((length**2,),)
+    shared = length**2 // 4
+    assert count_multiplicities(DilatedPattern((length, 2 * length), (1, 2)), length, 1) == ({1: 3 * shared, 2: shared},)
+
+
+def test_flops_are_four_per_pair_and_element_forward_and_ten_backward() -> None:
+    pattern = DilatedPattern((5, 11), (1, 3))
+    pairs = count_pairs(pattern, 23, 3)
+    assert count_flops(pattern, 23, 3, head_dim=7) == tuple(tuple(28 * n for n in row) for row in pairs)
+    assert count_flops(pattern, 23, 3, head_dim=7, with_backward=True) == tuple(tuple(98 * n for n in row) for row in pairs)
+    found = analyse(pattern, 23, 3)
+    assert found.flops(7) == 28 * pattern.count_pairs(23, 3)
+    assert found.total_pairs == pattern.count_pairs(23, 3)
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        count_flops(pattern, 23, 3, head_dim=0)
+
+
+def test_what_cannot_be_counted_is_refused_and_told() -> None:
+    many = DilatedPattern(tuple(range(2, 15)), (1,) * 13)
+    with pytest.raises(NotImplementedError, match=r"pattern must have at most 12 branches per head to count .*, got 13"):
+        count_multiplicities(many, 29, 1)
+    primes = DilatedPattern((2_147_483_659, 4_294_967_311), (2_147_483_659, 1))
+    with pytest.raises(NotImplementedError, match=r"dilation_rates must be below 2\*\*31 .*; use rates that share factors"):
+        count_multiplicities(primes, 2**33, 1)
+    short = DilatedPattern((101, 1_000_000_007), (1, 7))
+    with pytest.raises(NotImplementedError, match="segment_lengths must have at most 4194304 segments before their borders"):
+        count_multiplicities(short, 10**9, 1)
+    found = analyse(short, 10**9, 1)
+    assert (found.multiplicities, found.duplicates, found.distinct_pairs) == (None, None, None)
+    assert set(found.not_counted) == {"multiplicities", "tiles", "layers"}
+    assert found.not_counted["multiplicities"].startswith("segment_lengths must")
+
+
+def test_refuses_numbers_and_types_without_an_answer() -> None:
+    pattern = DilatedPattern((5, 7, 11), (1, 2, 3), heads="grouped")
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        analyse(pattern, 0, 3)
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
+        analyse(pattern, 3, 0)
+    with pytest.raises(TypeError, match=r"num_tokens must be an int, got 3\.0"):
+        analyse(pattern, 3.0, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got tuple"):
+        analyse((5, 7), 3, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pattern must have at most one branch per key/value head=2"):
+        analyse(pattern, 3, 2)
