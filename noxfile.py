@@ -27,7 +27,8 @@ def _install(session: nox.Session, torch: str = TORCH) -> None:
 def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
     """pytest on every core, a thread for each worker; `-- -n 0` is one process, as a debugger needs it."""
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    session.run("pytest", *WORKERS, *arguments, *session.posargs, env={**threads, **(env or {})})
+    given = (argument for argument in session.posargs if argument != "--keep")
+    session.run("pytest", *WORKERS, *arguments, *given, env={**threads, **(env or {})})
 
 
 @nox.session
@@ -39,9 +40,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The proof: everything against the float64 oracle, the golden files and itself."""
+    """The proof: everything against the float64 oracle, the golden files and itself; `-- --keep` keeps the counts for the site."""
     _install(session)
-    _pytest(session)
+    if "--keep" not in session.posargs:
+        _pytest(session)
+        return
+    report = os.path.join(session.create_tmp(), "tests.xml")
+    _pytest(session, f"--junitxml={report}")
+    session.run("python", "-m", "docs.count_tests", report)
 
 
 @nox.session

@@ -1,0 +1,47 @@
+"""The counts that the page on evidence shows are those of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs import count_tests
+
+REPORT = """<testsuites><testsuite name="pytest">
+<testcase classname="tests.backends.test_flash" name="test_a"/>
+<testcase classname="tests.backends.test_flash.TestGroup" name="test_b"/>
+<testcase classname="tests.backends.test_gpu" name="test_c"><skipped type="pytest.skip" message="needs a CUDA device"/></testcase>
+<testcase classname="tests.hub.transformers.test_heads" name="test_d"><skipped type="pytest.xfail" message="known"/></testcase>
+<testcase classname="tests.test_pattern" name="test_e"/>
+<testcase classname="tests.test_pattern.TestGroup" name="test_f"/>
+{}
+</testsuite></testsuites>"""
+FAILURES = (
+    '<testcase classname="tests.nn.test_x" name="test_g"><failure message="no"/></testcase>',
+    '<testcase classname="tests.nn.test_x" name="test_g"><error message="no"/></testcase>',
+)
+
+
+def write(folder: Path, more: str = "") -> Path:
+    path = folder / "tests.xml"
+    path.write_text(REPORT.format(more))
+    return path
+
+
+def test_counts_are_those_of_the_report(tmp_path: Path) -> None:
+    output = tmp_path / "evidence.json"
+    assert count_tests.main([str(write(tmp_path)), "--output", str(output)]) == 0
+    kept = json.loads(output.read_text())
+    assert kept["areas"] == {"backends": {"passed": 2, "skipped": 1}, "hub": {"xfailed": 1}, "others": {"passed": 2}}
+    assert kept["skipped"] == {"needs a CUDA device": 1}
+    assert {"date", "torch", "python", "commit", "command", "cores"} <= set(kept)
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["failure", "error"])
+def test_a_run_that_failed_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: str) -> None:
+    output = tmp_path / "evidence.json"
+    assert count_tests.main([str(write(tmp_path, failure)), "--output", str(output)]) == 1
+    assert "1 tests failed: nothing is kept" in capsys.readouterr().out
+    assert not output.exists()
