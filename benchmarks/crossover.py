@@ -1,4 +1,4 @@
-"""Measure where flex overtakes sdpa on this machine, and keep it for `backend="auto"`: `nox -s bench -- --crossover`."""
+"""Measure where other engines overtake sdpa on this machine, and keep it for `backend="auto"`: `nox -s bench -- --crossover`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.environment import describe
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends.crossovers import FILE, device_class, faster
+from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
 from flexdilated.backends.hardware import detect
 
 NUM_HEADS, ROUNDS = 12, 5
@@ -36,11 +36,15 @@ def main(arguments: list[str] | None = None) -> None:
         for head_dim in (64,) if options.quick or not on_gpu else (64, 128):
             for training in (False, True) if on_gpu else (False,):
                 for tokens in lengths:
-                    ratio = flex_over_sdpa(tokens, head_dim, dtype, options.device, training=training)
                     name = str(dtype).removeprefix("torch.")
                     entry = {"device": device, "dtype": name, "training": training, "head_dim": head_dim, "tokens": tokens}
-                    measured.append({**entry, "flex_over_sdpa": None if ratio is None else round(ratio, 3)})
-                    print(f"{name} D={head_dim} training={training} N={tokens}: {ratio} -> {faster(measured[-1])}", flush=True)
+                    for engine in CHALLENGERS if on_gpu else ("flex",):
+                        ratio = over_sdpa(engine, tokens, head_dim, dtype, options.device, training=training)
+                        entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
+                        print(
+                            f"{name} D={head_dim} training={training} N={tokens}: {engine} {ratio} -> {faster(entry)}", flush=True
+                        )
+                    measured.append(entry)
     if options.quick:
         return
     kept = json.loads(FILE.read_text())
@@ -51,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"kept in {FILE}")
 
 
-def flex_over_sdpa(tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
-    """Median time of flex over that of sdpa, in alternation, after a call of each that compiles; None where flex cannot run."""
+def over_sdpa(engine: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:
+    """Median time of an engine over that of sdpa, in alternation, after a call of each that compiles; None where it cannot run."""
     q, k, v, dout = (torch.randn(1, tokens, NUM_HEADS, head_dim, device=device).to(dtype) for _ in range(4))
 
     def run(backend: str) -> Callable[[], Tensor]:
@@ -66,14 +70,14 @@ def flex_over_sdpa(tokens: int, head_dim: int, dtype: torch.dtype, device: str, 
 
         return call
 
-    flex, sdpa = run("flex"), run("sdpa")
+    other, sdpa = run(engine), run("sdpa")
     try:
-        expected, actual = sdpa(), flex()
+        expected, actual = sdpa(), other()
     except (NotImplementedError, torch.cuda.OutOfMemoryError):
         return None
     # A fast wrong answer must not be kept.
     torch.testing.assert_close(actual.float(), expected.float(), atol=0.05 if dtype != torch.float32 else 1e-4, rtol=0.02)
-    return statistics.median(seconds(flex, device) / seconds(sdpa, device) for _ in range(ROUNDS))
+    return statistics.median(seconds(other, device) / seconds(sdpa, device) for _ in range(ROUNDS))
 
 
 def seconds(function: Callable[[], Any], device: str) -> float:

@@ -158,6 +158,10 @@ def _flash_why_not(pattern: DilatedPattern, device: str) -> str | None:
     return None
 
 
+def _triton_why_not(pattern: DilatedPattern, device: str) -> str | None:
+    return "the Triton kernels run on CUDA" if device == "cpu" else None
+
+
 def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
     if device == "cpu" or importlib.util.find_spec("natten") is None:
         return "NATTEN is not installed, or there is no CUDA device"
@@ -168,6 +172,7 @@ def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
 
 ENGINES = (
     Engine("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
+    Engine("triton", partial(dilated, backend="triton"), _triton_why_not),
     Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
     Engine("flash", partial(dilated, backend="flash"), _flash_why_not),

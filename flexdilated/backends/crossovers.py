@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.request import Request
 
-__all__ = ["DEFAULT", "FILE", "Crossover", "device_class", "faster", "load", "prefer"]
+__all__ = ["CHALLENGERS", "DEFAULT", "FILE", "Crossover", "device_class", "faster", "is_measured", "load", "prefer"]
 
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")
-ENOUGH = 0.95  # flex is chosen when it takes at most this share of sdpa's time: less is noise
+CHALLENGERS = ("triton", "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine
+ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 
 
 class Crossover(NamedTuple):
@@ -57,9 +58,18 @@ def load(text: str) -> tuple[Crossover, ...]:
 
 
 def faster(entry: dict[str, Any]) -> str:
-    """The engine that a measurement speaks for; a null ratio says that flex could not run."""
-    ratio = entry["flex_over_sdpa"]
-    return "flex" if ratio is not None and ratio <= ENOUGH else "sdpa"
+    """The engine that a measurement speaks for; a null ratio says that an engine could not run."""
+    best, least = "sdpa", ENOUGH
+    for engine in CHALLENGERS:
+        ratio = entry.get(f"{engine}_over_sdpa")
+        if ratio is not None and (ratio < least or (best == "sdpa" and ratio <= least)):
+            best, least = engine, ratio
+    return best
+
+
+def is_measured(hardware: Hardware) -> bool:
+    """Whether anything is kept for a class of device."""
+    return any(c.device == device_class(hardware) for c in KEPT)
 
 
 def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated import __version__
-from flexdilated.backends import Request
+from flexdilated.backends import Request, why_not
+from flexdilated.backends.crossovers import DEFAULT, is_measured
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
@@ -53,6 +54,7 @@ def doctor(
     if not as_json:
         console.print(_machine_table(machine))
         console.print(_engine_table(hardware))
+        console.print(Text(_preference(hardware), "italic"))
         console.print(_layout_table())
     reports = self_check(place, hardware)
     if as_json:
@@ -133,12 +135,25 @@ def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
     )
 
 
+def _preference(hardware: Hardware) -> str:
+    """What `backend="auto"` goes by on this device."""
+    if is_measured(hardware):
+        return "auto takes the engine that was measured to be the fastest on this class of device"
+    text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
+    if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
+        text += (
+            ". By published rates triton needs the least time there (--roofline), but its kernels have not been run on a GPU yet: "
+            "name it to try it; nox -s bench -- --crossover measures it, and auto follows"
+        )
+    return text
+
+
 def _reasons(engine: Engine, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:
     return {(dtype, call): engine.why_not(_request(hardware, dtype, call)) for dtype in DTYPES.values() for call in CALLS}
 
 
 def _engine_table(hardware: Hardware) -> Table:
-    table = _table(f"what can run on {hardware}, head dim {HEAD_DIM}: of the engines that can, the first is used")
+    table = _table(f"what can run on {hardware}, head dim {HEAD_DIM}")
     table.add_column("engine", no_wrap=True)
     for dtype in DTYPES.values():
         table.add_column(spelled(dtype), no_wrap=True)

@@ -480,6 +480,9 @@ def test_auto_follows_the_measurements() -> None:
     assert [first(num_tokens=n) for n in (1, 1024, 4095, 4096, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
     assert [first(num_tokens=n, head_dim=100) for n in (1, 16383, 16384, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
     assert first(differentiable=False) == "flex"
+    assert crossovers.faster({"flex_over_sdpa": 0.8, "triton_over_sdpa": 0.7}) == "triton"
+    assert crossovers.faster({"flex_over_sdpa": 0.6, "triton_over_sdpa": 0.7}) == "flex"
+    assert crossovers.faster({"flex_over_sdpa": None, "triton_over_sdpa": 0.96}) == "sdpa"
     assert first(hardware=simulate("sm_80")) == first(dtype=torch.float16) == crossovers.DEFAULT[0]
     for name in ("cpu", "sm_75", "sm_90", "mps"):
         assert sorted(crossovers.prefer(Request(simulate(name), torch.bfloat16, 64), table)) == sorted(crossovers.DEFAULT)
@@ -509,11 +512,11 @@ def test_kept_measurements_say_where_they_come_from() -> None:
 def test_the_crossover_command_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import crossover
 
-    monkeypatch.setattr(crossover, "flex_over_sdpa", lambda tokens, *_, **__: tokens / 100)
+    monkeypatch.setattr(crossover, "over_sdpa", lambda engine, tokens, *_, **__: tokens / 100)
     kept = crossovers.FILE.read_text()
     crossover.main(["--quick", "--device", "cpu"])
     assert capsys.readouterr().out.splitlines() == [
-        "float32 D=64 training=False N=64: 0.64 -> flex",
-        "float32 D=64 training=False N=128: 1.28 -> sdpa",
+        "float32 D=64 training=False N=64: flex 0.64 -> flex",
+        "float32 D=64 training=False N=128: flex 1.28 -> sdpa",
     ]
     assert crossovers.FILE.read_text() == kept

@@ -97,6 +97,15 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_doctor_says_what_auto_goes_by() -> None:
+    measured, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90"))
+    assert measured.startswith("auto takes the engine that was measured")
+    assert unmeasured.startswith(
+        "auto takes sdpa, then flex: nothing has been measured on this class of device. By published rates triton"
+    )
+    assert doctor._preference(simulate("sm_70")) == "auto takes sdpa, then flex: nothing has been measured on this class of device"
+
+
 def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> None:
     assert torch.get_num_threads() == report["machine"]["threads"]
 

@@ -1,4 +1,8 @@
-"""Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element."""
+"""Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element.
+
+Chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters. No GPU
+has measured them yet.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,36 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+# Per kernel and family: for rows of up to 64, 128 and 256 elements. sm_86 stands for what has 99 KiB of shared memory.
+HALF = {
+    "attend": {
+        80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 8, 2)),
+        86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 2)),
+        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
+        100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
+    },
+    "differentiate_keys": {
+        80: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2)),
+        86: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 1)),
+        90: (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2)),
+        100: (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+    },
+    "differentiate_queries": {
+        80: (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
+        86: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1)),
+        90: (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        100: (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    },
+}
+# Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
+SINGLE = {
+    "attend": (Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1)),
+    "differentiate_keys": (Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
+    "differentiate_queries": (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
+}
+PREPARE = Tiles(64, 64, 4, 1)  # one pass over rows: memory decides
+
+
 def padded(head_dim: int) -> int:
     """Elements of a row as the kernels hold it: a power of two, as tensor cores take it."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -23,4 +57,17 @@ def padded(head_dim: int) -> int:
 
 def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int) -> Tiles:
     """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`."""
-    return Tiles(64, 64, 4, 2)
+    if kernel == "prepare":
+        return PREPARE
+    size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
+    return SINGLE[kernel][size] if element > 2 else HALF[kernel][_family(level)][size]
+
+
+def _family(level: tuple[int, int]) -> int:
+    if level >= (12, 0):
+        return 86
+    if level >= (10, 0):
+        return 100
+    if level >= (9, 0):
+        return 90
+    return 80 if level == (8, 0) else 86

@@ -1,0 +1,97 @@
+"""Our own kernels on a CUDA device: what the interpreter proves of them, compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import Request, why_not
+from flexdilated.backends.hardware import detect
+from tests.backends.test_gpu import CASES
+from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
+from tests.tolerances import SINGLE, assert_twice_naive
+
+pytestmark = pytest.mark.gpu
+
+PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
+MORE = {
+    **CASES,
+    "detached": replace(CASES["gqa"], pattern=replace(PATTERN, detach_weights=True)),
+    "negative_scale": replace(CASES["gqa"], scale=-0.4),
+    "head_dim_128": replace(CASES["head_dim_64"], head_dim=128),
+    "head_dim_256": replace(CASES["head_dim_64"], head_dim=256),
+    "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
+}
+
+
+def skip_unless_it_runs(case: Case, dtype: torch.dtype) -> None:
+    request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
+    reason = why_not("triton", request)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MORE)
+def test_float32_equals_the_reference(name: str, is_causal: bool) -> None:
+    case = replace(MORE[name], is_causal=is_causal)
+    skip_unless_it_runs(case, torch.float32)
+    for actual, expected in zip(run_engine(case, "triton", torch.float32, "cuda"), run_reference(case, torch.float32)):
+        torch.testing.assert_close(actual.cpu().double(), expected, **SINGLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MORE)
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is_causal: bool, dtype: torch.dtype) -> None:
+    case = replace(MORE[name], is_causal=is_causal, lse_gradient=False)
+    skip_unless_it_runs(case, dtype)
+    actual, expected = [x.cpu() for x in run_engine(case, "triton", dtype, "cuda")], run_reference(case, dtype)
+    whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None)
+    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
+    for i in (0, 2, 3, 4):
+        assert actual[i].dtype == dtype
+        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
+
+
+def test_runs_are_equal_in_every_bit() -> None:
+    case = replace(CASES["gqa"], is_causal=True)
+    skip_unless_it_runs(case, torch.bfloat16)
+    for a, b in zip(*(run_engine(case, "triton", torch.bfloat16, "cuda") for _ in range(2))):
+        assert torch.equal(a, b)
+
+
+def test_strides_of_two_gigabytes_are_addressed() -> None:
+    """The last head of a tensor whose heads come first lies more than 2^31 elements behind the first."""
+    if torch.cuda.mem_get_info()[0] < 14 << 30:
+        pytest.skip("needs 14 GB of free memory")
+    case = Case(DilatedPattern((64,), (1,)), num_tokens=64, kv_heads=2, head_dim=64)
+    skip_unless_it_runs(case, torch.float16)
+    q, k, v, dout, dlse = case.tensors(torch.float16, "cuda")
+    storage = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16, device="cuda")
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        return storage.as_strided(x.shape, (0, 64, 1 << 31, 1)).copy_(x)
+
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
+    expected = differentiate(run, q, k, v, dout, dlse)
+    for a, e in zip(differentiate(run, far(q), k, v, dout, dlse), expected):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
+def test_graphs_that_are_replayed_equal_eager() -> None:
+    torch._dynamo.reset()
+    case = replace(CASES["gqa"], is_causal=True)
+    skip_unless_it_runs(case, torch.bfloat16)
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
+    for seed in range(3):
+        tensors = replace(case, seed=seed).tensors(torch.bfloat16, "cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        for a, e in zip(differentiate(compiled, *tensors), differentiate(run, *tensors)):
+            torch.testing.assert_close(a, e)
