@@ -1,7 +1,7 @@
 """Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element.
 
-Chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters. No GPU
-has measured them yet.
+Chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters. No
+GPU has measured them yet.
 """
 
 from __future__ import annotations
