@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.request import Request
 
@@ -73,7 +75,13 @@ def is_measured(hardware: Hardware) -> bool:
 
 
 def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
-    """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim."""
+    """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim.
+
+    Under users' functions sdpa forms all scores, several times over, where flex on a GPU forms none. But there gradients of tensors
+    that the functions hold are summed in any order.
+    """
+    if request.modified and (request.hardware.capability or (0, 0)) >= (8, 0) and not torch.are_deterministic_algorithms_enabled():
+        return ("flex", "sdpa")
     kind = (device_class(request.hardware), str(request.dtype).removeprefix("torch."), request.differentiable)
     known = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
     if not known:

@@ -18,14 +18,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""
     q, k, v, call = check(q, k, v, call)
     request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
-    call = call._replace(backend=choose(call.backend, request, divided=call.num_heads != k.shape[2]))
+    asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=call.num_heads != k.shape[2]))
     if call.backend == "reference":
         return _reference(q, k, v, call)
+    if call.backend == "flex" and asked == "auto" and call.is_modified():
+        return _functions(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():
         return flex.attend(q, k, v, call)
     if call.is_modified():
         return materialised.attend(q, k, v, call)
     return portable.attend(q, k, v, call) if portable.writes_onnx() else mixture.attend(q, k, v, call)
+
+
+def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Users' functions by flex where it takes them: it compiles them, and nothing tells beforehand whether it can."""
+    planned = call.cu_seqlens is not None and torch.compiler.is_compiling()  # by values that a graph has not
+    if not planned and not portable.writes_onnx():
+        try:
+            return flex.attend(q, k, v, call)
+        except NotImplementedError:
+            if torch.compiler.is_compiling():
+                raise
+    return materialised.attend(q, k, v, call)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flexdilated import DilatedPattern, backends, dilated_attention
-from flexdilated.backends import BACKENDS, Request, sdpa
+from flexdilated import DilatedPattern, backends, dilated_attention, reference
+from flexdilated.backends import BACKENDS, Request, engines, sdpa
 from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
@@ -28,6 +28,51 @@ def request(**changes: object) -> Request:
 
 def test_auto_takes_the_first_engine_that_can() -> None:
     assert backends.choose("auto", request()) == next(iter(BACKENDS)) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("level", "changes", "engine"),
+    [
+        ("sm_80", {}, "flex"),
+        ("sm_90", {"dtype": torch.bfloat16, "differentiable": True, "masked": True}, "flex"),
+        ("sm_90", {"modified": False}, "sdpa"),
+        ("sm_90", {"dropout": True}, "sdpa"),
+        ("sm_90", {"dynamic": True}, "sdpa"),
+        ("sm_90", {"dtype": torch.float64}, "sdpa"),
+        ("sm_90", {"head_dim": 15}, "sdpa"),
+        ("sm_75", {}, "sdpa"),
+        ("cpu", {}, "sdpa"),
+        ("mps", {}, "sdpa"),
+    ],
+)
+def test_auto_takes_flex_for_functions_on_gpus_that_run_it(level: str, changes: dict[str, object], engine: str) -> None:
+    asked = request(**{"hardware": simulate(level), "head_dim": 16, "modified": True, **changes})
+    assert backends.choose("auto", asked) == engine
+
+
+def test_auto_keeps_to_deterministic_algorithms() -> None:
+    asked = request(hardware=simulate("sm_90"), head_dim=64, modified=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert backends.choose("auto", asked) == "sdpa"
+        assert backends.choose("flex", asked) == "flex"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_auto_computes_what_flex_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise NotImplementedError("score_mod and mask_mod must be functions that flex_attention compiles")
+
+    monkeypatch.setattr(engines, "choose", lambda *arguments, **options: "flex")
+    monkeypatch.setattr(engines.flex, "attend", refuse)
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    functions = {"score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j).abs()}
+    out = dilated_attention(q, k, v, PATTERN, **functions)
+    torch.testing.assert_close(out, reference.dilated_attention(q, k, v, PATTERN, **functions)[0], **EXACT)
+    for named in ({"backend": "flex", **functions}, {"backend": "flex"}):
+        with pytest.raises(NotImplementedError, match="score_mod and mask_mod must be functions that flex_attention compiles"):
+            dilated_attention(q, k, v, PATTERN, **named)
 
 
 def test_auto_never_takes_the_oracle() -> None:

@@ -174,6 +174,20 @@ def attend_with(options: dict[str, Any]) -> None:
     torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern, **options)[0], **SINGLE)
 
 
+@pytest.mark.slow
+def test_batches_and_lengths_are_no_kinds_of_their_own(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device: what is traced counts, not what it computes."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_layout", lambda *args: "packed")
+    pattern = DilatedPattern(tuple(length // 16 for length in LONGNET.segment_lengths), LONGNET.dilation_rates)
+    for batch, num_tokens in ((1, 512), (1, 4096), (2, 4096), (3, 512)):
+        q, k, v = (torch.empty(batch, num_tokens, 12, 16, device="meta") for _ in range(3))
+        flexdilated.backends.flex.engine.attend(q, k, v, Call(pattern, False, 1.0))
+    kinds = flex._compiled.cache_info().currsize
+    assert kinds == 5  # 12, 6, 3, 2 or 1 heads have an offset
+    assert eagerly.frame_count <= 4 * kinds
+
+
 @compiled
 @pytest.mark.parametrize("name", ["closure", "mask"])
 def test_numbers_may_change_from_call_to_call(name: str) -> None:
@@ -380,6 +394,7 @@ def test_offsets_beyond_32_bits_are_packed_or_refused(monkeypatch: pytest.Monkey
 
 def test_guards_follow_the_version() -> None:
     assert (flex.TORCH >= (2, 14)) == flex.WIDE_OFFSETS
+    assert (flex.TORCH >= (2, 11)) == flex.TRUST_STRIDED_GRADIENTS
     assert ({"BACKEND": "TRITON"} if flex.TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}) == flex.SHORT_QUERIES
     assert tuple(map(int, torch.__version__.split(".")[:2])) == flex.TORCH
 

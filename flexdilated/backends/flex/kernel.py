@@ -28,9 +28,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Offsets into q, k, v are 32-bit integers in the kernels up to 2.13 and wrap silently (pytorch/pytorch#190857).
 WIDE_OFFSETS = TORCH >= (2, 14)
 
-# Keys that are read through strides once had garbage gradients (pytorch/pytorch#146377). Until a GPU has shown that they are right,
-# the backward is given rows of its own; `tests/backends/test_gpu.py` asks.
-TRUST_STRIDED_GRADIENTS = False
+# Keys that are read through strides once had garbage gradients (pytorch/pytorch#146377), so older backwards are given rows of their
+# own. The kernels that newer ones print give the right ones: `nox -s emulated` runs them.
+TRUST_STRIDED_GRADIENTS = TORCH >= (2, 11)
 
 # Fewer than 128 queries would go to the decoding kernel, which has no backward and other limits.
 SHORT_QUERIES: dict[str, Any] = {"BACKEND": "TRITON"} if TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}
@@ -43,11 +43,11 @@ _kinds = count()
 
 @lru_cache(maxsize=128)
 def _compiled(kind: Hashable) -> Any:
-    """flex_attention compiled for one kind of call, which differs from its like in the number of tokens alone.
+    """flex_attention compiled for one kind of call, which differs from its like in the numbers of sequences and tokens alone.
 
     Every kind has code and a name of its own, by which the compiler counts recompilations and remembers what changes: one graph
-    for the first length, one for all others. And it is compiled whole: at its limit of recompilations the compiler then raises,
-    where it would otherwise go on with a dense eager implementation and say nothing.
+    for the first sizes, and one more for each of the two that is seen to change, or to be 1. And it is compiled whole: at its limit
+    of recompilations the compiler then raises, where it would otherwise go on with a dense eager implementation and say nothing.
     """
 
     def flex(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def call(
         k, v = k.contiguous(), v.contiguous()
     run: Any = flex_attention
     if not torch.compiler.is_compiling():
-        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3])
+        sizes = (q.shape[1], k.shape[1], q.shape[3])
         options = (scale, want_lse, torch.is_grad_enabled() and q.requires_grad)
         run = partial(_call_compiled, _compiled((kind, sizes, q.dtype, q.device.type, options)))
     result = run(
