@@ -153,6 +153,16 @@ def docs_browse(session: nox.Session) -> None:
 
 
 @nox.session
+def emulated(session: nox.Session) -> None:
+    """The flex engine's kernels for GPUs in Triton's interpreter, on a torch built for CUDA (some GB, most of an hour; no GPU)."""
+    # `===` takes no build for CPUs, and numpy 2.4 no longer makes numbers of arrays, as the interpreter asks it to.
+    cuda = f"torch==={TORCH}"
+    session.install(cuda, "numpy<2.4")
+    session.install("-e", ".[test]", cuda, "numpy<2.4")
+    _pytest(session, "tests/backends/test_emulated.py", env={"FLEXDILATED_EMULATED": "1", "TRITON_INTERPRET": "1"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 

@@ -1,0 +1,155 @@
+"""The flex engine's kernels for GPUs without a GPU: the cases of test_gpu_flex.py through what inductor prints, in the interpreter.
+
+`nox -s emulated` runs them, with a torch that was built for CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+import flexdilated.backends.flex.engine
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import request
+from flexdilated.backends.flex import kernel
+from flexdilated.backends.hardware import simulate
+from flexdilated.masks import block_mask
+from tests.backends import test_gpu_flex
+from tests.backends.printed_kernels import Printer, backend, printing
+from tests.backends.test_gpu_flex import CALLS, CASES, run, run_modified_reference
+from tests.tolerances import SINGLE
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("FLEXDILATED_EMULATED") != "1", reason="is for nox -s emulated"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # inductor's, about a device that is not there
+]
+
+LEVEL = 90
+
+
+@pytest.fixture
+def printer(tmp_path: Path) -> Iterator[Printer]:
+    with printing(LEVEL, tmp_path) as printer:
+        yield printer
+
+
+def narrow(flat: Tensor, heads: int, rows: int, width: int, columns: int) -> Tensor:
+    """Lists of blocks as a GPU gets them, no wider than they must be."""
+    return flat[: heads * rows * width].view(heads, rows, width)
+
+
+def call_by(printer: Printer, given: list[bool]) -> Callable[..., Any]:
+    """`kernel.call` on a GPU, with CPU tensors; notes whether the keys came contiguous."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        score_mod: Any,
+        block_mask: BlockMask,
+        scale: float,
+        want_lse: bool,
+        kind: object,
+        dynamic: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        torch._dynamo.reset()
+        q, k, v = (kernel._readable(x) for x in (q, k, v))
+        if not kernel.TRUST_STRIDED_GRADIENTS:
+            k, v = k.contiguous(), v.contiguous()
+        given.append(k.is_contiguous())
+        attend = torch.compile(lambda *x, **y: flex_attention(*x, **y), fullgraph=True, backend=backend(printer), dynamic=dynamic)
+        out, aux = attend(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=kernel.SHORT_QUERIES,
+            return_aux=AuxRequest(lse=True),
+        )
+        return out, aux.lse if want_lse else None
+
+    return call
+
+
+@pytest.fixture
+def contiguous_keys(printer: Printer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """The flex engine as on a GPU; says of each call whether its keys were contiguous."""
+    given: list[bool] = []
+    monkeypatch.setattr(test_gpu_flex, "DEVICE", "cpu")
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(kernel, "call", call_by(printer, given))
+    monkeypatch.setattr(request, "detect", lambda device: simulate(f"sm_{LEVEL}"))
+    monkeypatch.setattr(block_mask, "_full_width", narrow)
+    block_mask._find_lists.cache_clear()
+    yield given
+    block_mask._find_lists.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "layout"), CALLS)
+def test_printed_kernels_equal_the_reference(
+    name: str, layout: str, printer: Printer, contiguous_keys: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_gpu_flex.force(monkeypatch, layout)
+    actual, expected = run(CASES[name], torch.float32, "flex"), run_modified_reference(CASES[name], torch.float32)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+    kernels = [name for name in printer.launches.names if name.startswith("triton_tem")]
+    assert len(kernels) == 2 * len(contiguous_keys) > 0
+
+
+def test_gradients_of_strided_keys(contiguous_keys: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `TRUST_STRIDED_GRADIENTS` says: the backward was given strided keys, and is right."""
+    test_gpu_flex.force(monkeypatch, "packed")
+    monkeypatch.setattr(kernel, "TRUST_STRIDED_GRADIENTS", True)
+    actual, expected = run(CASES["short"], torch.float32, "flex"), run_modified_reference(CASES["short"], torch.float32)
+    assert not any(contiguous_keys[:3])
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [({}, False), ({"cu_seqlens": torch.tensor([0, 100, 512])}, True), ({"dropout_p": 0.1}, True)],
+    ids=["plain", "documents", "dropout"],
+)
+def test_cuda_graphs_leave_out_what_the_host_decides(
+    options: dict[str, Any], left_out: bool, printer: Printer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reasons of inductor's own scheduler; the code it prints is not run."""
+    from torch._inductor import config, scheduler
+
+    reasons: dict[str, str | None] = {}
+    ask = scheduler.Scheduler.should_partition
+
+    def asked(self: Any, node: Any) -> str | None:
+        reason = ask(self, node)
+        reasons[str(getattr(node.node, "op_overload", ""))] = reason
+        return reason
+
+    def stop(graph: Any, code: Any) -> None:
+        raise RuntimeError("there is nothing more to see")
+
+    monkeypatch.setattr(scheduler.Scheduler, "should_partition", asked)
+    monkeypatch.setattr(printer, "compile", stop)
+    pattern, x = DilatedPattern((64, 256), (1, 2)), torch.randn(1, 512, 4, 64)
+    attend = torch.compile(
+        lambda q: dilated_attention(q * 2, q, q, pattern, backend="sdpa", **options) + 1, fullgraph=True, backend=backend(printer)
+    )
+    torch._dynamo.reset()
+    graphs = config.patch({"triton.cudagraphs": True, "graph_partition": True})
+    with graphs, torch.no_grad(), pytest.raises(Exception, match="nothing more to see"):
+        attend(x)
+    found = {name: reason for name, reason in reasons.items() if name.startswith("flexdilated.mixture")}
+    assert [reason == "CUDAGraph-unsafe custom ops" for reason in found.values()] == [left_out]
