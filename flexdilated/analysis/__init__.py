@@ -1,5 +1,8 @@
 """What a pattern does and costs, in integers, before anything is computed: no tensors, no device, any number of tokens."""
 
+from flexdilated.analysis.choice import Choice as Choice
+from flexdilated.analysis.choice import Choices as Choices
+from flexdilated.analysis.choice import choose_pattern as choose_pattern
 from flexdilated.analysis.coverage import count_uncovered as count_uncovered
 from flexdilated.analysis.coverage import layers_to_cover as layers_to_cover
 from flexdilated.analysis.coverage import missing_residues as missing_residues
@@ -8,6 +11,8 @@ from flexdilated.analysis.pairs import balance as balance
 from flexdilated.analysis.pairs import count_flops as count_flops
 from flexdilated.analysis.pairs import count_multiplicities as count_multiplicities
 from flexdilated.analysis.pairs import count_pairs as count_pairs
+from flexdilated.analysis.ranks import RankCost as RankCost
+from flexdilated.analysis.ranks import count_rank_costs as count_rank_costs
 from flexdilated.analysis.reach import farthest_keys as farthest_keys
 from flexdilated.analysis.reach import keys_seen as keys_seen
 from flexdilated.analysis.reach import longest_reach as longest_reach

@@ -9,6 +9,7 @@ change nothing (to fold one onto its neighbour keeps who sees whom): there are f
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -121,8 +122,14 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
         return _causal_layers(pattern, branches, num_tokens, num_heads)
     if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
         return None
-    members = _kinds(*_folded(branches, num_tokens))
-    return _farthest(members)
+    folded, tokens = _folded(branches, num_tokens)
+    return _layers(tuple(folded), tokens)
+
+
+@lru_cache(maxsize=4096)
+def _layers(branches: tuple[_Branch, ...], num_tokens: int) -> int | None:
+    """As `layers_to_cover`; sequences of many lengths fold to one."""
+    return _farthest(_kinds(branches, num_tokens))
 
 
 def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[_Branch]:
@@ -156,7 +163,7 @@ def _folded(branches: list[_Branch], num_tokens: int) -> tuple[list[_Branch], in
     return [branch._replace(length=shorter[branch.length]) for branch in branches], tokens
 
 
-def _kinds(branches: list[_Branch], num_tokens: int) -> Integers:
+def _kinds(branches: tuple[_Branch, ...], num_tokens: int) -> Integers:
     """`(kinds, branches)`: the cliques of each kind of token, -1 where a branch does not keep it."""
     period = math.lcm(*(branch.rate for branch in branches))
     start = borders(tuple(branch.length for branch in branches), num_tokens)
@@ -239,7 +246,7 @@ def _causal_layers(pattern: DilatedPattern, branches: list[_Branch], num_tokens:
     return layers
 
 
-def _too_many(what: str, found: int, most: int, branches: list[_Branch]) -> NotImplementedError:
+def _too_many(what: str, found: int, most: int, branches: tuple[_Branch, ...]) -> NotImplementedError:
     lengths = tuple(branch.length for branch in branches)
     return NotImplementedError(
         f"segment_lengths must give at most {most} {what} to look at, got {found} of {lengths}; use lengths that divide one "

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flexdilated import __version__
-from flexdilated.cli import doctor, encode_slide, generate, plan, show, train
+from flexdilated.cli import choose, doctor, encode_slide, generate, plan, show, train
 from flexdilated.cli.refusal import Command, Group
 from flexdilated.training.ranks import is_rank, leave
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (show.show, doctor.doctor, encode_slide.encode_slide, plan.plan, train.train, generate.generate):
+for _command in (show.show, doctor.doctor, encode_slide.encode_slide, plan.plan, choose.choose, train.train, generate.generate):
     app.command(cls=Command)(_command)
 
 

@@ -19,7 +19,7 @@ from flexdilated.cli.refusal import refuse
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, shard_sizes, strategies
+from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
 
 __all__ = ["plan"]
@@ -211,11 +211,6 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
     numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
         return row | dict.fromkeys(numbers)
-    tokens = shard_sizes(whole) * layer.batch
-    gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
-    tensors = gradients + tokens * layer.heads * layer.lse_size
-    total = tensors + gradients + each.buffers
-    busiest = int(total.argmax())
     mean = _mean(each.pairs)
     values = (
         {"busiest": int(each.forward.max()), "mean": _mean(each.forward)},
@@ -223,12 +218,7 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
         {"busiest": int((each.forward + each.backward).max()), "mean": _mean(each.forward) + _mean(each.backward)},
         int(each.buffers.max()),
         float(each.rows.max()) / layer.kv_heads,
-        {
-            "tensors": int(tensors[busiest]),
-            "gradients": int(gradients[busiest]),
-            "buffers": int(each.buffers[busiest]),
-            "total": int(total[busiest]),
-        },
+        memory(layer, whole, each.buffers)._asdict(),
         int(each.buffers.max()) <= budget,
         {"busiest": int(each.pairs.max()), "mean": mean},
         int(each.pairs.max()) / mean,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["OTHERS", "Counts", "Layer", "Strategy", "layer_plan", "shard_sizes", "strategies", "traffic_by_ranks"]
+__all__ = ["OTHERS", "Counts", "Layer", "Memory", "Strategy", "layer_plan", "memory", "strategies", "traffic_by_ranks"]
 
 Counts = NDArray[np.int64]
 
@@ -70,6 +70,15 @@ class Strategy:
         return self.name in EXCHANGES
 
 
+class Memory(NamedTuple):
+    """Bytes of one rank in a forward and its backward."""
+
+    tensors: int  # q, k, v, out and lse of its shard
+    gradients: int
+    buffers: int
+    total: int
+
+
 def layer_plan(layer: Layer) -> ContextPlan:
     """The plan of a layer over shards as equal as can be, one document long."""
     shards, documents = even_shard_lengths(layer.tokens, layer.ranks), ((0, layer.tokens),)
@@ -111,7 +120,7 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     """Every rank gets the keys and values of all."""
-    n, several = shard_sizes(plan), layer.ranks > 1
+    n, several = _shard_sizes(plan), layer.ranks > 1
     others = (layer.tokens - n) * layer.kv_heads
     own = n * layer.kv_heads
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
@@ -128,7 +137,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     for option, heads in (("--heads", layer.heads), ("--kv-heads", layer.kv_heads)):
         if heads % layer.ranks:
             return Strategy("ulysses", f"{option}={heads} must be a multiple of --context-parallel={layer.ranks}")
-    n = shard_sizes(plan)
+    n = _shard_sizes(plan)
     row = layer.head_dim * layer.itemsize * layer.batch
     heads, kv_heads = layer.heads // layer.ranks, layer.kv_heads // layer.ranks
     there, back = layer.tokens - n, n * (layer.ranks - 1)  # per head of a rank: tokens of others; own tokens, times other ranks
@@ -159,7 +168,17 @@ def _halved(counts: Counts) -> NDArray[np.float64]:
     return counts.astype(np.float64) / 2
 
 
-def shard_sizes(plan: ContextPlan) -> Counts:
+def memory(layer: Layer, plan: ContextPlan, buffers: Counts) -> Memory:
+    """Of the rank that needs most, where `buffers` are the messages that each holds at once."""
+    tokens = _shard_sizes(plan) * layer.batch
+    gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
+    tensors = gradients + tokens * layer.heads * layer.lse_size
+    total = tensors + gradients + buffers
+    busiest = int(total.argmax())
+    return Memory(*(int(each[busiest]) for each in (tensors, gradients, buffers, total)))
+
+
+def _shard_sizes(plan: ContextPlan) -> Counts:
     """Tokens of each rank."""
     return np.array(plan.shard_lengths, np.int64)
 

@@ -1,0 +1,265 @@
+"""Patterns that meet named goals under a budget: which there are, in order, and why each is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from flexdilated.analysis.coverage import count_uncovered, layers_to_cover
+from flexdilated.analysis.lattice import checked
+from flexdilated.analysis.pairs import balance
+from flexdilated.analysis.ranks import DTYPES, count_rank_costs
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["GOALS", "MEASURES", "Choice", "Choices", "Goal", "Measure", "choose_pattern"]
+
+Goal = Literal["reach", "cover", "balance"]
+Measure = Literal["pairs", "memory", "traffic"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
+SHORTEST, MOST_RATE = 32, 1024  # of the patterns that are tried
+MOST_BRANCHES = 5
+MOST_KINDS = 2048  # kinds of tokens to look at, of every pattern that is tried
+MOST_IMBALANCE = 1.05
+MOST_TOKENS = 2**40
+MEANING = {
+    "reach": "every token sees every other",
+    "cover": "no token is left out",
+    "balance": f"no head scores more than {MOST_IMBALANCE} times the mean",
+}
+UNITS = {"pairs": "pairs", "memory": "bytes of memory per rank", "traffic": "bytes received per rank"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One pattern, its numbers, and why it is shown."""
+
+    pattern: DilatedPattern
+    cost: int  # in the measure of the budget
+    pairs: int  # over all heads
+    layers: int | None  # after which every token has seen every other; None is never, or not counted
+    span: int  # the longest segment, in tokens
+    window: int  # the longest undilated segment, in tokens; 0 if there is none
+    uncovered: int | None  # tokens that no head keeps; None is not counted
+    imbalance: float  # pairs of the busiest head over the mean
+    unmet: tuple[Goal, ...]
+    within_budget: bool
+    is_given: bool  # by the caller
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What `choose_pattern` found."""
+
+    num_tokens: int
+    num_heads: int
+    is_causal: bool
+    budget: int
+    measure: Measure
+    goals: tuple[Goal, ...]
+    shown: tuple[Choice, ...]  # best first; patterns of the caller at their place
+    tried: tuple[Choice, ...]  # all that meet the goals, within the budget or not, for the trade-off
+
+
+def choose_pattern(
+    num_tokens: int,
+    num_heads: int,
+    *,
+    budget: int,
+    measure: Measure = "pairs",
+    goals: Iterable[Goal] | None = None,
+    layers: int | None = None,
+    is_causal: bool = False,
+    num_ranks: int = 1,
+    head_dim: int = 64,
+    dtype: str = "bfloat16",
+    patterns: Iterable[DilatedPattern] = (),
+    most: int = 5,
+) -> Choices:
+    """Patterns that meet named goals under a budget, each with the reason why it is shown. Counts alone: nothing about quality.
+
+    Tried are patterns whose segments grow by one factor from an undilated one, with rates that grow by another: powers of two, up
+    to five branches, `heads="all"`, blocked offsets. Better is: fewer layers until every token has seen every other, then a longer
+    span (the longest segment), then a longer undilated segment, then a lower cost. Shown are the best of each number of layers and
+    span, and the cheapest.
+
+    Args:
+        num_tokens: Sequence length N, up to 2**40.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        budget: The most that one layer may cost, in the unit of `measure`.
+        measure: `"pairs"`: (query, key) pairs over all heads, forward. `"memory"`: bytes on the rank that needs most.
+            `"traffic"`: bytes that the busiest rank receives, forward and backward, under the exchange that `"auto"` takes.
+        goals: Of `"reach"` (every token sees every other, in at most `layers` layers), `"cover"` (no token is left out by all
+            heads) and `"balance"` (no head scores more than 1.05 times the mean). Default: all; if causal all but `"reach"`.
+        layers: The most layers for `"reach"`. Default: any number.
+        is_causal: Whether a query sees only keys at its own position and before.
+        num_ranks: Ranks that share the sequence, for `"memory"` and `"traffic"`.
+        head_dim: Elements per head, likewise.
+        dtype: Of q, k and v, likewise.
+        patterns: Your own, which are placed among the others whether they meet the goals or not.
+        most: How many to show, besides your own.
+
+    Raises:
+        ValueError: If a number is below 1, a goal or measure is unknown, `layers` comes without its goal, or `"reach"` is asked of
+            causal attention, which meets it only as dense attention.
+        TypeError: If an argument has the wrong type.
+    """
+    given = tuple(patterns)
+    checked(DilatedPattern((1,), (1,)), num_tokens, num_heads)
+    for pattern in given:
+        checked(pattern, num_tokens, num_heads)
+    if num_tokens > MOST_TOKENS:
+        raise ValueError(f"num_tokens must be at most 2**40, got {num_tokens}")
+    asked = tuple(goals) if goals is not None else GOALS[is_causal:]
+    for goal in asked:
+        if goal not in GOALS:
+            raise ValueError(f"goals must be among {GOALS}, got {goal!r}")
+    if is_causal and "reach" in asked:
+        raise ValueError(
+            f"goals must not hold 'reach' with is_causal=True, got {asked}; leave it out: a token meets the one before it in one "
+            "layer or never, so only dense attention meets it"
+        )
+    if layers is not None and "reach" not in asked:
+        raise ValueError(f"layers must come with the goal 'reach', got {layers} with goals={asked}")
+    if measure not in MEASURES:
+        raise ValueError(f"measure must be one of {MEASURES}, got {measure!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
+    positive = {"budget": budget, "layers": layers, "num_ranks": num_ranks, "head_dim": head_dim, "most": most}
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def judged(pattern: DilatedPattern, *, is_given: bool) -> Choice:
+        pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+        cost = pairs
+        if measure != "pairs":
+            ways = count_rank_costs(
+                pattern, num_tokens, num_heads, num_ranks, head_dim=head_dim, dtype=dtype, is_causal=is_causal
+            ).values()
+            (way,) = (way for way in ways if way.is_chosen)
+            cost = way.memory_bytes if measure == "memory" else way.both_bytes
+        found = _judged(pattern, num_tokens, num_heads, cost, pairs, is_causal=is_causal)
+        unmet = _unmet(found, asked, layers)
+        return replace(found, unmet=unmet, within_budget=cost <= budget, is_given=is_given)
+
+    tried = [judged(pattern, is_given=False) for pattern in _family(num_tokens) if pattern not in given]
+    meeting = sorted((each for each in tried if not each.unmet), key=_order)
+    shown = _shown(meeting, budget, measure, most)
+    shown += [_placed(judged(pattern, is_given=True), meeting, budget, measure) for pattern in given]
+    ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
+    return Choices(num_tokens, num_heads, is_causal, budget, measure, asked, ordered, tuple(meeting))
+
+
+def _family(num_tokens: int) -> Iterator[DilatedPattern]:
+    """Segments `w, w f, w f^2, ...` at rates `1, g, g^2, ...`, until one holds the sequence, or before."""
+    whole = 1 << (num_tokens - 1).bit_length()
+    seen = set()
+    for first in _powers(min(SHORTEST, whole), whole):
+        for factor in _powers(2, max(2, whole // first)):
+            for growth in _powers(1, factor):
+                lengths, rates = [first], [1]
+                while True:
+                    if (tuple(lengths), tuple(rates)) not in seen and rates[-1] * 3 ** (len(rates) - 1) <= MOST_KINDS:
+                        seen.add((tuple(lengths), tuple(rates)))
+                        yield DilatedPattern(tuple(lengths), tuple(rates))
+                    if lengths[-1] >= whole or len(lengths) == MOST_BRANCHES:
+                        break
+                    lengths.append(min(lengths[-1] * factor, whole))
+                    rates.append(min(rates[-1] * growth, MOST_RATE, first))
+
+
+def _powers(low: int, high: int) -> Iterator[int]:
+    while low <= high:
+        yield low
+        low *= 2
+
+
+def _judged(pattern: DilatedPattern, num_tokens: int, num_heads: int, cost: int, pairs: int, *, is_causal: bool) -> Choice:
+    try:
+        layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
+    except NotImplementedError:
+        layers = None
+    try:
+        uncovered = count_uncovered(pattern, num_tokens, num_heads)
+    except NotImplementedError:
+        uncovered = None
+    window = max((min(length, num_tokens) for length, rate in pattern.branches if rate == 1), default=0)
+    even = balance(pattern, num_tokens, num_heads, is_causal=is_causal)
+    span = min(max(pattern.segment_lengths), num_tokens)
+    return Choice(pattern, cost, pairs, layers, span, window, uncovered, even.imbalance, (), False, False)
+
+
+def _unmet(found: Choice, goals: tuple[Goal, ...], layers: int | None) -> tuple[Goal, ...]:
+    is_met = {
+        "reach": found.layers is not None and (layers is None or found.layers <= layers),
+        "cover": found.uncovered == 0,
+        "balance": found.imbalance <= MOST_IMBALANCE,
+    }
+    return tuple(goal for goal in goals if not is_met[goal])
+
+
+def _order(each: Choice) -> tuple[float, int, int, int, int]:
+    """Better comes first."""
+    layers = math.inf if each.layers is None else each.layers
+    return (layers, -each.span, -each.window, each.cost, len(each.pattern.branches))
+
+
+def _shown(meeting: list[Choice], budget: int, measure: Measure, most: int) -> list[Choice]:
+    """The best of each number of layers and span, then the cheapest."""
+    fitting = [each for each in meeting if each.within_budget]
+    if not fitting:
+        cheapest = min(meeting, key=lambda each: each.cost, default=None)
+        if cheapest is None:
+            return []
+        over = f"{_times(cheapest.cost / budget)} the budget"
+        return [replace(cheapest, why=f"None meets the goals within the budget; this one comes nearest, at {over}.")]
+    shown: list[Choice] = []
+    for each in fitting:
+        if not any((other.layers, other.span) == (each.layers, each.span) for other in shown):
+            why = f"{_layers(each)} Of such patterns within the budget it has the longest undilated segment, {each.window:,} tokens"
+            shown.append(replace(each, why=f"{why}, for {100 * each.cost / budget:.3g} % of the budget."))
+    cheapest = min(fitting, key=lambda each: (each.cost, *_order(each)))
+    shown = shown[: max(1, most - 1)]
+    if most > 1 and all(each.pattern != cheapest.pattern for each in shown):
+        share = f"{100 * cheapest.cost / budget:.3g} % of the budget"
+        shown.append(replace(cheapest, why=f"The cheapest that meets the goals: {cheapest.cost:,} {UNITS[measure]}, {share}."))
+    return shown
+
+
+def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure) -> Choice:
+    """What is to be said of the caller's own pattern."""
+    if mine.unmet:
+        why = "Yours. It misses: " + ", ".join(f"{goal} ({MEANING[goal]})" for goal in mine.unmet) + "."
+    elif not mine.within_budget:
+        why = f"Yours. It meets the goals at {_times(mine.cost / budget)} the budget."
+    else:
+        before = sum(each.within_budget and _order(each) < _order(mine) for each in meeting)
+        why = (
+            f"Yours. It meets the goals for {100 * mine.cost / budget:.3g} % of the budget; {before} of those tried come before it."
+        )
+    alike = [
+        each
+        for each in meeting
+        if each.layers == mine.layers and each.span >= mine.span and each.window >= mine.window and each.cost < mine.cost
+    ]
+    if alike and not mine.unmet:
+        cheapest = min(alike, key=lambda each: each.cost)
+        lengths, rates = (", ".join(map(str, x)) for x in (cheapest.pattern.segment_lengths, cheapest.pattern.dilation_rates))
+        saved = f"{100 * cheapest.cost / mine.cost:.3g} % of its {UNITS[measure]}"
+        why += f" As many layers, as long a span and as long an undilated segment for {saved}: lengths {lengths} at rates {rates}."
+    return replace(mine, why=why)
+
+
+def _layers(each: Choice) -> str:
+    if each.layers is None:
+        return f"Segments of up to {each.span:,} tokens."
+    return f"Every token has seen every other after {each.layers} layer{'s' * (each.layers != 1)}."
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g} times"

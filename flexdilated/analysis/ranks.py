@@ -1,0 +1,82 @@
+"""What a sharded sequence costs each rank, from the planner: bytes that travel, memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexdilated.analysis.lattice import checked
+from flexdilated.distributed import cost
+from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
+from flexdilated.pattern import DilatedPattern
+
+__all__ = ["DTYPES", "RankCost", "count_rank_costs"]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class RankCost(NamedTuple):
+    """One layer under one way of moving rows, at the rank that has most of each."""
+
+    is_ours: bool
+    is_chosen: bool  # by `exchange="auto"`
+    forward_bytes: int  # received
+    backward_bytes: int
+    both_bytes: int  # received in a forward and its backward, by the rank that gets most of both together
+    memory_bytes: int  # q, k, v, out, lse, their gradients, and the messages that a forward holds at once
+
+
+def count_rank_costs(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    num_ranks: int,
+    *,
+    group: int = 1,
+    head_dim: int = 64,
+    dtype: str = "bfloat16",
+    batch: int = 1,
+    is_causal: bool = False,
+) -> dict[str, RankCost]:
+    """What one attention layer over contiguous shards, as equal as can be, costs the busiest rank: `flexdilated plan` in numbers.
+
+    Args:
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N.
+        num_heads: Key/value heads.
+        num_ranks: Ranks P that share the sequence.
+        group: Query heads per key/value head.
+        head_dim: Elements per head.
+        dtype: Of q, k and v: float32, bfloat16, float16 or float64.
+        batch: Sequences.
+        is_causal: Whether a query sees only keys at its own position and before.
+
+    Returns:
+        By name, our exchanges `gather`, `ring` and `heads`, then `ring-all` (ring attention), `all-gather` and, where the ranks
+        divide the heads, `ulysses`.
+
+    Raises:
+        ValueError: If a number is below 1, a dtype is unknown, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
+    """
+    checked(pattern, num_tokens, num_heads)
+    for name, value in (("num_ranks", num_ranks), ("group", group), ("head_dim", head_dim), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
+    layer = Layer(pattern, num_tokens, num_ranks, num_heads * group, num_heads, head_dim, dtype, batch, is_causal=is_causal)
+    plan = layer_plan(layer)
+    sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
+    chosen = cost.choose(plan, budget=cost.default_budget(plan, **sizes), **layer.sizes)
+    return {
+        each.name: RankCost(
+            each.is_ours,
+            each.name == chosen,
+            int(each.forward.max()),
+            int(each.backward.max()),
+            int((each.forward + each.backward).max()),
+            memory(layer, plan, each.buffers).total,
+        )
+        for each in strategies(layer, with_pairs=False)
+        if each.forward is not None and each.backward is not None and each.buffers is not None
+    }

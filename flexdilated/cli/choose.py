@@ -1,0 +1,149 @@
+"""`flexdilated choose`: patterns that meet goals under a budget, as a table with reasons, and the trade-off as a picture."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flexdilated.analysis.choice import UNITS, Choices, choose_pattern
+from flexdilated.cli import options
+from flexdilated.cli.refusal import refuse
+from flexdilated.draw.choices import draw_choices
+
+__all__ = ["choose"]
+
+MAX_HEADS, MAX_RANKS = 1024, 64
+LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
+EXPLANATION = """\
+layers: after which every token has seen every other, all heads together; - is never
+undilated: the longest segment at rate 1, in which a token sees all its neighbours; span: the longest segment
+These are counts. They do not say how well a model learns: train to know."""
+
+
+class GoalName(str, Enum):
+    """`choose_pattern`'s goals as the command line spells them."""
+
+    REACH = "reach"
+    COVER = "cover"
+    BALANCE = "balance"
+
+
+class MeasureName(str, Enum):
+    """`choose_pattern`'s measures as the command line spells them."""
+
+    PAIRS = "pairs"
+    MEMORY = "memory"
+    TRAFFIC = "traffic"
+
+
+def choose(
+    tokens: Annotated[int, typer.Option(help=f"Sequence length N in tokens, 1 to {options.MAX_LENGTH}.")],
+    budget: Annotated[int, typer.Option(help="The most that one layer may cost, in the unit of --measure.")],
+    heads: Annotated[int, typer.Option(help=f"Heads H, 1 to {MAX_HEADS}; of grouped-query attention the key/value heads.")] = 12,
+    measure: Annotated[
+        MeasureName,
+        typer.Option(
+            help="What the budget is of. pairs: of queries and keys, over all heads. memory: bytes on the rank that needs most. "
+            "traffic: bytes that the busiest rank receives, forward and backward."
+        ),
+    ] = MeasureName.PAIRS,
+    goal: Annotated[
+        list[GoalName] | None,
+        typer.Option(
+            help="Repeatable. reach: every token sees every other. cover: no token is left out by all heads. balance: no head has "
+            "more than 1.05 times the mean pairs. Default: all three; with --causal the last two."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--within-layers", help="The most layers for the goal reach. Default: any number.")
+    ] = None,
+    causal: options.CausalOption = False,
+    ranks: Annotated[int, typer.Option("--context-parallel", help=f"Ranks that share the sequence, 1 to {MAX_RANKS}.")] = 1,
+    head_dim: Annotated[int, typer.Option(help="Elements per head, for memory and traffic.")] = 64,
+    dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
+    segment_lengths: Annotated[
+        str | None, typer.Option(help="A pattern of yours to place among the others: tokens per segment, comma separated.")
+    ] = None,
+    dilation_rates: Annotated[str | None, typer.Option(help="Its rates, one per segment length.")] = None,
+    preset: Annotated[options.Preset | None, typer.Option(help="Or a published pattern to place among them.")] = None,
+    offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
+    most: Annotated[int, typer.Option(help="How many patterns to show, besides yours.")] = 5,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw the trade-off in this .png file.")] = None,
+) -> None:
+    """Patterns that meet goals under a budget, each with a reason in one sentence. Counts: nothing about a model's quality."""
+    options.check_picture(output)
+    options.check_range("--tokens", tokens, options.MAX_LENGTH)
+    options.check_range("--budget", budget, LIMIT)
+    options.check_range("--heads", heads, MAX_HEADS)
+    options.check_range("--context-parallel", ranks, MAX_RANKS)
+    options.dtype_named(dtype)
+    patterns = []
+    if preset is not None or segment_lengths is not None:
+        if preset is None and dilation_rates is None:
+            refuse("--dilation-rates must come with --segment-lengths, got none")
+        patterns.append(
+            options.pattern_named(
+                segment_lengths,
+                dilation_rates,
+                preset,
+                default_lengths="",
+                heads_rule=options.HeadsRule.ALL,
+                offsets=offsets,
+                heads=heads,
+            )
+        )
+    elif dilation_rates is not None:
+        refuse(f"--segment-lengths must come with --dilation-rates, got none for {dilation_rates}")
+    try:
+        found = choose_pattern(
+            tokens,
+            heads,
+            budget=budget,
+            measure=measure.value,
+            goals=None if goal is None else [each.value for each in goal],
+            layers=layers,
+            is_causal=causal,
+            num_ranks=ranks,
+            head_dim=head_dim,
+            dtype=dtype,
+            patterns=patterns,
+            most=most,
+        )
+    except (ValueError, NotImplementedError) as error:
+        refuse(error)
+    _print(Console(), found)
+    if output is not None:
+        options.save_picture(draw_choices(found), output)
+
+
+def _print(console: Console, found: Choices) -> None:
+    kind = "causal" if found.is_causal else "not causal"
+    heads = f"{found.num_heads} head{'s' * (found.num_heads != 1)}"
+    goals = ", ".join(found.goals) or "none"
+    console.print(Text(f"{found.num_tokens:,} tokens, {heads}, {kind}", style="bold"), soft_wrap=True)
+    console.print(Text(f"budget {found.budget:,} {UNITS[found.measure]}; goals: {goals}\n"), soft_wrap=True)
+    if not found.shown:
+        console.print(Text("No pattern that was tried meets the goals: ask for fewer, or for more layers."), soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for name in ("", "segment lengths", "rates"):
+        table.add_column(name, no_wrap=True)
+    for name in (UNITS[found.measure], "of budget", "layers", "undilated", "span"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, each in enumerate(found.shown, 1):
+        lengths, rates = (", ".join(map(str, x)) for x in (each.pattern.segment_lengths, each.pattern.dilation_rates))
+        share, layers = f"{100 * each.cost / found.budget:.3g} %", "-" if each.layers is None else str(each.layers)
+        row = (f"{number} ", lengths, rates, f"{each.cost:,}", share, layers, f"{each.window:,}", f"{each.span:,}")
+        table.add_row(*row, style="bold" if each.is_given else "")
+    options.print_table(console, table)
+    console.print()
+    for number, each in enumerate(found.shown, 1):
+        console.print(Text(f"{number} {each.why}"), soft_wrap=True)
+    console.print(Text(f"\n{EXPLANATION}"), soft_wrap=True)

@@ -1,0 +1,124 @@
+"""Choosing a pattern: the goals are met, the budget is kept, the order is what it is said to be."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flexdilated import DilatedPattern
+from flexdilated.analysis import balance, choose_pattern, count_rank_costs, count_uncovered, reachable
+from flexdilated.analysis.choice import Goal, Measure
+from flexdilated.draw.choices import draw_choices
+
+
+def test_what_is_shown_meets_the_goals_within_the_budget() -> None:
+    found = choose_pattern(307, 5, budget=200_000)
+    assert found.goals == ("reach", "cover", "balance")
+    assert [each.layers for each in found.shown] == sorted(each.layers or 0 for each in found.shown)
+    for each in found.shown:
+        assert each.cost == each.pairs == each.pattern.count_pairs(307, 5) <= 200_000
+        assert each.layers is not None
+        assert reachable(each.pattern, 307, 5, layers=each.layers).all()
+        assert not reachable(each.pattern, 307, 5, layers=each.layers - 1).all()
+        assert each.uncovered == count_uncovered(each.pattern, 307, 5) == 0
+        assert each.imbalance == balance(each.pattern, 307, 5).imbalance <= 1.05
+        assert each.why.endswith(".")
+        assert not any(word in each.why for word in ("quality", "accura", "better"))
+    first = found.shown[0]
+    for other in found.tried:
+        if other.within_budget:
+            assert (first.layers, -first.window, first.cost) <= (other.layers, -other.window, other.cost)
+    assert min(other.cost for other in found.tried) == min(each.cost for each in found.shown)
+
+
+def test_a_pattern_of_the_callers_is_placed_and_told_what_it_misses() -> None:
+    local = DilatedPattern((32,), (1,))
+    wide = DilatedPattern((64, 512), (1, 2))
+    dense = DilatedPattern((512,), (1,))
+    found = choose_pattern(512, 4, budget=500_000, patterns=[local, wide, dense])
+    whys = {each.pattern: each.why for each in found.shown if each.is_given}
+    assert whys[local] == "Yours. It misses: reach (every token sees every other)."
+    assert whys[wide].startswith("Yours. It meets the goals for 78.6 % of the budget; 4 of those tried come before it.")
+    assert whys[dense].startswith("Yours. It meets the goals at 2.1 times the budget.")
+    assert found.shown[-1].pattern == local
+    assert [each.within_budget for each in found.shown].index(False) == len(found.shown) - 2
+
+
+def test_fewer_layers_fewer_choices_and_a_budget_too_small_shows_the_nearest() -> None:
+    few = choose_pattern(307, 5, budget=200_000, layers=2)
+    assert {each.layers for each in few.tried} <= {1, 2}
+    (nearest,) = choose_pattern(307, 5, budget=7).shown
+    assert not nearest.within_budget
+    assert nearest.why.startswith("None meets the goals within the budget; this one comes nearest, at ")
+    only = choose_pattern(307, 5, budget=200_000, most=1)
+    assert only.shown == choose_pattern(307, 5, budget=200_000).shown[:1]
+
+
+@pytest.mark.parametrize("measure", ["memory", "traffic"])
+def test_other_measures_are_the_planners(measure: Measure) -> None:
+    found = choose_pattern(127, 3, budget=10**6, measure=measure, num_ranks=3, head_dim=8, dtype="float32")
+    for each in found.shown:
+        ways = count_rank_costs(each.pattern, 127, 3, 3, head_dim=8, dtype="float32")
+        (way,) = (way for way in ways.values() if way.is_chosen)
+        assert each.cost == (way.memory_bytes if measure == "memory" else way.both_bytes)
+
+
+def test_causal_patterns_are_ordered_by_their_span() -> None:
+    found = choose_pattern(1021, 3, budget=3 * 1021 * 300, is_causal=True)
+    assert found.goals == ("cover", "balance")
+    spans = [each.span for each in found.shown if each.layers is None and "cheapest" not in each.why]
+    assert all(a > b for a, b in pairwise(spans))
+    assert spans[0] == 1021
+
+
+def test_one_token_and_one_head_have_an_answer() -> None:
+    assert choose_pattern(1, 1, budget=1).shown[0].layers == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, "budget must be at least 1, got 0"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"most": 0}, "most must be at least 1, got 0"),
+        ({"goals": ["speed"]}, r"goals must be among \('reach', 'cover', 'balance'\), got 'speed'"),
+        ({"goals": ["cover"], "layers": 3}, "layers must come with the goal 'reach', got 3"),
+        (
+            {"goals": ["reach"], "is_causal": True},
+            r"goals must not hold 'reach' with is_causal=True, got \('reach',\); leave it out",
+        ),
+        ({"measure": "seconds"}, r"measure must be one of \('pairs', 'memory', 'traffic'\), got 'seconds'"),
+        ({"dtype": "int8"}, r"dtype must be one of \('float32', .*, got 'int8'"),
+    ],
+)
+def test_refuses_what_has_no_answer(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_pattern(11, 2, **{"budget": 99, **options})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"num_tokens must be at most 2\*\*40"):
+        choose_pattern(2**40 + 1, 2, budget=99)
+
+
+def test_rank_costs_are_those_of_the_plan_and_refuse_bad_numbers() -> None:
+    ways = count_rank_costs(DilatedPattern.longnet(), 1_048_576, 12, 8)
+    assert ways["gather"].both_bytes == 0
+    assert ways["ring-all"].forward_bytes == 917_504 * 12 * 2 * 64 * 2
+    assert "ulysses" not in ways
+    assert [name for name, way in ways.items() if way.is_ours] == ["gather", "ring", "heads"]
+    with pytest.raises(ValueError, match="group must be at least 1, got 0"):
+        count_rank_costs(DilatedPattern((5,), (1,)), 11, 1, 1, group=0)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        count_rank_costs(DilatedPattern((5,), (1,)), 11, 1, 1, dtype="int8")
+
+
+@pytest.mark.parametrize("goals", [None, ()])
+def test_the_picture_has_a_legend_entry_for_everything_in_it(goals: tuple[Goal, ...] | None) -> None:
+    found = choose_pattern(307, 5, budget=200_000, goals=goals, patterns=[DilatedPattern((64, 512), (1, 2))])
+    figure = draw_choices(found)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    expected = {"never all" if each.layers is None else f"{each.layers} layer{'s' * (each.layers != 1)}" for each in found.tried}
+    assert set(labels) == expected | {"budget", "yours"}
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.texts] == [str(i + 1) for i in range(len(found.shown))]
+    assert (axes.get_xlabel(), axes.get_title()) == ("pairs", "307 tokens, 5 heads, not causal")

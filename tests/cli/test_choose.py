@@ -1,0 +1,58 @@
+"""`flexdilated choose`: the table, the sentences, the picture, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexdilated.analysis import choose_pattern
+from tests.commands import invoke
+
+
+def test_prints_every_choice_with_its_reason() -> None:
+    code, out, err = invoke("choose", "--tokens", 307, "--heads", 5, "--budget", 200_000, "--preset", "longnet")
+    assert (code, err) == (0, "")
+    assert "307 tokens, 5 heads, not causal\nbudget 200,000 pairs; goals: reach, cover, balance\n" in out
+    for number, each in enumerate(choose_pattern(307, 5, budget=200_000).shown[:1], 1):
+        assert f"\n{number} {each.why}\n" in out
+    assert "Yours. It meets the goals at " in out
+    assert "They do not say how well a model learns" in out
+
+
+def test_writes_the_trade_off(tmp_path: Path) -> None:
+    picture = tmp_path / "choice.png"
+    arguments = ("--measure", "traffic", "--context-parallel", 3, "--causal", "--output", picture)
+    code, out, _ = invoke("choose", "--tokens", 127, "--heads", 3, "--budget", 10**6, *arguments)
+    assert code == 0
+    assert "bytes received per rank" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_says_that_no_pattern_meets_the_goals() -> None:
+    code, out, _ = invoke("choose", "--tokens", 1_000_003, "--heads", 3, "--budget", 10**9, "--within-layers", 1, "--goal", "reach")
+    assert code == 0
+    assert "None meets the goals within the budget; this one comes nearest, at " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens", 0, "--budget", 9), "--tokens must be in [1, "),
+        (("--tokens", 9, "--budget", 0), "--budget must be in [1, "),
+        (("--tokens", 9, "--budget", 9, "--heads", 0), "--heads must be in [1, 1024], got 0"),
+        (("--tokens", 9, "--budget", 9, "--context-parallel", 65), "--context-parallel must be in [1, 64], got 65"),
+        (("--tokens", 9, "--budget", 9, "--causal", "--goal", "reach"), "goals must not hold 'reach' with"),
+        (("--tokens", 9, "--budget", 9, "--segment-lengths", "4"), "--dilation-rates must come with --segment-lengths, got none"),
+        (
+            ("--tokens", 9, "--budget", 9, "--dilation-rates", "4"),
+            "--segment-lengths must come with --dilation-rates, got none for 4",
+        ),
+        (("--tokens", 9, "--budget", 9, "--output", "a.pdf"), "--output must end in .png"),
+        (("--tokens", 9, "--budget", 9, "--dtype", "int8"), "--dtype must be one of"),
+    ],
+)
+def test_refuses_in_one_line(arguments: tuple[object, ...], message: str) -> None:
+    code, out, err = invoke("choose", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
