@@ -78,7 +78,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
-ALONE = ("start", "why", "performance", "evidence", "changelog")
+ALONE = ("start", "why", "performance", "evidence", "changelog", "coming-from/*")  # room for wide tables
 html_sidebars: dict[str, list[str]] = {page: [] for page in ALONE}
 linkcheck_ignore = [r"https?://"]  # `nox -s docs` checks the links inside the site, and needs no network
 

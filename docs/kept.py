@@ -17,12 +17,12 @@ Entries = dict[str, dict[str, Any]]
 class Table:
     """A Markdown table: rendered on the page, and as text where a reader is no browser."""
 
-    def __init__(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        self.header, self.rows = list(header), [[str(cell) for cell in row] for row in rows]
+    def __init__(self, header: Sequence[str], rows: Iterable[Sequence[object]], *, words: int = 1) -> None:
+        self.header, self.rows, self.words = list(header), [[str(cell) for cell in row] for row in rows], words
 
     def __repr__(self) -> str:
-        # The first column says what, the others are numbers.
-        rule = ["---", *("--:" for _ in self.header[1:])]
+        # The first columns say what, the others are numbers.
+        rule = ["---" if i < self.words else "--:" for i in range(len(self.header))]
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.header, rule, *self.rows))
 
     def _repr_markdown_(self) -> str:
