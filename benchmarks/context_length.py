@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no run after so many; the same command goes on")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files or folders; default: Python's standard library")
     parser.add_argument("--output", type=Path, help=f"the results; default: {RESULTS.relative_to(RESULTS.parents[2])}")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew where the results are of other settings or text")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="checkpoints of the run in progress")
     parser.add_argument("--commit", help="of the code, where there is no git")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = replace(QUICK if options.quick else FULL, **given)
         corpora = {length: load_corpus(options.text, length) for length in settings.lengths}
-        report = read(output, settings, corpora[settings.lengths[0]])
+        report = read(output, settings, corpora[settings.lengths[0]], overwrite=options.overwrite)
         report["command"] = shlex.join(
             ["python", "-m", "benchmarks.context_length", *(sys.argv[1:] if arguments is None else arguments)]
         )
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(output: Path | None, settings: Settings, corpus: Corpus) -> dict[str, Any]:
+def read(output: Path | None, settings: Settings, corpus: Corpus, *, overwrite: bool) -> dict[str, Any]:
     """The report so far, or an empty one.
 
     Raises:
@@ -137,12 +138,15 @@ def read(output: Path | None, settings: Settings, corpus: Corpus) -> dict[str, A
     common = json.loads(json.dumps(asdict(settings)))
     del common["lengths"], common["seeds"]  # more of them may be asked for later
     text = {"bytes": corpus.train.numel() + corpus.held_out.numel(), "sha256": corpus.digest}
+    empty: dict[str, Any] = {"settings": common, "text": text, "runs": []}
     if output is None or not output.exists():
-        return {"settings": common, "text": text, "runs": []}
+        return empty
     report: dict[str, Any] = json.loads(output.read_text())
+    if overwrite and (report["settings"], report["text"]) != (common, text):
+        return empty
     for name, mine in (("settings", common), ("text", text)):
         if report[name] != mine:
-            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {mine}; use another file")
+            raise UserError(f"--output must hold runs of the same {name}={report[name]}, got {mine}; use another or --overwrite")
     return report
 
 
