@@ -122,6 +122,17 @@ def tests_timm(session: nox.Session) -> None:
 
 
 @nox.session
+def explorer(session: nox.Session) -> None:
+    """The page of docs/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
+
+    The browser is the system's: on Debian `apt-get install chromium`.
+    """
+    _install(session)
+    session.install("playwright==1.65.2", "axe-playwright-python==0.1.8")
+    session.run("pytest", "tests/test_explorer.py", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("capability", CAPABILITIES)
 def tests_capability(session: nox.Session, capability: str) -> None:
     """Which kernel and dtype a GPU level gets, and that kernel's numerics where this machine can run it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
@@ -78,7 +80,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
-ALONE = ("start", "why", "performance", "evidence", "changelog", "coming-from/*")  # room for wide tables
+ALONE = ("start", "why", "explorer", "performance", "evidence", "changelog", "coming-from/*")  # room for wide tables
 html_sidebars: dict[str, list[str]] = {page: [] for page in ALONE}
 linkcheck_ignore = [r"https?://"]  # `nox -s docs` checks the links inside the site, and needs no network
 
@@ -91,5 +93,12 @@ def _analyze_without_overloads(self: ModuleAnalyzer) -> None:
 _analyze = ModuleAnalyzer.analyze
 
 
+def _copy_explorer(app: Any, exception: Exception | None) -> None:
+    # html_extra_path would put its index.html in the place of the site's own.
+    if app.builder.format == "html" and exception is None:
+        shutil.copytree(Path(app.srcdir, "explorer"), Path(app.outdir, "explorer"), dirs_exist_ok=True)
+
+
 def setup(app: Any) -> None:
     ModuleAnalyzer.analyze = _analyze_without_overloads
+    app.connect("build-finished", _copy_explorer)

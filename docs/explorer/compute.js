@@ -1,0 +1,38 @@
+// Everything that the page shows of a state, as plain numbers: one pure function, which the page and the tests call.
+"use strict";
+
+(() => {
+  const PARTS = {
+    pairs: (state) => explorer.countPairs(state),
+    picture: (state) => explorer.picture(explorer.headBranches(state, kvHead(state)), state.seq_len, state.is_causal),
+    pictures: (state) => explorer.pictures(state),
+    query: (state) => explorer.queryKeys(state, explorer.headBranches(state, kvHead(state))),
+    tiles: (state) => explorer.tiles(state),
+    reach: (state) => explorer.reach(state),
+    reachOf: (state) => explorer.reachOf(state),
+    uncovered: (state) => explorer.uncovered(state),
+    traffic: (state) => explorer.traffic(state),
+  };
+
+  // The key/value head of the query head that is looked at.
+  const kvHead = (state) => Math.floor(state.head / (state.num_heads / state.num_kv_heads));
+
+  // What is asked of a state; of one that means no legal pattern only `message`, in the library's words.
+  function compute(state, parts = Object.keys(PARTS)) {
+    const message = explorer.refusal(state);
+    if (message) return { message };
+    const fits = { ...state, head: clamp(state.head, state.num_heads), query: clamp(state.query, state.seq_len) };
+    const found = { message: null, state: fits, python: explorer.python(fits) };
+    found.offsets = explorer.branchesOf(fits).map(({ index }) => {
+      const [first, end] = explorer.headRange(fits, index);
+      return Array.from({ length: fits.num_kv_heads }, (_, head) =>
+        first <= head && head < end ? explorer.offset(fits, index, head) : null);
+    });
+    for (const part of parts) found[part] = PARTS[part](fits);
+    return found;
+  }
+
+  const clamp = (value, count) => (Number.isInteger(value) ? Math.min(Math.max(value, 0), count - 1) : 0);
+
+  Object.assign(explorer, { compute, kvHead });
+})();

@@ -1,0 +1,205 @@
+// A pattern in plain integers: what is refused of it, its offsets, its pairs, its Python. As flexdilated/pattern.py says it.
+"use strict";
+var explorer = window.explorer || {};
+window.explorer = explorer;
+
+(() => {
+  const HEADS = ["all", "grouped"];
+  const OFFSETS = ["blocked", "interleaved"];
+  // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
+  const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, ranks: 64, layers: 64, branches: 12 };
+
+  const ceilDiv = (a, b) => Math.ceil(a / b);
+  const mod = (a, b) => ((a % b) + b) % b;
+
+  // How many positions offset, offset + rate, ... lie below length.
+  const numKept = (length, rate, offset) => Math.max(0, Math.ceil((length - offset) / rate));
+
+  // -- as Python writes values -------------------------------------------------------------------------------------------------
+
+  function repr(value) {
+    if (value === true) return "True";
+    if (value === false) return "False";
+    if (typeof value !== "string") return String(value);
+    const quote = value.includes("'") && !value.includes('"') ? '"' : "'";
+    const inner = value.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("\r", "\\r").replaceAll("\t", "\\t");
+    return quote + (quote === "'" ? inner.replaceAll("'", "\\'") : inner) + quote;
+  }
+
+  const tuple = (values) => `(${values.map(repr).join(", ")}${values.length === 1 ? "," : ""})`;
+
+  const isInteger = (value) => typeof value === "bigint" || Number.isInteger(value);
+
+  // What a field or the address says, as Python's int() would take it, or the text itself.
+  function parseInteger(text) {
+    const trimmed = String(text).trim();
+    if (!/^[+-]?\d+$/.test(trimmed)) return trimmed;
+    const number = Number(trimmed);
+    return Number.isSafeInteger(number) ? number : BigInt(trimmed);
+  }
+
+  // -- what is refused ---------------------------------------------------------------------------------------------------------
+
+  // The library's own message for a pattern that it refuses, and for numbers that do not go with it; else null.
+  function refusal(state) {
+    const { segment_lengths: lengths, dilation_rates: rates } = state;
+    for (const [name, values] of [["segment_lengths", lengths], ["dilation_rates", rates]]) {
+      const i = values.findIndex((value) => !isInteger(value));
+      if (i >= 0) return `${name}[${i}] must be an integer, got ${repr(values[i])}`;
+    }
+    if (!lengths.length) return "segment_lengths must hold at least one length, got ()";
+    if (lengths.length !== rates.length) {
+      return `dilation_rates must hold one rate per segment length=${lengths.length}, got ${tuple(rates)}`;
+    }
+    for (const [i, length] of lengths.entries()) {
+      if (length < 1) return `segment_lengths[${i}] must be at least 1, got ${length}`;
+      if (rates[i] < 1 || rates[i] > length) {
+        return `dilation_rates[${i}] must be in [1, segment_lengths[${i}]=${length}], got ${rates[i]}`;
+      }
+    }
+    if (!HEADS.includes(state.heads)) return `heads must be one of ${tuple(HEADS)}, got ${repr(state.heads)}`;
+    if (!OFFSETS.includes(state.offsets)) return `offsets must be one of ${tuple(OFFSETS)}, got ${repr(state.offsets)}`;
+    for (const name of ["zero_padding", "detach_weights", "is_causal"]) {
+      if (typeof state[name] !== "boolean") return `${name} must be a bool, got ${repr(state[name])}`;
+    }
+    for (const name of ["num_heads", "seq_len", "num_kv_heads"]) {
+      if (!isInteger(state[name])) return `${name} must be an integer, got ${repr(state[name])}`;
+      if (state[name] < 1) return `${name} must be at least 1, got ${state[name]}`;
+    }
+    const { num_heads: heads, num_kv_heads: kvHeads } = state;
+    if (BigInt(heads) % BigInt(kvHeads)) return `num_kv_heads must divide num_heads=${heads}, got ${kvHeads}`;
+    if (state.heads === "grouped" && kvHeads < lengths.length) {
+      return (
+        `pattern must have at most one branch per key/value head=${kvHeads} under heads='grouped', got ` +
+        `${lengths.length} branches; use more heads, fewer branches or heads='all'`
+      );
+    }
+    return tooLarge(state);
+  }
+
+  // What the library takes and this page does not.
+  function tooLarge(state) {
+    const most = (name, limit, value) => `${name} must be at most ${limit} on this page, got ${value}`;
+    if (state.segment_lengths.length > LIMITS.branches) {
+      return `pattern must have at most ${LIMITS.branches} branches on this page, got ${state.segment_lengths.length}`;
+    }
+    for (const [i, length] of state.segment_lengths.entries()) {
+      if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
+    }
+    for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
+    for (const name of ["ranks", "layers", "block_size", "head_dim"]) {
+      if (!Number.isInteger(state[name]) || state[name] < 1) return `${name} must be an integer of at least 1, got ${state[name]}`;
+      if (state[name] > (LIMITS[name] || 2 ** 20)) return most(name, LIMITS[name] || 2 ** 20, state[name]);
+    }
+    return null;
+  }
+
+  // -- what is kept ------------------------------------------------------------------------------------------------------------
+
+  const branchesOf = (state) => state.segment_lengths.map((length, i) => ({ index: i, length, rate: state.dilation_rates[i] }));
+
+  // [first, end) of the key/value heads that run a branch.
+  function headRange(state, branch) {
+    if (state.heads === "all") return [0, state.num_kv_heads];
+    const count = state.segment_lengths.length;
+    const size = Math.floor(state.num_kv_heads / count);
+    const larger = state.num_kv_heads % count;
+    const start = branch * size + Math.min(branch, larger);
+    return [start, start + size + (branch < larger ? 1 : 0)];
+  }
+
+  function offset(state, branch, head) {
+    const rate = state.dilation_rates[branch];
+    if (state.heads === "grouped") return branch % rate;
+    if (state.offsets === "interleaved") return head % rate;
+    return Math.floor(head / ceilDiv(state.num_kv_heads, rate));
+  }
+
+  // The branches that a key/value head runs, each with its offset.
+  function headBranches(state, head) {
+    return branchesOf(state)
+      .filter(({ index }) => headRange(state, index)[0] <= head && head < headRange(state, index)[1])
+      .map((branch) => ({ ...branch, offset: offset(state, branch.index, head) }));
+  }
+
+  // Key/value heads that keep the same in every branch: { heads, branches }.
+  function headClasses(state) {
+    const found = new Map();
+    for (let head = 0; head < state.num_kv_heads; head++) {
+      const branches = headBranches(state, head);
+      const key = branches.map((branch) => `${branch.index}:${branch.offset}`).join();
+      if (!found.has(key)) found.set(key, { heads: [], branches });
+      found.get(key).heads.push(head);
+    }
+    return [...found.values()];
+  }
+
+  // -- pairs -------------------------------------------------------------------------------------------------------------------
+
+  // (query, key) pairs that one head of a branch scores. BigInt: they grow with the square of the segment.
+  function pairsOfBranch(length, rate, from, numTokens, isCausal) {
+    const w = Math.min(length, numTokens);
+    const scored = (segment) => {
+      const kept = BigInt(numKept(segment, rate, from));
+      return isCausal ? (kept * (kept + 1n)) / 2n : kept * kept;
+    };
+    return BigInt(Math.floor(numTokens / w)) * scored(w) + scored(numTokens % w);
+  }
+
+  // Over all key/value heads, a pair that m branches join counted m times: per branch, in all, and those of dense attention.
+  function countPairs(state, numTokens = state.seq_len) {
+    const branches = branchesOf(state).map(({ index, length, rate }) => {
+      const [first, end] = headRange(state, index);
+      let total = 0n;
+      const known = new Map();
+      for (let head = first; head < end; head++) {
+        const from = offset(state, index, head);
+        if (!known.has(from)) known.set(from, pairsOfBranch(length, rate, from, numTokens, state.is_causal));
+        total += known.get(from);
+      }
+      return total;
+    });
+    const n = BigInt(numTokens);
+    const dense = BigInt(state.num_kv_heads) * (state.is_causal ? (n * (n + 1n)) / 2n : n * n);
+    return { branches, total: branches.reduce((sum, pairs) => sum + pairs, 0n), dense };
+  }
+
+  // -- Python ------------------------------------------------------------------------------------------------------------------
+
+  function python(state) {
+    const fields = [`segment_lengths=${tuple(state.segment_lengths)}`, `dilation_rates=${tuple(state.dilation_rates)}`];
+    if (state.heads !== "all") fields.push(`heads="${state.heads}"`);
+    if (state.offsets !== "blocked") fields.push(`offsets="${state.offsets}"`);
+    for (const name of ["zero_padding", "detach_weights"]) if (state[name]) fields.push(`${name}=True`);
+    return `from flexdilated import DilatedPattern\n\npattern = DilatedPattern(${fields.join(", ")})\n`;
+  }
+
+  // -- patterns to begin with --------------------------------------------------------------------------------------------------
+
+  const RULES = { heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
+  const NUMBERS = { block_size: 128, head_dim: 64, itemsize: 2, ranks: 8, layers: 2, head: 0, query: 0, is_causal: false };
+  const TORCHSCALE = { zero_padding: true, detach_weights: true };
+  const example = (segment_lengths, dilation_rates, num_heads, seq_len, more = {}) => ({
+    ...RULES, ...NUMBERS, segment_lengths, dilation_rates, num_heads, num_kv_heads: num_heads, seq_len, ...more,
+  });
+  const PRESETS = {
+    example: { title: "Small example", state: example([16, 32, 64], [1, 2, 4], 4, 64, { block_size: 16, ranks: 4, query: 32 }) },
+    longnet: {
+      title: "LongNet",
+      state: example([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], 12, 65536, { is_causal: true, query: 50000 }),
+    },
+    gigapath: {
+      title: "Prov-GigaPath",
+      state: example([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], 16, 16384, { head_dim: 48, query: 5000, ...TORCHSCALE }),
+    },
+    torchscale: {
+      title: "torchscale",
+      state: example([2048, 4096], [1, 2], 8, 8192, { query: 3000, is_causal: true, ...TORCHSCALE }),
+    },
+  };
+
+  Object.assign(explorer, {
+    LIMITS, NUMBERS, PRESETS, branchesOf, ceilDiv, countPairs, headBranches, headClasses, headRange, mod, numKept, offset, pairsOfBranch,
+    parseInteger, python, refusal,
+  });
+})();

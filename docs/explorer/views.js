@@ -1,0 +1,623 @@
+// The views: what each asks of `compute`, its markup, and how it draws the answer.
+"use strict";
+
+(() => {
+  const { axis, bars, bytes, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, sized,
+    square, strip, table, times } = explorer;
+
+  const SHARES = [1 / 256, 1 / 64, 1 / 16, 1 / 4, 1]; // where columns of many tokens change colour
+  // What the colours of cells of many pairs mean: a cell of more than limits[i] per pair has at least the colour of names[i + 1].
+  const JOINS = { title: "joins per pair", limits: SHARES, names: ["up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1"] };
+  const SEEN = { title: "pairs seen", limits: [1 / 16, 1 / 4, 1 / 2, 1 - 1e-9], names: ["up to 1/16", "up to 1/4", "up to half", "more than half", "all"] };
+
+  const legend = (items) => items
+    .map(([color, text]) => (color ? `<li><i style="background:${color}"></i>${escaped(text)}</li>` : `<li class="title">${escaped(text)}</li>`))
+    .join("");
+
+  // The level of each cell: its count where a cell is a pair, else by its share; and what the levels mean.
+  function shaded({ counts, cells, tokensPerCell: c }, { isCausal, numTokens, joined = false, scale = JOINS }) {
+    const level = new Uint8Array(counts.length);
+    let names, palette, title = null;
+    if (c === 1 || joined) {
+      let most = 1;
+      for (let i = 0; i < counts.length; i++) {
+        level[i] = joined ? counts[i] > 0 : counts[i];
+        if (level[i] > most) most = level[i];
+      }
+      palette = levels(most);
+      names = joined ? [c === 1 ? "joined" : "some pair joined"] : palette.map((_, i) => plural(i + 1, "branch", "branches"));
+    } else {
+      const { limits } = scale;
+      for (let i = 0; i < cells; i++) {
+        const rows = Math.min(c, numTokens - i * c);
+        for (let j = 0; j < cells; j++) {
+          const at = i * cells + j;
+          if (!counts[at]) continue;
+          const columns = Math.min(c, numTokens - j * c);
+          const share = counts[at] / (isCausal && i === j ? (rows * (rows + 1)) / 2 : rows * columns);
+          let above = 1;
+          while (above <= limits.length && share > limits[above - 1]) above++;
+          level[at] = above;
+        }
+      }
+      ({ names, title } = scale);
+      palette = levels(names.length);
+    }
+    palette = [colors().apart, ...palette, colors().future];
+    if (isCausal) {
+      for (let i = 0; i < cells; i++) for (let j = i + 1; j < cells; j++) level[i * cells + j] = palette.length - 1;
+    }
+    const items = [...(title ? [[null, title]] : []), [palette[0], "none"], ...names.map((name, i) => [palette[i + 1], name])];
+    if (isCausal) items.push([palette.at(-1), "future"]);
+    return { level, palette, items };
+  }
+
+  // Where a picture has fewer cells than pairs, what a cell is.
+  const grain = (c, numTokens, each) => (c === 1 ? "" : `${number(numTokens)} tokens are too many to draw one by one: each cell is a square of
+    ${number(c)} x ${number(c)} pairs, coloured by its ${each}.`);
+
+  const ofHeads = (state) => (state.num_heads === state.num_kv_heads ? "" :
+    ` Query heads share a key/value head in groups of ${state.num_heads / state.num_kv_heads}; the pattern is that of the key/value head.`);
+
+  // The pointer and the arrow keys move a cursor over a square; `say` puts it in words, `pick` takes it.
+  function explore(stack, readout, { say, pick }) {
+    const [canvas, overlay] = stack.querySelectorAll("canvas");
+    let place = null, at = null;
+    const show = () => {
+      cursor(overlay, canvas, place, at);
+      readout.textContent = at ? say(at) : readout.dataset.idle;
+    };
+    const move = (row, column) => {
+      at = { row: Math.min(Math.max(row, 0), place.cells - 1), column: Math.min(Math.max(column, 0), place.cells - 1) };
+      show();
+    };
+    canvas.addEventListener("pointermove", (event) => {
+      if (!place) return;
+      const box = canvas.getBoundingClientRect(), scale = parseFloat(canvas.style.width) / box.width;
+      const x = (event.clientX - box.left) * scale - place.left, y = (event.clientY - box.top) * scale - place.top;
+      if (x < 0 || y < 0 || x >= place.side || y >= place.side) return;
+      move(Math.floor((y / place.side) * place.cells), Math.floor((x / place.side) * place.cells));
+    });
+    canvas.addEventListener("pointerleave", () => {
+      at = null;
+      if (place) show();
+    });
+    canvas.addEventListener("click", () => at && pick && pick(at));
+    canvas.addEventListener("keydown", (event) => {
+      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (event.key === "Enter" && at && pick) pick(at);
+      if (!step || !place) return;
+      event.preventDefault();
+      const by = event.shiftKey ? 10 : 1;
+      move((at ? at.row : 0) + step[0] * by, (at ? at.column : 0) + step[1] * by);
+    });
+    return (next) => {
+      place = next;
+      if (at) move(at.row, at.column);
+      else show();
+    };
+  }
+
+  const stack = (name) => `<div class="stack"><canvas tabindex="0" role="img" aria-label="${name}"></canvas><canvas aria-hidden="true"></canvas></div>`;
+
+  const headSelect = `<label>Head <select data-state="head"></select></label>`;
+
+  function fillHeads(el, state) {
+    const select = el.querySelector("[data-state=head]");
+    if (!select) return;
+    const options = Array.from({ length: state.num_heads }, (_, head) => `<option value="${head}">${head}</option>`).join("");
+    if (select.dataset.count !== String(state.num_heads)) select.innerHTML = options;
+    select.dataset.count = state.num_heads;
+    select.value = state.head;
+  }
+
+  // Classes hold key/value heads; what is looked at is a query head.
+  const classOf = (list, state) => list.findIndex(({ heads }) => heads.includes(explorer.kvHead(state)));
+
+  // -- who attends to whom -----------------------------------------------------------------------------------------------------
+
+  const pairsView = {
+    id: "pairs",
+    title: "Who attends to whom",
+    parts: ["picture"],
+    markup: `<h2>Who attends to whom</h2><p class="about"></p>
+      <div class="tools">${headSelect}
+        <label><input type="radio" name="shade" value="many" checked> how many branches join</label>
+        <label><input type="radio" name="shade" value="any"> joined or not</label></div>
+      <div class="side"><figure>${stack("Queries down, keys across. Arrow keys move, Enter takes the query.")}
+        <output class="readout"></output></figure>
+        <div><ul class="legend tall"></ul><h3>Heads that keep the same</h3><div class="multiples"></div></div></div>`,
+    build(el, app) {
+      const readout = el.querySelector(".readout");
+      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
+      this.place = explore(el.querySelector(".stack"), readout, {
+        say: (at) => this.say(at),
+        pick: ({ row }) => app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1), view: "query" }),
+      });
+      for (const input of el.querySelectorAll("[name=shade]")) input.addEventListener("change", () => app.draw());
+    },
+    say({ row, column }) {
+      const { branches, counts, cells, tokensPerCell: c } = this.found, { seq_len: n, is_causal: isCausal } = this.state;
+      const count = counts[row * cells + column];
+      if (c === 1) {
+        const by = branches.filter((branch) => explorer.multiplicity([branch], row, column, isCausal));
+        const names = by.map(({ length, rate }) => `(${number(length)}, ${rate})`).join(" and ");
+        const what = count ? `joined by ${plural(count, "branch", "branches")}, ${names}` : isCausal && column > row ? "in the future" : "not joined";
+        return `query ${number(row)}, key ${number(column)}: ${what}`;
+      }
+      const rows = [row * c, Math.min(n, (row + 1) * c)], columns = [column * c, Math.min(n, (column + 1) * c)];
+      return `queries ${range(...rows)}, keys ${range(...columns)}: ${number(count)} joins by branches among ` +
+        `${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs`;
+    },
+    render(el, { picture, state }, app) {
+      fillHeads(el, state);
+      const classes = explorer.headClasses(state), chosen = classOf(classes, state);
+      this.found = { ...picture, branches: classes[chosen].branches };
+      this.state = state;
+      const joined = el.querySelector("[name=shade]:checked").value === "any";
+      const options = { isCausal: state.is_causal, numTokens: state.seq_len, joined };
+      const { level, palette, items } = shaded(this.found, options);
+      el.querySelector(".about").textContent =
+        `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour tells how many branches join a pair"}` +
+        ` for head ${state.head}. Outlined squares are segments. ` +
+        grain(this.found.tokensPerCell, state.seq_len, joined ? "having any joined pair" : "joins per pair") + ofHeads(state);
+      this.place(square(el.querySelector("canvas"), {
+        level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len,
+        segments: this.found.branches.map(({ length }) => length), isCausal: state.is_causal,
+      }));
+      el.querySelector(".legend").innerHTML = legend(items);
+      multiples(el.querySelector(".multiples"), classes, chosen, options, state, app);
+    },
+  };
+
+  // A small picture for each heads that keep the same; pressing one looks at its first head.
+  function multiples(box, classes, chosen, options, state, app) {
+    const key = classes.map(({ heads }) => heads.join()).join(";");
+    if (box.dataset.key !== key) {
+      box.dataset.key = key;
+      box.innerHTML = classes.map(() => `<button type="button"><canvas aria-hidden="true"></canvas><span></span></button>`).join("");
+      box.querySelectorAll("button").forEach((button) => button.addEventListener("click", () => {
+        const group = app.state.num_heads / app.state.num_kv_heads;
+        app.set({ head: Number(button.dataset.head) * group });
+      }));
+    }
+    box.querySelectorAll("button").forEach((button, i) => {
+      const { heads, branches } = classes[i];
+      button.dataset.head = heads[0];
+      button.setAttribute("aria-pressed", i === chosen);
+      button.querySelector("span").textContent = `${headNames(heads)}: offset ${branches.map(({ offset }) => offset).join(", ") || "none"}`;
+      const canvas = button.querySelector("canvas");
+      const few = explorer.picture(branches, state.seq_len, state.is_causal, 96);
+      const { level, palette } = shaded(few, options);
+      Object.assign(canvas, { width: few.cells, height: few.cells });
+      canvas.getContext("2d").drawImage(cellsOf(level, few.cells, few.cells, palette), 0, 0);
+    });
+  }
+
+  // -- one query ---------------------------------------------------------------------------------------------------------------
+
+  const BINS = 720; // of a strip
+
+  const queryView = {
+    id: "query",
+    title: "One query",
+    parts: ["query"],
+    markup: `<h2>One query's keys</h2><p class="about"></p>
+      <div class="tools">${headSelect}<label>Query <input inputmode="numeric" data-state="query" data-integer></label>
+        <input type="range" data-state="query" aria-label="Query, slider" min="0"></div>
+      <p class="conclusion" aria-live="polite"></p><div class="strips" data-of="branches"></div><output class="readout"></output>
+      <ul class="legend"></ul>
+      <h3>The same query in every head</h3><div class="strips" data-of="heads"></div><div class="numbers"></div>`,
+    build(el) {
+      const readout = el.querySelector(".readout");
+      readout.textContent = readout.dataset.idle = "Point at a strip to name its tokens.";
+      el.querySelector("[data-of=branches]").addEventListener("pointermove", ({ target, clientX }) => {
+        if (target.tagName !== "CANVAS" || target.className === "axis") return;
+        const box = target.getBoundingClientRect();
+        readout.textContent = this.say(Math.min(Math.max((clientX - box.left) / box.width, 0), 1 - 1e-9));
+      });
+      el.querySelector("[data-of=branches]").addEventListener("pointerleave", () => (readout.textContent = readout.dataset.idle));
+    },
+    // The tokens at a place of the strips, from 0 to 1, and the branches in which the query sees them.
+    say(place) {
+      const { runs, state } = this.found, n = state.seq_len, bins = Math.min(n, BINS), bin = Math.floor(place * bins);
+      const first = Math.floor((bin * n) / bins), end = Math.floor(((bin + 1) * n) / bins);
+      const seen = runs.map((run) => [run, binned([run], [first, end])[0]]).filter(([, count]) => count);
+      const where = seen.map(([run, count]) => `${end - first === 1 ? "" : `${number(count)} `}in (${number(run.length)}, ${run.rate})`).join(", ");
+      return `query ${number(state.query)}, key${end - first === 1 ? "" : "s"} ${range(first, end)}: ${seen.length ? `seen ${where}` : "not seen"}`;
+    },
+    render(el, { query, state }) {
+      this.found = { runs: query.runs, state };
+      fillHeads(el, state);
+      for (const input of el.querySelectorAll("[data-state=query]")) {
+        if (input.type === "range") input.max = state.seq_len - 1;
+        if (document.activeElement !== input || input.type === "range") input.value = state.query;
+      }
+      const { runs, keys, joins, farthest } = query;
+      el.querySelector(".about").textContent = "Each strip is the whole sequence; the outline is the query's segment, the mark the query." +
+        (state.seq_len > BINS ? ` ${number(state.seq_len)} tokens are too many to draw one by one: each of ${BINS} columns is coloured by the share of its tokens that are seen.` : "");
+      el.querySelector(".conclusion").textContent = keys
+        ? `Query ${number(state.query)} of head ${state.head} sees ${plural(keys, "key")}` +
+          `${joins > keys ? `, some in several branches (${number(joins)} scores)` : ""}; the farthest is ${plural(farthest, "token")} away.`
+        : `Query ${number(state.query)} of head ${state.head} sees no key: no branch keeps it in this head. Its output is 0.`;
+      const rows = [{ name: "all branches", runs }, ...runs.map((run) => ({ name: `w ${number(run.length)}, r ${run.rate}`, runs: [run], spans: [[run.start, run.end]] }))];
+      const items = strips(el.querySelector("[data-of=branches]"), rows, state);
+      el.querySelector(".legend").innerHTML = legend(items);
+      const classes = explorer.headClasses(state).map(({ heads, branches }) => ({ name: headNames(heads), ...explorer.queryKeys(state, branches) }));
+      strips(el.querySelector("[data-of=heads]"), classes, state);
+      el.querySelector(".numbers").innerHTML = table(`Branches of head ${state.head}`, ["branch", "offset", "segment", "keeps the query", "keys"],
+        runs.map((run) => [`w ${number(run.length)}, r ${run.rate}`, number(run.offset), range(run.start, run.end), run.keeps ? "yes" : "no", number(run.rows)]));
+    },
+  };
+
+  // Strips of runs of keys with their names and counts.
+  function strips(box, rows, state) {
+    if (box.dataset.count !== String(rows.length)) {
+      box.dataset.count = rows.length;
+      box.innerHTML = `${rows.map(() => `<span></span><canvas aria-hidden="true"></canvas><span></span>`).join("")}<span></span><canvas class="axis" aria-hidden="true"></canvas><span></span>`;
+    }
+    const n = state.seq_len;
+    const bins = Math.min(n, BINS), edges = Array.from({ length: bins + 1 }, (_, i) => Math.floor((i * n) / bins));
+    const counted = rows.map(({ runs }) => binned(runs, edges));
+    const most = Math.max(1, ...counted.flatMap((counts) => [...counts]));
+    const single = bins === n;
+    const palette = [colors().apart, ...(single ? levels(most) : levels(SHARES.length + 1))];
+    const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
+    rows.forEach((row, i) => {
+      const level = counted[i].map((count, bin) => {
+        const share = count / (edges[bin + 1] - edges[bin]);
+        return !count ? 0 : single ? count : share > 1 ? SHARES.length + 1 : 1 + SHARES.findIndex((limit) => share <= limit);
+      });
+      spans[2 * i].textContent = row.name;
+      spans[2 * i + 1].textContent = plural(row.keys ?? sum(row.runs.map((run) => run.rows)), row.keys === undefined && row.runs.length > 1 ? "score" : "key");
+      strip(canvases[i], { level, palette, count: n, marks: [state.query], spans: row.spans });
+    });
+    axis(canvases[rows.length], n);
+    const names = single ? palette.slice(1).map((_, i) => plural(i + 1, "branch", "branches"))
+      : ["up to 1/256 of the tokens", "up to 1/64", "up to 1/16", "up to 1/4", "up to all", "in several branches"];
+    return [[palette[0], "not seen"], ...names.map((name, i) => [palette[i + 1], name]), [colors().mark, "the query"]];
+  }
+
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+  // How many keys of some runs lie in each bin.
+  function binned(runs, edges) {
+    const counts = new Float64Array(edges.length - 1);
+    const below = (run, token) => Math.min(run.rows, explorer.numKept(token, run.rate, run.first));
+    for (const run of runs) {
+      if (!run.rows) continue;
+      for (let i = 0; i + 1 < edges.length; i++) counts[i] += below(run, edges[i + 1]) - below(run, edges[i]);
+    }
+    return counts;
+  }
+
+  // -- tiles -------------------------------------------------------------------------------------------------------------------
+
+  const tilesView = {
+    id: "tiles",
+    title: "Tiles",
+    parts: ["tiles"],
+    markup: `<h2>Tiles that FlexAttention visits</h2><p class="about"></p>
+      <div class="tools">${headSelect}<label>Tile <select data-state="block_size">${[16, 32, 64, 128, 256, 512]
+        .map((size) => `<option value="${size}">${size} x ${size}</option>`).join("")}</select></label></div>
+      <p class="conclusion" aria-live="polite"></p>
+      <div class="side"><figure>${stack("Tiles: queries down, keys across. Arrow keys move.")}<output class="readout"></output></figure>
+        <div><ul class="legend tall"></ul></div></div><div class="numbers"></div>`,
+    build(el) {
+      const readout = el.querySelector(".readout");
+      readout.dataset.idle = "Point at a tile, or move with the arrow keys.";
+      this.place = explore(el.querySelector(".stack"), readout, { say: (at) => this.say(at) });
+    },
+    say({ row, column }) {
+      const { each, cells, group, size, n } = this.found;
+      const at = row * cells + column, step = group * size;
+      const where = `queries ${range(row * step, Math.min(n, (row + 1) * step))}, keys ${range(column * step, Math.min(n, (column + 1) * step))}`;
+      if (group === 1) return `${where}: ${each.fullIn[at] ? "full" : each.visitedIn[at] ? "visited, in part" : "not visited"}`;
+      return `${where}: ${number(each.visitedIn[at])} tiles visited, ${number(each.fullIn[at])} of them full`;
+    },
+    render(el, { tiles, state }) {
+      fillHeads(el, state);
+      const select = el.querySelector("[data-state=block_size]");
+      if (![...select.options].some(({ value }) => Number(value) === state.block_size)) {
+        select.add(new Option(`${state.block_size} x ${state.block_size}`, state.block_size));
+      }
+      select.value = state.block_size;
+      for (const part of [".side", ".numbers"]) el.querySelector(part).hidden = Boolean(tiles.why);
+      if (tiles.why) {
+        el.querySelector(".conclusion").textContent = tiles.why;
+        return;
+      }
+      const chosen = classOf(tiles.heads, state), each = tiles.heads[chosen], size = state.block_size;
+      const waste = ({ pairs }, visited) => (pairs ? `${times((visited * size * size) / Number(pairs))}x` : "-");
+      el.querySelector(".about").textContent = "A visited tile is computed whole. Raw: one mask over the sequence as it is. Packed: the kept rows of " +
+        `a branch, segment after segment, one mask per branch. Waste is pairs in visited tiles per useful pair.${ofHeads(state)} ` +
+        (tiles.group === 1 ? "" : `${number(tiles.blocks)} tiles per side are too many to draw: each cell is ${tiles.group} x ${tiles.group} tiles.`);
+      el.querySelector(".conclusion").textContent = `Head ${state.head} visits ${percent(each.partial + each.full, tiles.tiles)} of the tiles raw: ` +
+        `waste ${waste(each, each.partial + each.full)}; packed ${waste(each, each.packed)}.`;
+      this.found = { each, cells: tiles.cells, group: tiles.group, size, n: state.seq_len };
+      const { level, palette, items } = tileLevels(each, tiles, state);
+      this.place(square(el.querySelector("canvas"), {
+        level, palette, cells: tiles.cells, perCell: size * tiles.group, count: tiles.cells * size * tiles.group,
+      }));
+      el.querySelector(".legend").innerHTML = legend(items);
+      el.querySelector(".numbers").innerHTML = table("Tiles per head", ["heads", "visited", "of all", "full", "waste raw", "packed tiles", "waste packed"],
+        tiles.heads.map((one) => [headNames(one.heads), number(one.partial + one.full), percent(one.partial + one.full, tiles.tiles), number(one.full),
+          waste(one, one.partial + one.full), number(one.packed), waste(one, one.packed)]), chosen);
+    },
+  };
+
+  function tileLevels({ visitedIn, fullIn }, { cells, group, blocks }, state) {
+    const { scale, apart, future } = colors();
+    const palette = [apart, scale[0], scale[2], scale[5], future];
+    const level = new Uint8Array(cells * cells);
+    for (let i = 0; i < cells; i++) {
+      const rows = Math.min(group, blocks - i * group);
+      for (let j = 0; j < cells; j++) {
+        const at = i * cells + j, columns = Math.min(group, blocks - j * group);
+        if (state.is_causal && j > i) level[at] = 4;
+        else if (!visitedIn[at]) level[at] = 0;
+        else if (fullIn[at] === rows * columns) level[at] = 3;
+        else level[at] = group === 1 || 2 * visitedIn[at] >= rows * columns ? 2 : 1;
+      }
+    }
+    const items = [[palette[0], "none visited"], ...(group === 1 ? [] : [[palette[1], "less than half visited"]]),
+      [palette[2], group === 1 ? "visited, in part" : "half or more visited"], [palette[3], "full"]];
+    return { level, palette, items: state.is_causal ? [...items, [future, "future"]] : items };
+  }
+
+  // -- cost --------------------------------------------------------------------------------------------------------------------
+
+  const costView = {
+    id: "cost",
+    title: "Cost",
+    parts: [],
+    markup: `<h2>Pairs against dense attention</h2><p class="about">Scored pairs over all key/value heads, a pair that m branches join counted m times.
+      A forward takes 4 floating-point operations per pair and element of a head.</p>
+      <div class="tools"><label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label></div>
+      <p class="conclusion" aria-live="polite"></p>
+      <figure><canvas role="img" aria-label="Pairs against tokens, dilated and dense; the table below has the numbers"></canvas>
+      <ul class="legend"></ul></figure><div class="numbers"></div>`,
+    build() {},
+    render(el, { pairs, state }) {
+      const input = el.querySelector("[data-state=head_dim]");
+      if (document.activeElement !== input) input.value = state.head_dim;
+      const n = state.seq_len, ratio = Number(pairs.dense) / Number(pairs.total);
+      el.querySelector(".conclusion").textContent = !pairs.total ? "No pair is scored." : ratio >= 1
+        ? `At ${plural(n, "token")} the pattern scores ${percent(pairs.total, pairs.dense)} of the pairs of dense attention, ${times(ratio)} times fewer.`
+        : `At ${plural(n, "token")} the pattern scores ${times(1 / ratio)} times the pairs of dense attention: its branches overlap.`;
+      const lengths = Array.from({ length: 49 }, (_, i) => Math.round(n * 2 ** ((i - 24) / 4))).filter((tokens) => tokens >= 1 && tokens <= 2 ** 31);
+      const counted = lengths.map((tokens) => [tokens, explorer.countPairs(state, tokens)]);
+      const { accent, quiet } = colors();
+      const points = (key) => counted.filter(([, found]) => found[key]).map(([tokens, found]) => [tokens, Number(found[key])]);
+      const lines = [{ points: points("dense"), color: quiet, dash: [6, 4], width: 1.5 }, { points: points("total"), color: accent, width: 2.5 }];
+      const short = (value) => `10${[...String(Math.round(Math.log10(value)))].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("")}`;
+      logLines(el.querySelector("canvas"), { lines: lines.filter((line) => line.points.length), at: n, xTitle: "tokens", yTitle: "pairs", unit: short });
+      el.querySelector(".legend").innerHTML = legend([[accent, "this pattern"], [quiet, "dense attention (dashed)"], [colors().mark, `${number(n)} tokens`]]);
+      const group = BigInt(state.num_heads / state.num_kv_heads);
+      const work = (count) => flops(4n * BigInt(state.head_dim) * group * count);
+      el.querySelector(".numbers").innerHTML = table("Pairs of each branch", ["branch", "heads", "pairs", "share", "of dense", "forward"], [
+        ...pairs.branches.map((count, i) => [`w ${number(state.segment_lengths[i])}, r ${state.dilation_rates[i]}`,
+          number(explorer.headRange(state, i)[1] - explorer.headRange(state, i)[0]), number(count), pairs.total ? percent(count, pairs.total) : "-",
+          percent(count, pairs.dense), work(count)]),
+        ["all branches", number(state.num_kv_heads), number(pairs.total), "100 %", percent(pairs.total, pairs.dense), work(pairs.total)],
+        ["dense attention", number(state.num_kv_heads), number(pairs.dense), "-", "100 %", work(pairs.dense)],
+      ], pairs.branches.length);
+    },
+  };
+
+  // -- layers ------------------------------------------------------------------------------------------------------------------
+
+  const QUICKLY_REACHED = 1024;
+
+  const layersView = {
+    id: "layers",
+    title: "Layers",
+    // All pairs of many tokens take longer than a frame: while a slider moves, only the query's row follows it.
+    parts: (state, isMoving) =>
+      state.seq_len > explorer.MOST_REACHED || (isMoving && state.seq_len > QUICKLY_REACHED) ? ["reachOf"] : ["reach", "reachOf"],
+    markup: `<h2>Reach over layers</h2><p class="about"></p>
+      <div class="tools"><label>Layers <input inputmode="numeric" data-state="layers" data-integer></label>
+        <input type="range" data-state="layers" aria-label="Layers, slider" min="1" max="12">
+        <label>Query <input inputmode="numeric" data-state="query" data-integer></label></div>
+      <p class="conclusion" aria-live="polite"></p>
+      <div class="side"><figure>${stack("What each query reaches. Queries down, tokens across. Arrow keys move, Enter takes the query.")}
+        <output class="readout"></output></figure><div><ul class="legend tall"></ul></div></div>
+      <div class="strips"></div><div class="numbers"></div>`,
+    build(el, app) {
+      const readout = el.querySelector(".readout");
+      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
+      this.place = explore(el.querySelector(".stack"), readout, {
+        say: (at) => this.say(at),
+        pick: ({ row }) => app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1) }),
+      });
+    },
+    say({ row, column }) {
+      const { counts, cells, tokensPerCell: c } = this.found, { seq_len: n, layers } = this.state;
+      const count = counts[row * cells + column], after = `after ${plural(layers, "layer")}`;
+      if (c === 1) return `query ${number(row)} ${count ? "has seen" : "has not seen"} token ${number(column)} ${after}`;
+      const rows = [row * c, Math.min(n, (row + 1) * c)], columns = [column * c, Math.min(n, (column + 1) * c)];
+      return `queries ${range(...rows)}, tokens ${range(...columns)}: ${number(count)} of ${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs ${after}`;
+    },
+    render(el, { reach, reachOf, state }, app, isMoving) {
+      const waits = isMoving && !reach && state.seq_len <= explorer.MOST_REACHED;
+      for (const name of [".conclusion", ".side", ".numbers"]) el.querySelector(name).classList.toggle("stale", waits);
+      if (waits) {
+        reachStrip(el.querySelector(".strips"), reachOf, state);
+        return;
+      }
+      for (const input of el.querySelectorAll("[data-state]")) {
+        if (document.activeElement !== input || input.type === "range") input.value = state[input.dataset.state];
+      }
+      this.state = state;
+      el.querySelector(".side").hidden = !reach;
+      el.querySelector(".about").textContent = "All heads and branches together, with the residual connection: after a layer a token has seen what the tokens that " +
+        "it attends to had seen before. " + (reach ? grain(explorer.tokensPerCell(state.seq_len), state.seq_len, "share of pairs seen")
+        : `All pairs are followed up to ${number(explorer.MOST_REACHED)} tokens; here only the query's own row.`);
+      el.querySelector(".conclusion").textContent = conclusion(reach, reachOf, state);
+      if (reach) {
+        this.found = explorer.reachPicture(reach, state.seq_len);
+        const { level, palette, items } = shaded(this.found, { isCausal: state.is_causal, numTokens: state.seq_len, joined: this.found.tokensPerCell === 1, scale: SEEN });
+        if (this.found.tokensPerCell === 1) items[1][1] = "seen";
+        this.place(square(el.querySelector("canvas"), {
+          level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len, labels: ["token seen", "query"],
+        }));
+        el.querySelector(".legend").innerHTML = legend(items);
+      }
+      el.querySelector(".strips").hidden = !reachOf;
+      if (reachOf) reachStrip(el.querySelector(".strips"), reachOf, state);
+      el.querySelector(".numbers").innerHTML = layerTable(reach, reachOf, state);
+    },
+  };
+
+  function conclusion(reach, reachOf, state) {
+    if (reach) {
+      const every = state.is_causal ? "every token has seen every token before it" : "every token has seen every other";
+      return reach.layersToAll === null ? `Never: some tokens stay unseen by others, however many layers there are. ${percent(reach.pairs.at(-1), reach.every)} of the pairs are ever seen.`
+        : `After ${plural(reach.layersToAll, "layer")} ${every}.`;
+    }
+    if (!reachOf) return "Too many tokens to follow even one query.";
+    const { reached, every } = reachOf;
+    const needs = plural(reached.length - 1, "layer");
+    return reached.at(-1) === every ? `Query ${number(state.query)} has seen ${state.is_causal ? "every token before it" : "every token"} after ${needs}.`
+      : `Query ${number(state.query)} sees ${number(reached.at(-1))} of ${number(every)} tokens, after ${needs}; more layers add none.`;
+  }
+
+  // What the query has seen after the shown layer, over the whole sequence.
+  function reachStrip(box, { shown }, state) {
+    if (!box.firstChild) {
+      box.innerHTML = `<span></span><canvas aria-hidden="true"></canvas><span></span><span></span><canvas class="axis" aria-hidden="true"></canvas><span></span>`;
+    }
+    const n = state.seq_len, bins = Math.min(n, BINS), counts = new Float64Array(bins), size = new Float64Array(bins);
+    for (let token = 0; token < n; token++) {
+      const bin = Math.floor((token * bins) / n);
+      counts[bin] += shown[token];
+      size[bin]++;
+    }
+    const palette = [colors().apart, ...levels(SHARES.length)];
+    const level = counts.map((count, i) => (count ? 1 + SHARES.findIndex((limit) => count / size[i] <= limit) : 0));
+    const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
+    spans[0].textContent = `query ${number(state.query)}`;
+    spans[1].textContent = plural(sum(counts), "token");
+    strip(canvases[0], { level, palette, count: n, marks: [state.query] });
+    axis(canvases[1], n);
+  }
+
+  function layerTable(reach, reachOf, state) {
+    const count = Math.max(reach ? reach.pairs.length : 0, reachOf ? reachOf.reached.length : 0);
+    const at = (list, i) => list[Math.min(i, list.length - 1)];
+    const rows = Array.from({ length: count }, (_, i) => [number(i),
+      ...(reach ? [number(at(reach.pairs, i)), percent(at(reach.pairs, i), reach.every)] : []),
+      ...(reachOf ? [number(at(reachOf.reached, i)), percent(at(reachOf.reached, i), reachOf.every)] : [])]);
+    return table("What has been seen after each layer", ["layers", ...(reach ? ["pairs", "of all"] : []),
+      ...(reachOf ? [`tokens seen by query ${number(state.query)}`, "of all"] : [])], rows, Math.min(state.layers, count - 1));
+  }
+
+  // -- ranks -------------------------------------------------------------------------------------------------------------------
+
+  const ranksView = {
+    id: "ranks",
+    title: "Ranks",
+    parts: ["traffic"],
+    markup: `<h2>Shards over ranks, and what travels</h2><p class="about">The sequence in equal contiguous shards. A segment inside one shard stays there; of a
+      cut segment each rank receives the kept rows of keys and values that its own queries need, each once, whatever the number of branches.</p>
+      <div class="tools"><label>Ranks <input inputmode="numeric" data-state="ranks" data-integer></label>
+        <input type="range" data-state="ranks" aria-label="Ranks, slider" min="1" max="64">
+        <label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label>
+        <label>Bytes per element <select data-state="itemsize"><option value="2">2 (bfloat16)</option><option value="4">4 (float32)</option></select></label></div>
+      <p class="conclusion" aria-live="polite"></p>
+      <h3>Segments over shards</h3><figure><canvas class="shards" role="img" aria-label="Segments of each branch over the shards of the ranks: cut ones are dark"></canvas><ul class="legend" data-of="shards"></ul></figure>
+      <h3>Rows of keys and values, by receiver and sender</h3>
+      <div class="side"><figure>${stack("Rows received: receivers down, senders across. Arrow keys move.")}<output class="readout"></output></figure>
+        <div><ul class="legend tall" data-of="rows"></ul></div></div>
+      <div class="numbers"></div>`,
+    build(el) {
+      const readout = el.querySelector(".readout");
+      readout.dataset.idle = "Point at two ranks, or move with the arrow keys.";
+      this.place = explore(el.querySelector(".stack"), readout, {
+        say: ({ row, column }) => (row === column ? `rank ${row} holds its own rows`
+          : `rank ${row} receives ${plural(this.found.kv[row][column], "row")} of keys and values from rank ${column}`),
+      });
+    },
+    render(el, { traffic, state }) {
+      for (const input of el.querySelectorAll("[data-state]")) {
+        if (document.activeElement !== input || input.type === "range") input.value = state[input.dataset.state];
+      }
+      this.found = traffic;
+      const most = Math.max(...traffic.bytes), ring = Math.max(...traffic.ring);
+      el.querySelector(".conclusion").textContent = state.ranks === 1 ? "One rank: nothing travels." : !most
+        ? `Nothing travels: no rank needs a row of another. A ring of everything would move ${bytes(ring)} to each rank.`
+        : `The busiest rank receives ${bytes(most)} in a forward, ${percent(most, ring)} of the ${bytes(ring)} of a ring of everything.`;
+      shards(el.querySelector(".shards"), traffic, state);
+      el.querySelector("[data-of=shards]").innerHTML = legend([[colors().scale[0], "segment inside a shard"], [colors().scale[3], "cut segment"], [colors().mark, "border of shards"]]);
+      const { level, palette, items } = rowLevels(traffic.kv);
+      this.place(square(el.querySelector(".stack canvas"), {
+        level, palette, cells: state.ranks, perCell: 1, count: state.ranks, labels: ["from rank", "to rank"], width: Math.min(420, el.clientWidth - 40),
+      }));
+      el.querySelector("[data-of=rows]").innerHTML = legend(items);
+      el.querySelector(".numbers").innerHTML = rankTable(traffic, state);
+    },
+  };
+
+  function rankTable({ kv, q, bytes: received, ring, ulysses, borders }, state) {
+    const rows = kv.map((row, rank) => [number(rank), borders[rank] < borders[rank + 1] ? range(borders[rank], borders[rank + 1]) : "none", number(sum(row)),
+      ...(sum(q.flat()) ? [number(sum(q[rank]))] : []), bytes(received[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
+    return table(`Received by each rank in a forward, over ${plural(state.num_kv_heads, "key/value head")}`,
+      ["rank", "tokens", "rows of K and V", ...(sum(q.flat()) ? ["rows of queries"] : []), "here", "ring of everything", "Ulysses"], rows);
+  }
+
+  // Rows in equal steps up to the most.
+  function rowLevels(rows) {
+    const flat = rows.flat(), most = Math.max(...flat);
+    const { scale, apart } = colors();
+    const steps = Math.min(scale.length, most);
+    const limits = Array.from({ length: steps }, (_, i) => Math.ceil(((i + 1) * most) / steps));
+    const palette = [apart, ...levels(steps)];
+    const level = Uint8Array.from(flat, (count) => (count ? 1 + limits.findIndex((limit) => count <= limit) : 0));
+    return { level, palette, items: [[apart, "none"], ...limits.map((limit, i) => [palette[i + 1], `up to ${plural(limit, "row")}`])] };
+  }
+
+  // The segments of each branch under the shards; cut ones dark.
+  function shards(canvas, { borders }, state) {
+    const branches = explorer.branchesOf(state), n = state.seq_len, line = 26, left = 108;
+    const width = Math.min(canvas.parentElement.clientWidth, 900), room = width - left - 2;
+    const context = sized(canvas, width, (branches.length + 1) * line);
+    const { scale, quiet, mark, paper } = colors();
+    const x = (token) => left + (token / n) * room;
+    context.fillStyle = quiet;
+    context.textAlign = "center";
+    const each = room / state.ranks;
+    for (let rank = 0; rank < state.ranks; rank++) {
+      if (each < 20 && rank % Math.ceil(20 / each)) continue;
+      context.fillText(String(rank), (x(borders[rank]) + x(borders[rank + 1])) / 2, 15);
+    }
+    context.textAlign = "left";
+    context.fillText("rank", 0, 15);
+    branches.forEach(({ length, rate }, i) => {
+      const y = (i + 1) * line, w = Math.min(length, n);
+      context.fillStyle = quiet;
+      context.fillText(`w ${number(length)}, r ${rate}`, 0, y + 14);
+      const isNarrow = (w / n) * room < 3; // single segments are not seen
+      if (isNarrow) {
+        context.fillStyle = scale[0];
+        context.fillRect(left, y + 3, room, line - 8);
+      }
+      const chosen = isNarrow ? cutSegments(borders, w) : Array.from({ length: Math.ceil(n / w) }, (_, s) => s);
+      for (const s of chosen) {
+        const begin = s * w, end = Math.min(n, begin + w);
+        const isCut = borders.some((border) => begin < border && border < end);
+        context.fillStyle = isCut ? scale[3] : scale[0];
+        context.fillRect(x(begin), y + 3, Math.max(1, x(end) - x(begin)), line - 8);
+        if (!isNarrow) {
+          context.fillStyle = paper;
+          context.fillRect(x(end) - 0.5, y + 3, 1, line - 8);
+        }
+      }
+    });
+    context.fillStyle = mark;
+    for (const border of borders.slice(1, -1)) context.fillRect(x(border) - 0.5, 20, 1.5, branches.length * line + 4);
+  }
+
+  const cutSegments = (borders, w) => [...new Set(borders.slice(1, -1).filter((border) => border % w).map((border) => Math.floor(border / w)))];
+
+  explorer.VIEWS = [pairsView, queryView, tilesView, costView, layersView, ranksView];
+})();

@@ -1,0 +1,88 @@
+// Numbers and heads in words, small pieces of markup, and the colours of the page.
+"use strict";
+
+(() => {
+  const UNITS = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+
+  const FORMAT = new Intl.NumberFormat("en");
+  const number = (value) => FORMAT.format(value);
+
+  // Three digits or more, with a unit of a power of 1,000.
+  function scaled(value, units) {
+    let at = 0, rest = Number(value);
+    while (at < units.length - 1 && rest >= 999.5) [rest, at] = [rest / 1000, at + 1];
+    const digits = rest >= 99.95 || !at ? Math.round(rest).toLocaleString("en") : rest >= 9.995 ? rest.toFixed(1) : rest.toFixed(2);
+    return `${digits} ${units[at]}`;
+  }
+
+  const bytes = (value) => scaled(value, UNITS);
+  const flops = (value) => scaled(value, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"]);
+
+  // A share of BigInts or numbers, in per cent.
+  function percent(part, whole) {
+    const share = (100 * Number(part)) / Number(whole);
+    if (!share) return "0 %";
+    if (share === 100) return "100 %";
+    if (share < 0.01) return `${share.toPrecision(2)} %`;
+    return `${share > 99.9 ? Math.floor(share * 100) / 100 : Number(share.toPrecision(3))} %`;
+  }
+
+  // What is this many times as much, or as little.
+  function times(value) {
+    return value < 100 ? value.toFixed(value < 10 ? 2 : 1) : Math.round(value).toLocaleString("en");
+  }
+
+  const plural = (count, one, many = `${one}s`) => `${number(count)} ${Number(count) === 1 ? one : many}`;
+
+  // 0-3, or 0, 4, 8.
+  function heads(list) {
+    const name = list.length === 1 ? "head" : "heads";
+    if (list.length > 2 && list.at(-1) - list[0] === list.length - 1) return `${name} ${list[0]}-${list.at(-1)}`;
+    return list.length > 4 ? `${name} ${list[0]}, ${list[1]}, … ${list.at(-1)}` : `${name} ${list.join(", ")}`;
+  }
+
+  const range = (first, end) => (end - first === 1 ? number(first) : `${number(first)}-${number(end - 1)}`);
+
+  const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+
+  // A table: header cells, rows of cells, which row is marked.
+  function table(caption, header, rows, chosen = -1) {
+    const head = header.map((cell) => `<th scope="col">${escaped(cell)}</th>`).join("");
+    const body = rows.map((row, i) => `<tr${i === chosen ? ' class="chosen"' : ""}>${row
+      .map((cell, j) => (j ? `<td>${escaped(cell)}</td>` : `<th scope="row">${escaped(cell)}</th>`)).join("")}</tr>`);
+    return `<div class="scroll" tabindex="0" role="region" aria-label="${escaped(caption)}"><table><caption>${escaped(caption)}</caption>` +
+      `<thead><tr>${head}</tr></thead><tbody>${body.join("")}</tbody></table></div>`;
+  }
+
+  // -- colours -----------------------------------------------------------------------------------------------------------------
+
+  const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+  let known = null;
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (known = null));
+
+  function colors() {
+    known ||= {
+      ...Object.fromEntries(["paper", "ink", "quiet", "rule", "accent", "mark", "apart", "future"].map((name) => [name, variable(name)])),
+      scale: variable("scale").split(" "),
+    };
+    return known;
+  }
+
+  function blend(a, b, share) {
+    const part = (i) => Math.round(parseInt(a.slice(i, i + 2), 16) * (1 - share) + parseInt(b.slice(i, i + 2), 16) * share);
+    return `#${[1, 3, 5].map((i) => part(i).toString(16).padStart(2, "0")).join("")}`;
+  }
+
+  // A colour for each of so many levels above 0, few to many.
+  function levels(count) {
+    const { scale } = colors();
+    if (count <= 1) return [scale[3]];
+    return Array.from({ length: count }, (_, i) => {
+      const stop = (i * (scale.length - 1)) / (count - 1), low = Math.min(Math.floor(stop), scale.length - 2);
+      return blend(scale[low], scale[low + 1], stop - low);
+    });
+  }
+
+  Object.assign(explorer, { bytes, colors, escaped, flops, headNames: heads, levels, number, percent, plural, range, table, times });
+})();

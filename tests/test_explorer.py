@@ -1,0 +1,473 @@
+"""The explorer of docs/explorer, in a real browser: every number that it draws is the library's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flexdilated import DilatedPattern, analysis
+from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.sharding import even_shard_lengths
+from flexdilated.draw.pattern import multiplicity
+from flexdilated.draw.tiles import head_tiles
+from flexdilated.masks.functions import checked
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s explorer installs it")
+
+PAGE = Path(__file__).parents[1] / "docs" / "explorer" / "index.html"
+BROWSER = os.environ.get("FLEXDILATED_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
+RULES = ("heads", "offsets", "zero_padding", "detach_weights")
+State = dict[str, Any]
+Counts = NDArray[np.int64]
+
+pytestmark = [
+    pytest.mark.skipif(not PAGE.exists(), reason="needs the sources beside their docs"),
+    pytest.mark.skipif(BROWSER is None, reason="needs chromium on the PATH, or FLEXDILATED_BROWSER"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """The page as a reader opens it, from the disk; nothing may be said on its console."""
+    said: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    found = context.new_page()
+    found.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    found.on("pageerror", lambda error: said.append(str(error)))
+    found.goto(PAGE.as_uri())
+    yield found
+    context.close()
+    assert said == []
+
+
+def asked(page: Any, expression: str, argument: Any = None) -> Any:
+    """What a function of the page gives; as text, since playwright takes long over large arrays. Pairs are BigInts."""
+    plain = "(key, value) => typeof value === 'bigint' ? Number(value) : ArrayBuffer.isView(value) ? Array.from(value) : value"
+    return json.loads(page.evaluate(f"argument => JSON.stringify(({expression})(argument), {plain})", argument))
+
+
+# -- patterns -----------------------------------------------------------------------------------------------------------------
+
+
+def pattern_of(state: State) -> DilatedPattern:
+    return DilatedPattern(state["segment_lengths"], state["dilation_rates"], **{rule: state[rule] for rule in RULES})
+
+
+def random_state(rng: random.Random) -> State:
+    branches = rng.randint(1, 4)
+    group = rng.choice((1, 1, 2, 3))
+    kv_heads = rng.randint(branches, 6)
+    num_tokens = rng.choice((1, 2, 13, 31, 37, 53, 61))
+    lengths = [rng.randint(1, 41) for _ in range(branches)]
+    if rng.random() < 0.5:  # nested, as published patterns are
+        lengths = [max(1, lengths[0]) * 2**i for i in range(branches)]
+    return {
+        "segment_lengths": lengths,
+        "dilation_rates": [rng.choice([r for r in (1, 1, 2, 3, 4, 6, 7, length) if r <= length]) for length in lengths],
+        "heads": rng.choice(("all", "grouped")),
+        "offsets": rng.choice(("blocked", "interleaved")),
+        "zero_padding": rng.random() < 0.3,
+        "detach_weights": rng.random() < 0.3,
+        "is_causal": rng.random() < 0.5,
+        "num_heads": kv_heads * group,
+        "num_kv_heads": kv_heads,
+        "seq_len": num_tokens,
+        "block_size": rng.choice((1, 2, 3, 7, 16)),
+        "head_dim": 11,
+        "itemsize": 2,
+        "ranks": rng.randint(1, 5),
+        "layers": rng.randint(1, 3),
+        "head": rng.randrange(kv_heads * group),
+        "query": rng.randrange(num_tokens),
+    }
+
+
+STATES = [random_state(random.Random(seed)) for seed in range(200)]
+
+
+@pytest.fixture(scope="module")
+def answers(browser: Any) -> list[State]:
+    """What the page says of each state: everything, and pictures of few cells."""
+    page = browser.new_page()
+    page.goto(PAGE.as_uri())
+    expression = """states => states.map(state => {
+        const found = explorer.compute(state);
+        found.coarse = explorer.pictures(found.state, 7);
+        found.reached = explorer.reachPicture(found.reach, state.seq_len).counts;
+        delete found.reach.bits;
+        return found;
+    })"""
+    found: list[State] = asked(page, expression, STATES)
+    page.close()
+    return found
+
+
+# -- the library, and brute force ---------------------------------------------------------------------------------------------
+
+
+def masks(state: State) -> Counts:
+    return multiplicity(pattern_of(state), state["seq_len"], state["num_kv_heads"], is_causal=state["is_causal"])
+
+
+def binned(counts: Counts, cell: int) -> Counts:
+    starts = np.arange(0, len(counts), cell)
+    return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
+
+
+def traffic(state: State, kind: str) -> list[list[int]]:
+    kv_heads, group = state["num_kv_heads"], state["num_heads"] // state["num_kv_heads"]
+    shards, documents = even_shard_lengths(state["seq_len"], state["ranks"]), ((0, state["seq_len"]),)
+    plan = context_plan(pattern_of(state), shards, kv_heads, range(kv_heads), group, documents, state["is_causal"])
+    found = np.zeros((state["ranks"], state["ranks"]), np.int64)
+    there = plan.traffic("gather", kind)
+    found[there.receiver, there.sender] = there.rows
+    return found.tolist()
+
+
+def test_offsets_pairs_and_masks_are_the_librarys(answers: list[State]) -> None:
+    for state, found in zip(STATES, answers):
+        pattern, kv_heads, num_tokens = pattern_of(state), state["num_kv_heads"], state["seq_len"]
+        offsets = [
+            [pattern.offset(i, h, kv_heads) if h in pattern.head_range(i, kv_heads) else None for h in range(kv_heads)]
+            for i in range(len(pattern.branches))
+        ]
+        assert found["offsets"] == offsets, state
+        assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"]), state
+        assert found["pairs"]["total"] == sum(found["pairs"]["branches"])
+        expected = masks(state)
+        assert sorted(head for each in found["pictures"] for head in each["heads"]) == list(range(kv_heads))
+        for each, coarse in zip(found["pictures"], found["coarse"]):
+            assert each["tokensPerCell"] == 1
+            for head in each["heads"]:
+                assert each["counts"] == expected[head].ravel().tolist(), state
+                assert coarse["counts"] == binned(expected[head], coarse["tokensPerCell"]).ravel().tolist(), state
+
+
+def test_the_keys_of_a_query_are_the_row_of_the_mask(answers: list[State]) -> None:
+    for state, found in zip(STATES, answers):
+        query, head = state["query"], state["head"] * state["num_kv_heads"] // state["num_heads"]
+        row = masks(state)[head, query]
+        keys = np.flatnonzero(row)
+        assert found["query"]["keys"] == len(keys), state
+        assert found["query"]["joins"] == row.sum()
+        arguments = pattern_of(state), state["seq_len"], state["num_kv_heads"], [query]
+        farthest = analysis.farthest_keys(*arguments, is_causal=state["is_causal"])[head, 0]
+        assert found["query"]["farthest"] == max(farthest, 0)
+
+
+def test_tiles_are_those_of_the_block_mask(answers: list[State]) -> None:
+    for state, found in zip(STATES[:60], answers):
+        kv_heads = state["num_kv_heads"]
+        expected = head_tiles(pattern_of(state), state["seq_len"], kv_heads, state["block_size"], 1, is_causal=state["is_causal"])
+        by_head = {head: each for each in expected for head in each.heads}
+        for each in found["tiles"]["heads"]:
+            for head in each["heads"]:
+                tally = by_head[head].each
+                assert found["tiles"]["tiles"] == tally.tiles
+                assert [each[key] for key in ("partial", "full", "packed", "pairs")] == [
+                    tally.partial,
+                    tally.full,
+                    tally.packed,
+                    tally.pairs,
+                ], state
+                if head != state["head"] * kv_heads // state["num_heads"]:
+                    continue
+                cells = by_head[head].cells
+                assert (np.reshape(each["visitedIn"], cells.shape) > 0).tolist() == (cells > 1).tolist()
+                assert (np.reshape(each["fullIn"], cells.shape) > 0).tolist() == (cells == 5).tolist()
+
+
+def grown(counts: list[int]) -> list[int]:
+    """Up to the last count that is larger than the one before."""
+    return [count for i, count in enumerate(counts) if i == 0 or count > counts[i - 1]]
+
+
+def test_reach_over_layers_is_the_librarys(answers: list[State]) -> None:
+    for state, found in zip(STATES, answers):
+        num_tokens, causal = state["seq_len"], state["is_causal"]
+        arguments = pattern_of(state), num_tokens, state["num_kv_heads"]
+        seen = [analysis.reachable(*arguments, layers=layer, is_causal=causal) for layer in range(len(found["reach"]["pairs"]) + 1)]
+        assert found["reach"]["pairs"] == grown([int(each.sum()) for each in seen]), state
+        assert found["reach"]["every"] == (num_tokens * (num_tokens + 1) // 2 if causal else num_tokens**2)
+        assert found["reach"]["layersToAll"] == analysis.layers_to_cover(*arguments, is_causal=causal), state
+        shown = seen[min(state["layers"], len(seen) - 1)]
+        assert found["reached"] == shown.astype(int).ravel().tolist(), state
+        assert found["reachOf"]["reached"] == grown([int(each[state["query"]].sum()) for each in seen]), state
+        assert found["uncovered"] == analysis.count_uncovered(*arguments), state
+
+
+def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> None:
+    state = published(segment_lengths=[64, 1021, 20_011], dilation_rates=[1, 5, 9], num_heads=4, num_kv_heads=4, seq_len=50_021)
+    for causal in (False, True):
+        found = asked(page, "state => explorer.compute(state, ['reachOf'])", state | {"ranks": 1, "is_causal": causal})
+        arguments = pattern_of(state), 50_021, 4, state["query"]
+        layers = range(len(found["reachOf"]["reached"]) + 1)
+        seen = [analysis.keys_seen(*arguments, layers=layer, is_causal=causal) for layer in layers]
+        assert found["reachOf"]["reached"] == grown([len(each) for each in seen])
+        assert np.flatnonzero(found["reachOf"]["shown"]).tolist() == seen[state["layers"]].tolist()
+
+
+def test_traffic_is_the_plans(answers: list[State]) -> None:
+    some = 0
+    for state, found in zip(STATES, answers):
+        for kind in ("kv", "q"):
+            assert found["traffic"][kind] == traffic(state, kind), (kind, state)
+            some += sum(map(sum, found["traffic"][kind]))
+    assert some
+
+
+def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
+    for state, found in zip(STATES, answers):
+        names: dict[str, Any] = {}
+        exec(found["python"], names)
+        assert names["pattern"] == pattern_of(state), state
+
+
+# -- large sequences ----------------------------------------------------------------------------------------------------------
+
+
+def published(**changes: Any) -> State:
+    numbers = {"is_causal": False, "head_dim": 64, "itemsize": 2, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
+    return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
+
+
+LARGE = [
+    published(
+        segment_lengths=[2048, 4096, 8192, 16384, 32768],
+        dilation_rates=[1, 2, 4, 6, 12],
+        num_heads=24,
+        num_kv_heads=12,
+        seq_len=100_003,
+        ranks=17,
+        is_causal=True,
+    ),
+    published(
+        segment_lengths=[1024, 5792, 32768, 185363, 1048576],
+        dilation_rates=[1, 2, 4, 8, 16],
+        num_heads=16,
+        num_kv_heads=16,
+        seq_len=70_121,
+        ranks=64,
+        zero_padding=True,
+    ),
+    published(  # rates whose least common multiple is far beyond the sequence
+        segment_lengths=[9973, 19997, 39989, 59999],
+        dilation_rates=[9973, 89, 97, 101],
+        num_heads=5,
+        num_kv_heads=5,
+        seq_len=59_999,
+        ranks=3,
+        offsets="interleaved",
+    ),
+]
+
+
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime"))
+def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
+    found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'traffic', 'pictures', 'uncovered'])", state)
+    pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
+    assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"])
+    assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]
+    for kind in ("kv", "q"):
+        assert found["traffic"][kind] == traffic(state, kind)
+    by_head = {
+        head: each.each
+        for each in head_tiles(pattern, num_tokens, kv_heads, 128, 2, is_causal=state["is_causal"])
+        for head in each.heads
+    }
+    for each in found["tiles"]["heads"]:
+        tally = by_head[each["heads"][0]]
+        assert [each["partial"], each["full"], each["packed"]] == [tally.partial, tally.full, tally.packed]
+    keys = set()
+    for i, (length, rate) in enumerate(pattern.branches):
+        position, offset = np.arange(num_tokens), pattern.offset(i, 0, kv_heads)
+        kept = position % length % rate == offset
+        if kept[state["query"]]:
+            seen = kept & (position // length == state["query"] // length)
+            keys |= set(position[seen & (position <= state["query"])] if state["is_causal"] else position[seen])
+    assert found["query"]["keys"] == len(keys)
+
+
+def test_presets_are_the_librarys(page: Any) -> None:
+    presets = asked(page, "() => explorer.PRESETS")
+    assert pattern_of(presets["longnet"]["state"]) == DilatedPattern.longnet()
+    assert pattern_of(presets["gigapath"]["state"]) == DilatedPattern.gigapath()
+    torchscale = presets["torchscale"]["state"]
+    lengths, rates = torchscale["segment_lengths"], torchscale["dilation_rates"]
+    assert pattern_of(torchscale) == DilatedPattern.torchscale(lengths, rates)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segment_lengths": ["abc", 4], "dilation_rates": [1, 1]},
+        {"segment_lengths": ["it's", 4]},
+        {"dilation_rates": [1, "1.5"]},
+        {"segment_lengths": [], "dilation_rates": []},
+        {"segment_lengths": [4, 8], "dilation_rates": [1]},
+        {"segment_lengths": [4, 8], "dilation_rates": []},
+        {"segment_lengths": [4, 0]},
+        {"segment_lengths": [-3, 8]},
+        {"dilation_rates": [1, 9]},
+        {"dilation_rates": [0, 1]},
+        {"heads": "some"},
+        {"offsets": 'it"s'},
+        {"zero_padding": "maybe"},
+        {"is_causal": "no"},
+        {"num_heads": 0},
+        {"num_heads": "x"},
+        {"seq_len": 0},
+        {"num_kv_heads": 0},
+        {"num_kv_heads": 3},
+        {"heads": "grouped", "num_heads": 1, "num_kv_heads": 1},
+    ],
+)
+def test_a_refused_state_says_what_the_library_says(page: Any, changes: State) -> None:
+    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8, ranks=2) | changes
+    with pytest.raises((TypeError, ValueError)) as error:
+        checked(pattern_of(state), state["num_heads"], state["seq_len"], state["is_causal"], state["num_kv_heads"])
+    assert asked(page, "state => explorer.compute(state)", state) == {"message": str(error.value)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segment_lengths": [4, 2**40 + 1]}, "segment_lengths[1] must be at most 1099511627776 on this page, got 1099511627777"),
+        ({"seq_len": 2**30 + 1}, "seq_len must be at most 1073741824 on this page, got 1073741825"),
+        ({"num_heads": 132}, "num_heads must be at most 128 on this page, got 132"),
+        ({"ranks": 65}, "ranks must be at most 64 on this page, got 65"),
+        ({"layers": 0}, "layers must be an integer of at least 1, got 0"),
+        ({"segment_lengths": [1] * 13, "dilation_rates": [1] * 13}, "pattern must have at most 12 branches on this page, got 13"),
+    ],
+)
+def test_what_this_page_cannot_draw_is_refused(page: Any, changes: State, message: str) -> None:
+    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8, ranks=2)
+    assert asked(page, "state => explorer.compute(state, [])", state)["message"] is None
+    assert asked(page, "state => explorer.compute(state)", state | changes) == {"message": message}
+
+
+def test_the_longest_sequence_is_answered(page: Any) -> None:
+    lengths, rates = [2048, 2**30], [1, 4096]
+    state = published(segment_lengths=lengths, dilation_rates=rates, num_heads=4, num_kv_heads=4, seq_len=2**30, ranks=8)
+    found = page.evaluate("state => String(explorer.compute(state, ['pairs', 'pictures', 'query', 'traffic']).pairs.total)", state)
+    assert int(found) == pattern_of(state).count_pairs(2**30, 4)
+
+
+# -- the page itself ----------------------------------------------------------------------------------------------------------
+
+VIEWS = ("pairs", "query", "tiles", "cost", "layers", "ranks")
+
+
+def opened(page: Any, address: str) -> None:
+    """The page at an address, drawn."""
+    page.goto("about:blank")
+    page.goto(PAGE.as_uri() + address)
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_the_address_gives_every_state_back(page: Any) -> None:
+    for state in STATES[:50]:
+        again = asked(page, "state => explorer.fromAddress(explorer.toAddress(state))", state | {"view": "ranks"})
+        assert again == state | {"view": "ranks"}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_draws(page: Any, view: str) -> None:
+    for address in (
+        "#w=16,32,64&r=1,2,4",
+        "#w=5,7&r=2,3&N=1&H=2&causal=1&ranks=3",
+        "#w=8192,1048576&r=1,16&N=1048576&H=6&KV=2&causal=1",
+    ):
+        opened(page, f"{address}&view={view}")
+        assert page.locator("[role=tab][aria-selected=true]").get_attribute("data-view") == view
+        assert page.locator("#message").is_hidden()
+        assert page.locator("#view h2").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_sliders_fields_and_buttons_change_the_pattern(page: Any) -> None:
+    page.get_by_role("button", name="Add a branch").click()
+    page.get_by_label("Segment length of branch 4", exact=True).fill("96")
+    page.get_by_label("Dilation rate of branch 1, slider").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Remove branch 2").click()
+    page.get_by_label("Query heads", exact=True).fill("6")
+    page.get_by_label("Causal").check()
+    page.get_by_label("Offsets").select_option("interleaved")
+    page.locator("#python", has_text="interleaved").wait_for()
+    names: dict[str, Any] = {}
+    exec(page.locator("#python").inner_text(), names)
+    assert names["pattern"] == DilatedPattern((16, 64, 96), (2, 4, 8), offsets="interleaved")
+    page.wait_for_function("location.hash.includes('offsets=interleaved')")
+    state = asked(page, "() => explorer.fromAddress(location.hash)")
+    assert (state["num_heads"], state["num_kv_heads"], state["is_causal"]) == (6, 6, True)
+
+
+def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> None:
+    page.get_by_label("Dilation rate of branch 2", exact=True).fill("33")
+    message = page.get_by_role("alert")
+    message.wait_for()
+    assert message.inner_text() == "dilation_rates[1] must be in [1, segment_lengths[1]=32], got 33"
+    assert page.locator("#view canvas").first.is_visible()
+    page.get_by_label("Dilation rate of branch 2", exact=True).fill("32")
+    message.wait_for(state="hidden")
+    opened(page, "#w=abc&r=1")
+    assert page.get_by_role("alert").inner_text() == "segment_lengths[0] must be an integer, got 'abc'"
+
+
+def test_keys_and_pointer_name_the_pair(page: Any) -> None:
+    canvas = page.locator("#view canvas").first
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Shift+ArrowDown")
+    assert page.locator(".readout").inner_text() == "query 10, key 1: joined by 1 branch, (16, 1)"
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] - 12, box["y"] + box["height"] - 8)
+    assert page.locator(".readout").inner_text() == "query 63, key 63: joined by 1 branch, (16, 1)"
+    page.keyboard.press("Enter")
+    page.locator("h2", has_text="One query").wait_for()
+    assert page.get_by_label("Query", exact=True).input_value() == "63"
+
+
+def test_tabs_are_reached_by_arrows(page: Any) -> None:
+    page.locator("#tab-pairs").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator("h2", has_text="One query").wait_for()
+    assert page.evaluate("document.activeElement.id") == "tab-query"
+    page.keyboard.press("End")
+    page.locator("h2", has_text="Shards").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_view_is_accessible_and_fits(browser: Any, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    page = context.new_page()
+    for view in VIEWS:
+        opened(page, f"#w=16,32,64&r=1,2,4&view={view}")
+        found = axe.run(page)
+        assert found.violations_count == 0, found.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    context.close()
