@@ -23,15 +23,15 @@ class Tiles(NamedTuple):
 # Per kernel and family: for rows of up to 64, 128 and 256 elements. sm_86 stands for what has 99 KiB of shared memory.
 HALF = {
     "attend": {
-        80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 8, 2)),
-        86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 2)),
-        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
+        80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
+        86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
     },
     "differentiate_keys": {
         80: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2)),
         86: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 1)),
-        90: (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2)),
+        90: (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 64, 8, 2)),
         100: (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     },
     "differentiate_queries": {
