@@ -24,7 +24,7 @@ class Balance(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the busiest head over the mean: 1.0 where all do the same. 1.0 too where there are no pairs."""
+        """Pairs of the busiest head over the mean; 1.0 where all do the same, and where there are no pairs."""
         return self.most / self.mean if self.most else 1.0
 
 

@@ -34,7 +34,7 @@ class Analysis:
 
     @property
     def total_pairs(self) -> int:
-        """Over all branches and heads: `DilatedPattern.count_pairs`."""
+        """Over all branches and heads, as `DilatedPattern.count_pairs` counts."""
         return sum(map(sum, self.pairs))
 
     @property
