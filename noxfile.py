@@ -174,6 +174,13 @@ def emulated(session: nox.Session) -> None:
 
 
 @nox.session
+def cubins(session: nox.Session) -> None:
+    """Compile the Triton kernels for GPUs that are not here; compare with what is kept (many minutes; `-- --levels 90`: fewer)."""
+    _install(session)
+    session.run("python", "-m", "benchmarks.cubins", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 
