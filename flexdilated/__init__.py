@@ -1,9 +1,11 @@
 """Dilated attention (LongNet) for PyTorch: exact, differentiable, on any device."""
 
+from flexdilated.analysis import choose_pattern as choose_pattern
 from flexdilated.attention import dilated_attention as dilated_attention
 from flexdilated.convert import convert as convert
 from flexdilated.decode import DilatedKVCache as DilatedKVCache
 from flexdilated.draw.map import draw_attention_map as draw_attention_map
+from flexdilated.draw.pattern import draw as draw_pattern
 from flexdilated.maps import attention_map as attention_map
 from flexdilated.masks import create_dilated_block_mask as create_dilated_block_mask
 from flexdilated.masks import dilated_mask_mod as dilated_mask_mod
@@ -25,12 +27,14 @@ __all__ = [
     "LongNetLM",
     "MultiheadDilatedAttention",
     "attention_map",
+    "choose_pattern",
     "convert",
     "create_dilated_block_mask",
     "dilated_attention",
     "dilated_mask_mod",
     "dilated_score_mod",
     "draw_attention_map",
+    "draw_pattern",
 ]
 
 __version__ = "0.1.0"

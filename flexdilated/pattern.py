@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from flexdilated.draw.svg import branches_svg
+
 __all__ = ["Branch", "DilatedPattern", "HeadRun"]
 
 Heads = Literal["all", "grouped"]
@@ -146,6 +148,13 @@ class DilatedPattern:
         if missing:
             raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
         return cls(**values)
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows: segments on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
+        rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
+        flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
+        words = [f"{length:,} tokens, rate {rate}" for length, rate in self.branches]
+        return branches_svg(self.branches, repr(self), [", ".join([rule, *flags]), *words])
 
     # -- what is kept -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ import pickle
 import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 
 import flexdilated.pattern
 from flexdilated import DilatedPattern
+from flexdilated.draw import svg
 from flexdilated.pattern import Branch, num_kept
 from tests.cases import least_heads, patterns
 
@@ -82,16 +85,43 @@ def test_pattern_differs_by_every_field(change: dict[str, object]) -> None:
     assert DilatedPattern((7,), (2,), **change) != DilatedPattern((7,), (2,))  # type: ignore[arg-type]
 
 
-def test_pattern_module_imports_the_standard_library_only() -> None:
-    tree = ast.parse(Path(flexdilated.pattern.__file__).read_text())
+@pytest.mark.parametrize("module", [flexdilated.pattern, svg])
+def test_pattern_module_and_what_it_draws_with_import_the_standard_library_only(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
+            if node.module == svg.__name__:
+                continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names
+
+
+# -- what a notebook shows ----------------------------------------------------------------------------------------------------
+
+
+def test_notebooks_show_every_branch_and_a_title_that_can_be_read_aloud() -> None:
+    pattern = DilatedPattern((7, 13), (1, 3), offsets="interleaved", zero_padding=True)
+    root = ElementTree.fromstring(pattern._repr_svg_())
+    name = "{http://www.w3.org/2000/svg}"
+    assert root.attrib["role"] == "img"
+    assert [title.text for title in root.iter(f"{name}title")] == [repr(pattern)]
+    words = ["interleaved offsets, zero_padding", "7 tokens, rate 1", "13 tokens, rate 3"]
+    assert [text.text for text in root.iter(f"{name}text")] == words
+    squares = [tuple(float(square.attrib[key]) for key in ("x", "y", "width")) for square in root.iter(f"{name}rect")]
+    assert squares == [(0.0, 0.0, 160.0), (0.0, 0.0, 86.15), (86.15, 86.15, 73.85)]
+
+
+@given(patterns())
+def test_every_pattern_has_a_small_picture(pattern: DilatedPattern) -> None:
+    ElementTree.fromstring(pattern._repr_svg_())
+    many = DilatedPattern((1, *pattern.segment_lengths * 4, 2**40), (1, *pattern.dilation_rates * 4, 3))
+    text = many._repr_svg_()
+    ElementTree.fromstring(text)
+    assert len(text) < 12_000
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------------

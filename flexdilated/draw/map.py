@@ -1,70 +1,94 @@
-"""The picture of an attention map: weights as coloured tiles at their places on a slide."""
+"""The picture of an attention map: weights as coloured cells, on a slide, in a grid, or along a text."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from flexdilated.draw.figure import INK, new, write
+from flexdilated.draw.places import Places, check_numbers, places_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
 
 __all__ = ["draw_attention_map"]
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 MAX_PANELS = 64
-UNSEEN = "#d9d9d9"  # a weight of exactly 0: no branch joins the tile with the query
+UNSEEN = "#d9d9d9"  # a weight of exactly 0: no branch joins the cell with the query
+UNSEEN_SIZE = 0.6  # of a side
+MARK = "#e31a1c"
+SPREAD = 50  # largest weight over the median: beyond it a linear scale shows one cell alone
 
 
 def draw_attention_map(
     weights: Tensor,
-    coords: Tensor,
-    path: str | Path,
+    coords: Tensor | None = None,
+    path: str | Path | None = None,
     *,
-    tile_size: float | None = None,
+    grid: tuple[int, int] | None = None,
+    words: Sequence[str] | None = None,
+    queries: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    title: str | None = None,
     titles: Sequence[str] | None = None,
-    log_scale: bool = False,
-) -> None:
-    """Draw attention weights as coloured tiles at their places on a slide, with one colour bar, and write the picture.
+    tile_size: float | None = None,
+    log_scale: bool | None = None,
+) -> Figure:
+    """Draw attention weights as coloured cells with one colour bar: tiles of a slide, patches of an image, or tokens of a text.
 
-    Dark to light is small to large in cividis, which colour-blind readers see alike; a weight of exactly 0 is grey. The y axis
-    points down, as on a slide.
+    Dark to light is small to large in cividis, which colour-blind readers see alike; a weight of exactly 0 is a smaller grey cell.
+    Tiles lie where `coords` says, the y axis down, as on a slide; patches lie row by row in a `grid`; without either, tokens follow
+    one another in lines like those of a text, and beyond 4,096 of them a cell is the sum of several neighbours, as a note says.
 
     Args:
-        weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per tile. Of the weights of
-            `attention_map`, leave out the columns of tokens that are no tiles (`weights[0, :, 0, 1:]` behind a CLS token).
+        weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per token. Of the weights of
+            `attention_map`, leave out the columns of tokens that have no place (`weights[0, :, 0, 1:]` behind a CLS token).
         coords: `(N, 2)`: x and y of the tiles' upper left corners, in any unit.
-        path: Where to write: .png, .pdf or .svg.
-        tile_size: Side of a tile in the unit of `coords`. Default: the median distance between neighbours in a row or column.
+        path: Where to write the picture too: .png, .pdf or .svg.
+        grid: `(rows, columns)` of an image whose N patches are in row-major order.
+        words: N texts, written in the cells of a strip; at most 480.
+        queries: Which token asked, outlined in red: a position in `[0, N)`, or one per panel.
+        title: Above all panels.
         titles: One text per panel.
-        log_scale: Whether colours follow the logarithm of the weights.
+        tile_size: Side of a tile in the unit of `coords`. Default: the median distance between neighbours in a row or column.
+        log_scale: Whether colours follow the logarithm of the weights. Default: where the largest is more than 50 times the median
+            of those above 0.
+
+    Returns:
+        The figure, of matplotlib.
 
     Raises:
-        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, or the file
-            name has another ending.
+        ValueError: If shapes do not match, a weight is negative or not finite, all weights are 0 under `log_scale`, the file name
+            has another ending, or options of different kinds of pictures meet.
         TypeError: If an argument has the wrong type.
         OSError: If the picture cannot be written.
     """
-    panels, places = _check_drawing(weights, coords)
-    path = Path(path)
-    if path.suffix.lower() not in PICTURE_FORMATS:
+    panels = _check_weights(weights)
+    path = None if path is None else Path(path)
+    if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
         raise ValueError(f"path must end in one of {PICTURE_FORMATS}, got {str(path)!r}")
+    places = places_of(panels, coords, grid, words, tile_size)
+    panels, marks = places.gathered(panels), _marks(queries, panels)
     if titles is not None and (isinstance(titles, str) or len(titles) != len(panels)):
         raise ValueError(f"titles must hold one text per panel={len(panels)}, got {titles!r}")
-    if tile_size is not None and not (math.isfinite(tile_size) and tile_size > 0.0):
-        raise ValueError(f"tile_size must be above 0 and finite, got {tile_size}")
     largest = panels.max().item()
     if log_scale and largest == 0.0:
         raise ValueError("weights must not all be 0 under log_scale, got only zeros")
-    side = _tile_side(places) if tile_size is None else float(tile_size)
+    if log_scale is None:
+        log_scale = largest > 0.0 and largest > SPREAD * panels[panels > 0].median().item()
 
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.collections import PolyCollection
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     if log_scale:
@@ -72,85 +96,109 @@ def draw_attention_map(
         norm: Normalize = LogNorm(smallest, largest if largest > smallest else smallest * 10)
     else:
         norm = Normalize(0.0, largest if largest > 0.0 else 1.0)
-    colors = colormaps["cividis"]
 
-    columns = math.ceil(math.sqrt(len(panels)))
+    columns = 1 if places.is_strip else math.ceil(math.sqrt(len(panels)))
     rows = math.ceil(len(panels) / columns)
-    low, high = places.min(dim=0).values, places.max(dim=0).values + side
+    low, high = places.extent
     width, height = (high - low).tolist()
-    shape = min(max(height / width, 0.25), 4.0)  # a strip of tiles still leaves room for its title
+    shape = min(max(height / width, 0.02 if places.is_strip else 0.25), 4.0)  # a strip of tiles still leaves room for its title
     inches = max(1.6, 5.0 / columns) / max(1.0, shape)
-    figure = new(columns * inches + 1.6, rows * (inches * shape + 0.35) + 0.7, layout="constrained")
+    above = 0.7 + 0.3 * (title is not None)
+    figure = new(columns * inches + 1.6, rows * (max(0.3, inches * shape) + 0.35) + above, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    corners = torch.tensor([[0.0, 0.0], [side, 0.0], [side, side], [0.0, side]], dtype=torch.float64)
-    squares = list((places[:, None] + corners).numpy())  # N of (4, 2)
-    has_unseen = bool((panels == 0).any())
     for i, axis in enumerate(axes):
         axis.set_axis_off()
-        if i >= len(panels):
-            continue
-        values = panels[i].numpy()
-        faces = colors(norm(values))
-        faces[values == 0.0] = _rgba(UNSEEN)
-        # Edges in the colour of the faces close the hairlines that antialiasing leaves between neighbours.
-        axis.add_collection(PolyCollection(squares, facecolors=faces, edgecolors=faces, linewidths=0.2))
-        axis.set_xlim(low[0].item(), high[0].item())
-        axis.set_ylim(high[1].item(), low[1].item())
-        axis.set_aspect("equal")
-        if titles is not None:
-            axis.set_title(titles[i], fontsize=8, color=INK)
-    bar = figure.colorbar(ScalarMappable(norm, colors), ax=list(axes), shrink=0.8)
-    bar.set_label("attention weight" + (", logarithmic" if log_scale else ""), color=INK)
-    bar.ax.tick_params(labelsize=7, colors=INK)
-    if has_unseen:
-        figure.legend(
-            handles=[Patch(facecolor=UNSEEN, edgecolor=INK, linewidth=0.5, label="weight 0")],
-            loc="outside lower center",
-            fontsize=7,
-            frameon=False,
-        )
-    write(figure, path)
+        if i < len(panels):
+            _fill(axis, panels[i], places, norm, None if marks is None else marks[i] // places.shared)
+            if titles is not None:
+                axis.set_title(titles[i], fontsize=9, color=INK)
+    bar = figure.colorbar(ScalarMappable(norm, colormaps["cividis"]), ax=list(axes), shrink=0.8)
+    bar.set_label("attention weight" + (", logarithmic" if log_scale else ""), color=INK, fontsize=9)
+    bar.ax.tick_params(labelsize=8, colors=INK)
+    handles: list[Patch | Line2D] = []
+    if bool((panels == 0).any()):
+        small = {"markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}
+        handles.append(Line2D([], [], linestyle="none", marker="s", label="weight 0", **small))  # type: ignore[arg-type]
+    if marks is not None:
+        square = {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.5, "markersize": 8}
+        handles.append(Line2D([], [], linestyle="none", marker="s", label="the query", **square))  # type: ignore[arg-type]
+    if places.shared > 1:
+        handles.append(Patch(facecolor="none", edgecolor="none", label=f"a cell is the sum of {places.shared} tokens"))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    if title is not None:
+        figure.suptitle(title, fontsize=10, weight="bold", color=INK)
+    if path is not None:
+        write(figure, path)
+    return figure
 
 
-def _check_drawing(weights: Tensor, coords: Tensor) -> tuple[Tensor, Tensor]:
-    """Panels `(P, N)` and places `(N, 2)`, float64 on the CPU."""
-    for name, x in (("weights", weights), ("coords", coords)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.is_complex() or x.dtype == torch.bool:
-            raise TypeError(f"{name} must hold numbers, got {x.dtype}")
-    if coords.dim() != 2 or coords.shape[1] != 2 or coords.shape[0] < 1:
-        raise ValueError(f"coords must have shape (N, 2), one row per tile, got {tuple(coords.shape)}")
-    if weights.dim() not in (1, 2) or weights.shape[-1] != coords.shape[0]:
-        raise ValueError(
-            f"weights must have shape (N,) or (P, N) with N=rows of coords={coords.shape[0]}, got {tuple(weights.shape)}; "
-            "leave out the columns of tokens that are no tiles"
-        )
-    panels, places = (x.detach().to("cpu", torch.float64) for x in (weights, coords))
-    panels = panels.reshape(-1, coords.shape[0])
+def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int | None) -> None:
+    """The cells of one panel."""
+    from matplotlib import colormaps
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Rectangle
+
+    width, height = places.size
+    corners = torch.tensor([[0.0, 0.0], [width, 0.0], [width, height], [0.0, height]], dtype=torch.float64)
+    faces = colormaps["cividis"](norm(values.numpy()))
+    unseen = values.numpy() == 0.0
+    faces[unseen] = _rgba(UNSEEN)
+    # Smaller, so that they differ from the largest weights where the picture is printed in grey.
+    shape = torch.where(values[:, None, None] == 0.0, UNSEEN_SIZE, 1.0) * (corners - corners[2] / 2) + corners[2] / 2
+    # Edges in the colour of the faces close the hairlines that antialiasing leaves between neighbours.
+    polygons = list((places.corners[:, None] + shape).numpy())
+    axes.add_collection(PolyCollection(polygons, facecolors=faces, edgecolors=faces, linewidths=0.2))
+    for word, (x, y), face, is_small in zip(places.words or (), places.corners.tolist(), faces, unseen):
+        light = is_small or 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
+        # A dollar sign would begin a formula.
+        text = word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("$", r"\$")
+        shown = text if len(text) <= 9 else text[:8] + "\N{HORIZONTAL ELLIPSIS}"
+        color = INK if light else "white"
+        axes.text(x + width / 2, y + height / 2, shown, ha="center", va="center", fontsize=5.5, color=color, clip_on=True)
+    for line, token in enumerate(places.lines if len(places.lines) > 1 else ()):
+        if line % -(-len(places.lines) // 16) == 0:
+            y = float(places.corners[line * places.line, 1]) + height / 2
+            axes.text(-0.6, y, f"{token:,}", ha="right", va="center", fontsize=6.5, color=INK)
+    if mark is not None:
+        x, y = places.corners[mark].tolist()
+        axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=MARK, linewidth=1.8, clip_on=False, zorder=5))
+    low, high = places.extent
+    axes.set_xlim(low[0].item(), high[0].item())
+    axes.set_ylim(high[1].item(), low[1].item())
+    axes.set_aspect("equal")
+
+
+def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tensor) -> list[int] | None:
+    """The token that asked, panel by panel."""
+    if queries is None:
+        return None
+    count, num_tokens = panels.shape
+    given: Sequence[SupportsIndex] = queries if isinstance(queries, Sequence) else [queries] * count
+    found = []
+    for value in given:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"queries must hold integers, got {value!r}")
+        found.append(operator.index(value))
+    if len(found) != count:
+        raise ValueError(f"queries must be one position, or one per panel={count}, got {len(found)}")
+    for position in found:
+        if not 0 <= position < num_tokens:
+            raise ValueError(f"queries must be in [0, N={num_tokens}), got {position}")
+    return found
+
+
+def _check_weights(weights: Tensor) -> Tensor:
+    """Panels `(P, N)`, float64 on the CPU."""
+    check_numbers("weights", weights)
+    if weights.dim() not in (1, 2) or weights.shape[-1] < 1:
+        raise ValueError(f"weights must have shape (N,) or (P, N), got {tuple(weights.shape)}")
+    panels = weights.detach().to("cpu", torch.float64).reshape(-1, weights.shape[-1])
     if not 1 <= len(panels) <= MAX_PANELS:
         raise ValueError(f"weights must have from 1 to {MAX_PANELS} panels, got {len(panels)}")
     if not bool((panels.isfinite() & (panels >= 0)).all()):
         raise ValueError("weights must be finite and at least 0, got others")
-    if not bool(places.isfinite().all()):
-        raise ValueError("coords must be finite, got others")
-    return panels, places
-
-
-def _tile_side(places: Tensor) -> float:
-    """The median distance between neighbours in a row or column; for scattered places, what would fill their extent."""
-    gaps = []
-    for along, across in ((0, 1), (1, 0)):
-        lines: dict[float, list[float]] = {}
-        for place in places.tolist():
-            lines.setdefault(place[across], []).append(place[along])
-        for line in lines.values():
-            ordered = sorted(set(line))
-            gaps += [b - a for a, b in pairwise(ordered)]
-    if gaps:
-        return float(torch.tensor(gaps, dtype=torch.float64).median())
-    extent = (places.max(dim=0).values - places.min(dim=0).values).max().item()
-    return extent / math.sqrt(len(places)) if extent > 0.0 else 1.0
+    return panels
 
 
 def _rgba(color: str) -> tuple[float, float, float, float]:

@@ -212,9 +212,9 @@ def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> Non
 
 
 def _columns(num_heads: int) -> int:
-    """Panels per row: up to 5 in one row, else the grid near a square that leaves the fewest places empty."""
+    """Panels per row: up to 3 in one row, 4 as a square, 5 in one row, else the grid near a square with the fewest empty places."""
     if num_heads <= 5:
-        return num_heads
+        return 2 if num_heads == 4 else num_heads
     root = math.ceil(math.sqrt(num_heads))
     return min(range(root, min(2 * root, 8) + 1), key=lambda columns: (-num_heads % columns, columns))
 

@@ -20,6 +20,9 @@ __all__ = ["draw", "multiplicity", "multiplicity_panels"]
 SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 
+MAX_TOKENS, MAX_HEADS = 1024, 64  # that can be seen in a picture
+
+
 def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
     """How many branches join each (query, key) pair: `m` in `softmax(score + log m)`.
 
@@ -55,7 +58,15 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
         num_heads: Heads H.
         is_causal: Whether a query sees only keys at its own position and before.
         name: What the pattern is called in the title, besides its lengths and rates.
+
+    Raises:
+        ValueError: If num_tokens is not in [1, 1024] or num_heads not in [1, 64]: more cells are not seen. `draw_blocks` draws long
+            sequences.
     """
+    for what, value, most in (("num_tokens", num_tokens, MAX_TOKENS), ("num_heads", num_heads, MAX_HEADS)):
+        if not 1 <= value <= most:
+            advice = "; divide all segment lengths and the tokens by one number, or use flexdilated.draw.blocks.draw_blocks"
+            raise ValueError(f"{what} must be in [1, {most}], got {value}{advice if value > most else ''}")
     return figure_of(multiplicity_panels(pattern, num_tokens, num_heads, is_causal=is_causal, name=name))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from torch import Tensor
 
@@ -75,10 +76,81 @@ def test_picture_of_one_tile_or_equal_weights_is_drawn(tmp_path: Path, log_scale
     draw_attention_map(torch.ones(17), torch.arange(17)[:, None] * torch.tensor([1, 0]), tmp_path / "line.png")
 
 
+def labels(figure: Figure) -> list[str]:
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def cells(figure: Figure, panel: int = 0) -> list[tuple[float, float]]:
+    """The upper left corners of the cells of a panel."""
+    (collection,) = figure.axes[panel].collections
+    return [tuple(path.vertices[0].tolist()) for path in collection.get_paths()]
+
+
+def test_a_text_is_a_strip_of_lines_and_the_query_is_outlined() -> None:
+    weights = torch.rand(2, 131, generator=torch.Generator().manual_seed(0)) + 0.1
+    figure = draw_attention_map(weights, queries=[130, 5], title="layer 3", titles=["head 0", "head 1"])
+    assert cells(figure) == [(float(i % 64), pytest.approx(i // 64 * 1.6)) for i in range(131)]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0", "64", "128"]
+    assert [axes.patches[0].get_xy() for axes in figure.axes[:2]] == [(2.0, pytest.approx(3.2)), (5.0, 0.0)]
+    assert labels(figure) == ["the query"]
+    assert figure.get_suptitle() == "layer 3"
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["head 0", "head 1"]
+
+
+def test_words_are_written_in_their_cells() -> None:
+    figure = draw_attention_map(torch.tensor([0.1, 0.9, 0.5, 0.0]), words=["a$b", "a longer word", "c\n", "d"], queries=3)
+    assert [text.get_text() for text in figure.axes[0].texts] == [r"a\$b", "a longer\N{HORIZONTAL ELLIPSIS}", "c\u21b5", "d"]
+    assert labels(figure) == ["weight 0", "the query"]
+    figure.canvas.draw()
+
+
+def test_patches_of_an_image_lie_row_by_row() -> None:
+    figure = draw_attention_map(torch.linspace(0.1, 1.0, 15), grid=(3, 5), queries=7)
+    assert cells(figure) == [(float(x), float(y)) for y in range(3) for x in range(5)]
+    assert figure.axes[0].patches[0].get_xy() == (2.0, 1.0)
+
+
+def test_long_texts_share_cells_and_say_so() -> None:
+    weights = torch.zeros(10_007)
+    weights[10_006] = 1.0
+    figure = draw_attention_map(weights, queries=10_006)
+    assert len(cells(figure)) == 3336  # of 3 tokens
+    assert "a cell is the sum of 3 tokens" in labels(figure)
+    faces = figure.axes[0].collections[0].get_facecolor()
+    assert faces[-1][0] > 0.9  # the last cell is as bright as can be
+    assert figure.axes[0].patches[0].get_xy() == (3335 % 64, pytest.approx(3335 // 64 * 1.6))
+
+
+def test_colours_follow_logarithms_where_one_weight_would_hide_the_others() -> None:
+    even, uneven = torch.linspace(0.1, 1.0, 35), torch.linspace(0.1, 1.0, 35)
+    uneven[3] = 100.0
+    for weights, word in ((even, "attention weight"), (uneven, "attention weight, logarithmic")):
+        assert draw_attention_map(weights, GRID).axes[-1].get_ylabel() == word
+    assert draw_attention_map(uneven, GRID, log_scale=False).axes[-1].get_ylabel() == "attention weight"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coords": GRID, "grid": (5, 7)}, "grid must come without coords, got both"),
+        ({"grid": (5, 7), "words": ["a"] * 35}, "words must come without grid, got both"),
+        ({"grid": (5, 6)}, r"grid must be \(rows, columns\) of N=35 patches, got \(5, 6\); leave out tokens that are none"),
+        ({"words": ["a"] * 34}, "words must hold one text per token=35, at most 480, got 34"),
+        ({"words": "a" * 35}, "words must hold one text per token=35, at most 480, got 'a"),
+        ({"tile_size": 3.0}, r"tile_size must come with coords, got 3\.0"),
+        ({"queries": 35}, r"queries must be in \[0, N=35\), got 35"),
+        ({"queries": [1, 2]}, "queries must be one position, or one per panel=1, got 2"),
+    ],
+)
+def test_picture_rejects_options_of_different_kinds(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        draw_attention_map(torch.ones(35), **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^queries must hold integers, got 1\.5$"):
+        draw_attention_map(torch.ones(35), queries=[1.5])  # type: ignore[list-item]
+
+
 def test_picture_rejects_weights_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"^weights must have shape \(N,\) or \(P, N\) with N=rows of coords=35, got \(36,\); leave"
-    ):
+    with pytest.raises(ValueError, match=r"^weights must have shape \(N,\) or \(P, N\) with N=rows of coords=35, got N=36; leave"):
         draw_attention_map(torch.ones(36), GRID, tmp_path / "map.png")
     with pytest.raises(ValueError, match=r"^weights must have from 1 to 64 panels, got 65$"):
         draw_attention_map(torch.ones(65, 35), GRID, tmp_path / "map.png")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated import DilatedPattern, reference
+from flexdilated import DilatedPattern, draw_pattern, reference
 from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
 from flexdilated.draw.pattern import draw, multiplicity
 from tests.draw.layout import assert_apart, texts_of_panels
@@ -73,3 +73,14 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
         np.testing.assert_array_equal(shown[~future], counts[head][~future] + 1)
         offsets = ", ".join(str(THREE.offset(branch, head, 5)) for branch in range(3))
         assert f"head {head}: offsets {offsets}" in axes.get_title()
+
+
+def test_draw_refuses_what_could_not_be_seen() -> None:
+    with pytest.raises(
+        ValueError, match=r"^num_tokens must be in \[1, 1024\], got 1025; divide all segment lengths and the tokens"
+    ):
+        draw_pattern(THREE, 1025, 3)
+    with pytest.raises(ValueError, match=r"^num_tokens must be in \[1, 1024\], got 0$"):
+        draw_pattern(THREE, 0, 3)
+    with pytest.raises(ValueError, match=r"^num_heads must be in \[1, 64\], got 65"):
+        draw_pattern(THREE, 3, 65)

@@ -1,0 +1,46 @@
+"""A small picture of branches as SVG text, for notebooks: integers in, text out. It imports nothing, so patterns may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["branches_svg"]
+
+SIDE = 160  # of the square, in pixels
+MOST_SQUARES = 64  # of a branch; more are a band
+MOST_LINES = 8
+LINE = 17
+FONT = 'font-size="12" font-family="sans-serif" fill="currentColor"'  # as the page writes, light or dark
+
+
+def branches_svg(branches: Sequence[tuple[int, int]], title: str, words: Sequence[str]) -> str:
+    """Queries down, keys across: the segments of every branch on the diagonal of the longest one, darker where more pairs attend.
+
+    Args:
+        branches: Segment length and dilation rate of each.
+        title: What a screen reader says.
+        words: Lines beside the picture.
+    """
+    longest = max(length for length, _ in branches)
+    shapes = []
+    for length, rate in sorted(set(branches), reverse=True):
+        side = SIDE * length / longest
+        # Of a segment a head keeps one key in `rate`.
+        style = f'fill="#1d91c0" fill-opacity="{0.15 + 0.6 / rate:.3f}" stroke="#225ea8" stroke-width="0.5"'
+        if longest > MOST_SQUARES * length:
+            shapes.append(f'<path d="M0 0 L{SIDE} {SIDE}" stroke="#225ea8" stroke-width="{max(1.0, side):.2f}"/>')
+            continue
+        for start in range(0, longest, length):
+            at, size = SIDE * start / longest, SIDE * min(length, longest - start) / longest
+            shapes.append(f'<rect x="{at:.2f}" y="{at:.2f}" width="{size:.2f}" height="{size:.2f}" {style}/>')
+    lines = [*words[:MOST_LINES], *(["..."] if len(words) > MOST_LINES else [])]
+    texts = [f'<text x="{SIDE + 14}" y="{LINE * (i + 1)}" {FONT}>{_escaped(line)}</text>' for i, line in enumerate(lines)]
+    width, height = SIDE + 24 + 7 * max(map(len, lines)), max(SIDE, LINE * len(lines)) + 6
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="-3 -3 {width} {height}" role="img">'
+        f"<title>{_escaped(title)}</title>{''.join(shapes)}{''.join(texts)}</svg>"
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
