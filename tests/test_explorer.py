@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flexdilated import DilatedPattern, analysis
 from flexdilated.distributed.plan import context_plan
 from flexdilated.distributed.sharding import even_shard_lengths
+from flexdilated.distributed.strategies import Layer, strategies
 from flexdilated.draw.pattern import multiplicity
 from flexdilated.draw.tiles import head_tiles
 from flexdilated.masks.functions import checked
@@ -231,6 +232,26 @@ def test_traffic_is_the_plans(answers: list[State]) -> None:
             assert found["traffic"][kind] == traffic(state, kind), (kind, state)
             some += sum(map(sum, found["traffic"][kind]))
     assert some
+
+
+def test_bytes_are_those_of_the_strategies(answers: list[State]) -> None:
+    for state, found in zip(STATES, answers):
+        layer = Layer(
+            pattern_of(state),
+            state["seq_len"],
+            state["ranks"],
+            state["num_heads"],
+            state["num_kv_heads"],
+            state["head_dim"],
+            "bfloat16",
+            1,
+            is_causal=state["is_causal"],
+        )
+        expected = {each.name: each for each in strategies(layer, with_pairs=False)}
+        assert found["traffic"]["ring"] == expected["ring-all"].forward.tolist(), state
+        ulysses = expected["ulysses"].forward
+        assert found["traffic"]["ulysses"] == (None if ulysses is None else ulysses.tolist()), state
+        assert found["traffic"]["bytes"] == expected["gather"].forward.tolist(), state
 
 
 def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
