@@ -8,12 +8,15 @@
 
   const packed = (color) => 0xff000000 | (parseInt(color.slice(5, 7), 16) << 16) | (parseInt(color.slice(3, 5), 16) << 8) | parseInt(color.slice(1, 3), 16);
 
-  // A canvas of so many CSS pixels, sharp on this screen.
-  function sized(canvas, width, height) {
+  // A canvas of so many CSS pixels, sharp on this screen; one that the style sheet sizes keeps its own size. Nothing is written that
+  // is so already: to write a style and to read a width after it is a layout each time.
+  function sized(canvas, width, height, isFluid = false) {
     const ratio = window.devicePixelRatio || 1;
     const w = Math.round(width * ratio), h = Math.round(height * ratio);
     if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, { width: w, height: h });
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    if (!isFluid && (canvas.style.width !== `${width}px` || canvas.style.height !== `${height}px`)) {
+      Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    }
     const context = canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
@@ -22,12 +25,15 @@
   }
 
   const spare = document.createElement("canvas");
+  let image = null;
 
   // Cells as pixels of their own: `palette[level[i]]` for cell i.
   function cellsOf(level, rows, columns, palette) {
-    Object.assign(spare, { width: columns, height: rows });
     const context = spare.getContext("2d");
-    const image = context.createImageData(columns, rows);
+    if (!image || image.width !== columns || image.height !== rows) {
+      Object.assign(spare, { width: columns, height: rows });
+      image = context.createImageData(columns, rows);
+    }
     const pixels = new Uint32Array(image.data.buffer);
     const packedPalette = palette.map(packed);
     for (let i = 0; i < level.length; i++) pixels[i] = packedPalette[level[i]];
@@ -115,10 +121,9 @@
   }
 
   // A line of tokens in bins of one level each; `marks` are tokens, `spans` runs of them to outline.
-  function strip(canvas, { level, palette, count, marks = [], spans = [] }) {
-    const width = Math.max(1, canvas.clientWidth), height = 20;
-    const context = sized(canvas, width, height);
-    canvas.style.width = "";
+  function strip(canvas, { level, palette, count, marks = [], spans = [], width }) {
+    const height = 20;
+    const context = sized(canvas, width, height, true);
     context.imageSmoothingEnabled = level.length > width;
     context.drawImage(cellsOf(level, 1, level.length, palette), 0, 3, width, height - 6);
     const { rule, mark, ink } = colors();
@@ -133,10 +138,8 @@
   }
 
   // Ticks in tokens under strips.
-  function axis(canvas, count) {
-    const width = Math.max(1, canvas.clientWidth);
-    const context = sized(canvas, width, 18);
-    canvas.style.width = "";
+  function axis(canvas, count, width) {
+    const context = sized(canvas, width, 18, true);
     context.fillStyle = colors().quiet;
     context.strokeStyle = colors().rule;
     const step = tickStep(count, Math.max(2, Math.floor(width / 90)));

@@ -14,17 +14,14 @@
     .map(([color, text]) => (color ? `<li><i style="background:${color}"></i>${escaped(text)}</li>` : `<li class="title">${escaped(text)}</li>`))
     .join("");
 
-  // The level of each cell: its count where a cell is a pair, else by its share; and what the levels mean.
-  function shaded({ counts, cells, tokensPerCell: c }, { isCausal, numTokens, joined = false, scale = JOINS }) {
+  // The level of each cell: its count where a cell is a pair, else by its share; and what the levels mean. `branches` is the most
+  // that a head has: the colours of all heads, and of all positions of a slider, mean the same.
+  function shaded({ counts, cells, tokensPerCell: c }, { isCausal, numTokens, branches = 1, joined = false, scale = JOINS }) {
     const level = new Uint8Array(counts.length);
     let names, palette, title = null;
     if (c === 1 || joined) {
-      let most = 1;
-      for (let i = 0; i < counts.length; i++) {
-        level[i] = joined ? counts[i] > 0 : counts[i];
-        if (level[i] > most) most = level[i];
-      }
-      palette = levels(most);
+      for (let i = 0; i < counts.length; i++) level[i] = joined ? counts[i] > 0 : counts[i];
+      palette = levels(joined ? 1 : branches);
       names = joined ? [c === 1 ? "joined" : "some pair joined"] : palette.map((_, i) => plural(i + 1, "branch", "branches"));
     } else {
       const { limits } = scale;
@@ -149,13 +146,14 @@
       return `queries ${range(...rows)}, keys ${range(...columns)}: ${number(count)} joins by branches among ` +
         `${number((rows[1] - rows[0]) * (columns[1] - columns[0]))} pairs`;
     },
-    render(el, { picture, state }, app) {
+    render(el, { picture, state }, app, isMoving) {
       fillHeads(el, state);
       const classes = explorer.headClasses(state), chosen = classOf(classes, state);
       this.found = { ...picture, branches: classes[chosen].branches };
       this.state = state;
       const joined = el.querySelector("[name=shade]:checked").value === "any";
-      const options = { isCausal: state.is_causal, numTokens: state.seq_len, joined };
+      const branches = Math.max(...classes.map((one) => one.branches.length));
+      const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches, joined };
       const { level, palette, items } = shaded(this.found, options);
       el.querySelector(".about").textContent =
         `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour tells how many branches join a pair"}` +
@@ -166,12 +164,12 @@
         segments: this.found.branches.map(({ length }) => length), isCausal: state.is_causal,
       }));
       el.querySelector(".legend").innerHTML = legend(items);
-      multiples(el.querySelector(".multiples"), classes, chosen, options, state, app);
+      multiples(el.querySelector(".multiples"), classes, chosen, options, state, app, isMoving);
     },
   };
 
   // A small picture for each heads that keep the same; pressing one looks at its first head.
-  function multiples(box, classes, chosen, options, state, app) {
+  function multiples(box, classes, chosen, options, state, app, isMoving) {
     const key = classes.map(({ heads }) => heads.join()).join(";");
     if (box.dataset.key !== key) {
       box.dataset.key = key;
@@ -186,10 +184,11 @@
       button.dataset.head = heads[0];
       button.setAttribute("aria-pressed", i === chosen);
       button.querySelector("span").textContent = `${headNames(heads)}: offset ${branches.map(({ offset }) => offset).join(", ") || "none"}`;
+      if (isMoving && state.seq_len > 512) return; // they follow when the slider rests
       const canvas = button.querySelector("canvas");
       const few = explorer.picture(branches, state.seq_len, state.is_causal, 96);
       const { level, palette } = shaded(few, options);
-      Object.assign(canvas, { width: few.cells, height: few.cells });
+      if (canvas.width !== few.cells) Object.assign(canvas, { width: few.cells, height: few.cells });
       canvas.getContext("2d").drawImage(cellsOf(level, few.cells, few.cells, palette), 0, 0);
     });
   }
@@ -259,20 +258,23 @@
     const n = state.seq_len;
     const bins = Math.min(n, BINS), edges = Array.from({ length: bins + 1 }, (_, i) => Math.floor((i * n) / bins));
     const counted = rows.map(({ runs }) => binned(runs, edges));
-    const most = Math.max(1, ...counted.flatMap((counts) => [...counts]));
+    const most = state.heads === "grouped" ? 1 : state.segment_lengths.length;
     const single = bins === n;
     const palette = [colors().apart, ...(single ? levels(most) : levels(SHARES.length + 1))];
     const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
+    rows.forEach((row, i) => {
+      spans[2 * i].textContent = row.name;
+      spans[2 * i + 1].textContent = plural(row.keys ?? sum(row.runs.map((run) => run.rows)), row.keys === undefined && row.runs.length > 1 ? "score" : "key");
+    });
+    const width = Math.max(1, canvases[0].clientWidth);
     rows.forEach((row, i) => {
       const level = counted[i].map((count, bin) => {
         const share = count / (edges[bin + 1] - edges[bin]);
         return !count ? 0 : single ? count : share > 1 ? SHARES.length + 1 : 1 + SHARES.findIndex((limit) => share <= limit);
       });
-      spans[2 * i].textContent = row.name;
-      spans[2 * i + 1].textContent = plural(row.keys ?? sum(row.runs.map((run) => run.rows)), row.keys === undefined && row.runs.length > 1 ? "score" : "key");
-      strip(canvases[i], { level, palette, count: n, marks: [state.query], spans: row.spans });
+      strip(canvases[i], { level, palette, count: n, marks: [state.query], spans: row.spans, width });
     });
-    axis(canvases[rows.length], n);
+    axis(canvases[rows.length], n, width);
     const names = single ? palette.slice(1).map((_, i) => plural(i + 1, "branch", "branches"))
       : ["up to 1/256 of the tokens", "up to 1/64", "up to 1/16", "up to 1/4", "up to all", "in several branches"];
     return [[palette[0], "not seen"], ...names.map((name, i) => [palette[i + 1], name]), [colors().mark, "the query"]];
@@ -498,8 +500,9 @@
     const spans = box.querySelectorAll("span"), canvases = box.querySelectorAll("canvas");
     spans[0].textContent = `query ${number(state.query)}`;
     spans[1].textContent = plural(sum(counts), "token");
-    strip(canvases[0], { level, palette, count: n, marks: [state.query] });
-    axis(canvases[1], n);
+    const width = Math.max(1, canvases[0].clientWidth);
+    strip(canvases[0], { level, palette, count: n, marks: [state.query], width });
+    axis(canvases[1], n, width);
   }
 
   function layerTable(reach, reachOf, state) {
