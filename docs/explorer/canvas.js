@@ -1,4 +1,4 @@
-// Drawing on canvases: squares of cells with their axes and cursor, strips, bars and lines.
+// Drawing on canvases: squares of cells with their axes and cursor, strips and lines.
 "use strict";
 
 (() => {
@@ -206,22 +206,5 @@
     }
   }
 
-  // Horizontal bars, one per entry: { label, value, text }.
-  function bars(canvas, entries) {
-    const width = Math.min(canvas.parentElement.clientWidth, 620), line = 20;
-    const context = sized(canvas, width, Math.max(1, entries.length) * line);
-    const most = Math.max(1, ...entries.map(({ value }) => value));
-    const room = width - 64 - 84;
-    entries.forEach(({ label, value, text }, i) => {
-      context.textAlign = "left";
-      context.fillStyle = colors().quiet;
-      context.fillText(label, 0, i * line + 14);
-      context.fillStyle = colors().accent;
-      context.fillRect(64, i * line + 4, Math.max(value ? 1 : 0, (value / most) * room), line - 8);
-      context.fillStyle = colors().ink;
-      context.fillText(text, 64 + (value / most) * room + 6, i * line + 14);
-    });
-  }
-
-  Object.assign(explorer, { axis, bars, cellsOf, cursor, logLines, sized, square, strip });
+  Object.assign(explorer, { axis, cellsOf, cursor, logLines, sized, square, strip });
 })();

@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const { axis, bars, bytes, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, sized,
+  const { axis, bytes, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, sized,
     square, strip, table, times } = explorer;
 
   const SHARES = [1 / 256, 1 / 64, 1 / 16, 1 / 4, 1]; // where columns of many tokens change colour
