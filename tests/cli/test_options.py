@@ -132,7 +132,7 @@ MODULES: dict[str, list[ModuleType]] = {
     "train": [train, checkpoint, corpus, ranks, trainer],
     "generate": [generate],
 }
-TORCHRUN = {"--nproc-per-node", "--max-restarts"}
+OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover"}  # of torchrun, and of `nox -s bench`
 
 
 def mentioned(source: str) -> set[str]:
@@ -145,7 +145,7 @@ def mentioned(source: str) -> set[str]:
 def test_messages_name_options_that_the_command_has(command: str) -> None:
     own = spellings(command)
     for module in MODULES[command]:
-        assert mentioned(inspect.getsource(module)) <= own | TORCHRUN
+        assert mentioned(inspect.getsource(module)) <= own | OTHERS
 
 
 def test_auto_is_the_first_kind_of_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
