@@ -153,7 +153,7 @@ def _rows(pattern: DilatedPattern, branch: int, num_tokens: int) -> tuple[list[i
 
 def _mix(parts: list[tuple[Tensor, Tensor]], *, detach_weights: bool) -> tuple[Tensor, Tensor]:
     lses = torch.stack([lse for _, lse in parts])  # (K, B, H, N)
-    reached = (lses > -math.inf).any(dim=0)
+    reached = (lses != -math.inf).any(dim=0)
     # Rows without any key: give logsumexp something finite, so that its gradient there is 0 and not NaN.
     lses = lses.masked_fill(~reached, 0.0)
     total = torch.logsumexp(lses, dim=0)

@@ -209,6 +209,24 @@ def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) 
     assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
 
 
+@pytest.mark.parametrize("detach_weights", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "triton", "reference"])
+def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_weights: bool) -> None:
+    """As `logaddexp` of -inf and -inf has it."""
+    pattern = replace(THREE, detach_weights=detach_weights)
+    q, k, v, dout, _ = Case(pattern, num_tokens=23, kv_heads=3, head_dim=16, is_causal=True).tensors(torch.float32)
+    if backend == "triton":
+        pytest.importorskip("triton")
+    ignored = torch.zeros(1, 23, dtype=torch.bool)
+    ignored[:, :7] = True
+    options = {"is_causal": True, "key_padding_mask": ignored, "return_lse": True}
+    clean, nan = torch.zeros(1, 3, 23), torch.zeros(1, 3, 23)
+    nan[:, :, :7] = math.nan
+    run = lambda q, k, v: dilated_attention(q, k, v, pattern, backend=backend, **options)  # noqa: E731
+    for a, e in zip(differentiate(run, q, k, v, dout, nan), differentiate(run, q, k, v, dout, clean)):
+        assert torch.equal(a, e)
+
+
 def test_positions_that_no_branch_keeps_are_zero() -> None:
     pattern = DilatedPattern((13,), (3,))
     q, k, v, _, _ = Case(pattern, kv_heads=3).tensors()

@@ -157,6 +157,7 @@ class Kernel:
         head_dim, kv_heads = q.shape[-1], k.shape[1]
         q, options, factor = with_positive_scale(q, options)
         if dlse is not None:
+            dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # what makes something of -inf has NaN as its derivative
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)

@@ -211,6 +211,18 @@ def test_nan_in_ignored_keys_stays_there(is_causal: bool) -> None:
         assert torch.equal(actual, expected)
 
 
+def test_nan_that_a_query_meets_shows_in_its_lse() -> None:
+    q, k, v, _, _ = Case(PATTERN, num_tokens=29, kv_heads=1, head_dim=16).tensors(torch.float32)
+    k[:, 5] = math.nan
+    options = {"is_causal": True, "return_lse": True}
+    out, lse = dilated_attention(q, k, v, PATTERN, backend="triton", **options)
+    expected_out, expected_lse = dilated_attention(q, k, v, PATTERN, backend="reference", **options)
+    assert torch.equal(out.isnan(), expected_out.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())
+    assert torch.equal(lse.isnan()[0, 0], out.isnan()[0, :, 0].all(-1))
+    assert lse.isnan().any()
+
+
 def test_keys_between_padding_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, 16, 16)
     case = Case(DilatedPattern((128,), (1,)), num_tokens=128, kv_heads=1, head_dim=16)

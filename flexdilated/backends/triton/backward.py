@@ -24,7 +24,8 @@ def prepare(
     """`ROWS = (lse, delta)` of every row: lse in base 2, `delta = rowsum(dout out) - dlse`.
 
     Both in one sector of memory, since strided rows are read alone. Where nothing was seen lse is +inf: the weights
-    `exp2(score - lse)` are then 0, and no loop has to look for such rows. Constant mixing weights: delta lacks its sum.
+    `exp2(score - lse)` are then 0, and no loop has to look for such rows; and delta is 0, whatever the gradient of -inf is.
+    Constant mixing weights: delta lacks its sum.
     """
     tile = tl.program_id(0) % tiles
     lane = tl.program_id(0) // tiles
@@ -46,8 +47,9 @@ def prepare(
         delta -= tl.load(DLSE + b * dlse_batch + h * dlse_head + row * dlse_token, mask=there, other=0.0)
     lse = tl.load(LSE + b * lse_batch + h * lse_head + row * lse_token, mask=there, other=0.0)
     at = 2 * ((b * heads + h) * tokens + row)
-    tl.store(ROWS + at, tl.where(lse == -INFINITY, INFINITY, lse * LOG2E), mask=there)
-    tl.store(ROWS + at + 1, delta, mask=there)
+    reached = lse != -INFINITY
+    tl.store(ROWS + at, tl.where(reached, lse * LOG2E, INFINITY), mask=there)
+    tl.store(ROWS + at + 1, tl.where(reached, delta, 0.0), mask=there)
 
 
 @triton.jit

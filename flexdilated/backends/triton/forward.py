@@ -47,12 +47,14 @@ def merge(OUT, LSE, acc, lse, stored, in_row):
     high = tl.maximum(old, lse)
     base = tl.where(high == -INFINITY, 0.0, high)
     keep, add = tl.exp(old - base), tl.exp(lse - base)
-    both = tl.where(high == -INFINITY, 1.0, keep + add)
+    both = keep + add
+    reached = both != 0.0  # NaN, too, was reached: it stays
+    both = tl.where(reached, both, 1.0)
     share = 1.0 / both
     before = load_rows(OUT, stored, in_row, True, True).to(tl.float32)
     merged = before * (keep * share)[:, None] + acc * (add * share)[:, None]
     tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
-    tl.store(LSE, tl.where(high == -INFINITY, high, base + tl.log(both)), mask=stored)
+    tl.store(LSE, tl.where(reached, base + tl.log(both), -INFINITY), mask=stored)
 
 
 @triton.jit(
@@ -125,7 +127,7 @@ def attend(
             CAUSAL, True, IGNORES, PADDED, PRECISION, BLOCK_N,
         )  # fmt: skip
 
-    reached = total > 0.0
+    reached = total != 0.0  # NaN is reached: it stays
     total = tl.where(reached, total, 1.0)
     acc = acc * (1.0 / total)[:, None]
     lse = tl.where(reached, (top + tl.log2(total)) * LN2, -INFINITY)
