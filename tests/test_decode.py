@@ -453,7 +453,11 @@ def test_refused_call_leaves_the_cache_as_it_was() -> None:
         for options, error, message in (
             ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
             ({"scale": torch.nan}, ValueError, "scale must be finite, got nan"),
-            ({"backend": "nope"}, ValueError, "backend must be one of ('auto', 'sdpa', 'flash', 'flex', 'reference'), got 'nope'"),
+            (
+                {"backend": "nope"},
+                ValueError,
+                "backend must be one of ('auto', 'sdpa', 'flash', 'triton', 'flex', 'reference'), got 'nope'",
+            ),
             ({"lengths": torch.tensor([0, 0, size + 1])}, ValueError, f"lengths must be in [0, T={size}], got [0, 0, {size + 1}]"),
         ):
             with pytest.raises(error, match=f"^{re.escape(message)}$"):
