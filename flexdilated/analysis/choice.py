@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from flexdilated.analysis.coverage import count_uncovered, layers_to_cover
@@ -62,7 +62,7 @@ class Choices:
     measure: Measure
     goals: tuple[Goal, ...]
     shown: tuple[Choice, ...]  # best first; patterns of the caller at their place
-    tried: tuple[Choice, ...]  # all that meet the goals, within the budget or not, for the trade-off
+    tried: tuple[Choice, ...] = field(repr=False)  # hundreds: all that meet the goals, within the budget or not, for the trade-off
 
 
 def choose_pattern(

@@ -50,15 +50,17 @@ def choose(
     measure: Annotated[
         MeasureName,
         typer.Option(
+            metavar="MEASURE",
             help="What the budget is of. pairs: of queries and keys, over all heads. memory: bytes on the rank that needs most. "
-            "traffic: bytes that the busiest rank receives, forward and backward."
+            "traffic: bytes that the busiest rank receives, forward and backward.",
         ),
     ] = MeasureName.PAIRS,
     goal: Annotated[
         list[GoalName] | None,
         typer.Option(
+            metavar="GOAL",
             help="Repeatable. reach: every token sees every other. cover: no token is left out by all heads. balance: no head has "
-            "more than 1.05 times the mean pairs. Default: all three; with --causal the last two."
+            "more than 1.05 times the mean pairs. Default: all three; with --causal the last two.",
         ),
     ] = None,
     layers: Annotated[
@@ -72,7 +74,9 @@ def choose(
         str | None, typer.Option(help="A pattern of yours to place among the others: tokens per segment, comma separated.")
     ] = None,
     dilation_rates: Annotated[str | None, typer.Option(help="Its rates, one per segment length.")] = None,
-    preset: Annotated[options.Preset | None, typer.Option(help="Or a published pattern to place among them.")] = None,
+    preset: Annotated[
+        options.Preset | None, typer.Option(metavar="NAME", help="Or a published pattern to place among them: longnet, gigapath.")
+    ] = None,
     offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
     most: Annotated[int, typer.Option(help="How many patterns to show, besides yours.")] = 5,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw the trade-off in this .png file.")] = None,

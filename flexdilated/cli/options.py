@@ -75,10 +75,14 @@ class Preset(str, Enum):
 
 
 HeadsRuleOption = Annotated[
-    HeadsRule, typer.Option(help="all: every head runs every branch. grouped: each branch has its own group of heads.")
+    HeadsRule,
+    typer.Option(metavar="RULE", help="all: every head runs every branch. grouped: each branch has its own group of heads."),
 ]
 OffsetsOption = Annotated[
-    OffsetsRule, typer.Option(help="Which residue head h of H keeps at rate r. blocked: h // ceil(H / r). interleaved: h mod r.")
+    OffsetsRule,
+    typer.Option(
+        metavar="RULE", help="Which residue head h of H keeps at rate r. blocked: h // ceil(H / r). interleaved: h mod r."
+    ),
 ]
 CausalOption = Annotated[bool, typer.Option("--causal/--no-causal", help="Whether a query sees no key after itself.")]
 

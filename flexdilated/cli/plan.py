@@ -65,7 +65,9 @@ def plan(
     ],
     preset: Annotated[
         options.Preset | None,
-        typer.Option(help="A published pattern, at its published lengths, instead of lengths and rates."),
+        typer.Option(
+            metavar="NAME", help="A published pattern, longnet or gigapath, at its published lengths, instead of lengths and rates."
+        ),
     ] = None,
     segment_lengths: Annotated[
         str | None,

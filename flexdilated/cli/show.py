@@ -64,9 +64,10 @@ def show(
     preset: Annotated[
         options.Preset | None,
         typer.Option(
-            help="A published pattern in miniature, instead of lengths and rates: LongNet's lengths divided by 128, "
-            "Prov-GigaPath's by 64; the rates are the published ones. With --blocks the published lengths, without torchscale's "
-            "zero keys."
+            metavar="NAME",
+            help="A published pattern, longnet or gigapath, in miniature, instead of lengths and rates: LongNet's lengths divided "
+            "by 128, Prov-GigaPath's by 64; the rates are the published ones. With --blocks the published lengths, without "
+            "torchscale's zero keys.",
         ),
     ] = None,
     heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,

@@ -57,7 +57,7 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     segment_lengths: Annotated[
-        str, typer.Option(help="Tokens per segment of each branch, comma separated.")
+        str, typer.Option(help="Tokens per segment of each branch, comma separated.", show_default="256, 512, 1024, 2048, 4096")
     ] = "256,512,1024,2048,4096",
     dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch, comma separated.")] = "1,2,4,6,12",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,

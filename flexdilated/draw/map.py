@@ -192,7 +192,8 @@ def _check_weights(weights: Tensor) -> Tensor:
     """Panels `(P, N)`, float64 on the CPU."""
     check_numbers("weights", weights)
     if weights.dim() not in (1, 2) or weights.shape[-1] < 1:
-        raise ValueError(f"weights must have shape (N,) or (P, N), got {tuple(weights.shape)}")
+        advice = "; of attention_map's take one sequence and query, as weights[0, :, 0]" if weights.dim() == 4 else ""
+        raise ValueError(f"weights must have shape (N,) or (P, N), got {tuple(weights.shape)}{advice}")
     panels = weights.detach().to("cpu", torch.float64).reshape(-1, weights.shape[-1])
     if not 1 <= len(panels) <= MAX_PANELS:
         raise ValueError(f"weights must have from 1 to {MAX_PANELS} panels, got {len(panels)}")

@@ -80,6 +80,9 @@ def _row_major(cells: int, columns: int, height: float) -> Tensor:
 
 def _check_coords(coords: Tensor, panels: Tensor) -> Tensor:
     """`(N, 2)`, float64 on the CPU."""
+    if not isinstance(coords, Tensor):
+        advice = "give texts as words=, the rows and columns of an image as grid=, a file as path="
+        raise TypeError(f"coords must be a tensor, got {type(coords).__name__}; {advice}")
     check_numbers("coords", coords)
     if coords.dim() != 2 or coords.shape[1] != 2 or coords.shape[0] < 1:
         raise ValueError(f"coords must have shape (N, 2), one row per tile, got {tuple(coords.shape)}")

@@ -188,6 +188,15 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], message: 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_cuts_nothing_off_in_a_terminal_of_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    code, out, _ = invoke(command, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) == 80
+    assert "\u2026" not in out
+
+
 def test_no_arguments_are_help() -> None:
     code, out, err = invoke()
     assert (code, err) == (0, "")

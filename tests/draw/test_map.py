@@ -163,6 +163,10 @@ def test_picture_rejects_weights_that_do_not_fit(tmp_path: Path) -> None:
         draw_attention_map([1.0], GRID, tmp_path / "map.png")
     with pytest.raises(TypeError, match=r"^weights must hold numbers, got torch.bool$"):
         draw_attention_map(torch.ones(35, dtype=torch.bool), GRID, tmp_path / "map.png")
+    with pytest.raises(
+        ValueError, match=r"got \(1, 4, 2, 35\); of attention_map's take one sequence and query, as weights\[0, :, 0\]$"
+    ):
+        draw_attention_map(torch.ones(1, 4, 2, 35), GRID)
     draw_attention_map(torch.zeros(35), GRID, tmp_path / "map.png")
 
 
@@ -171,6 +175,11 @@ def test_picture_rejects_coordinates_and_options_that_do_not_fit(tmp_path: Path)
     for wrong in (GRID[:, :1], torch.zeros(0, 2), GRID[0]):
         with pytest.raises(ValueError, match=r"^coords must have shape \(N, 2\), one row per tile, got"):
             draw_attention_map(weights, wrong, tmp_path / "map.png")
+    for kind, wrong in (("list", ["a"] * 35), ("tuple", (5, 7)), ("str", "map.png")):
+        with pytest.raises(
+            TypeError, match=rf"^coords must be a tensor, got {kind}; give texts as words=, .* grid=, a file as path=$"
+        ):
+            draw_attention_map(weights, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^coords must be finite, got others$"):
         draw_attention_map(weights, GRID * math.nan, tmp_path / "map.png")
     with pytest.raises(ValueError, match=r"^path must end in one of \('.png', '.pdf', '.svg'\), got '.*map.gif'$"):
