@@ -64,12 +64,12 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
             if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise NotImplementedError(f"no backend can run this on {request.hardware}: {said}")
+        raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {said}")
     reason = why_not(backend, request)
     if reason is None and divided:
         reason = _divided_why_not(backend, request)
     if reason is not None:
-        raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware}: {reason}")
+        raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {reason}")
     return backend
 
 

@@ -59,7 +59,7 @@ def why_not(request: Request) -> str | None:
         return "flash-attn is not installed; pip install flash-attn"
     least = LEAST_VERSION if capability < (10, 0) else LEAST_BLACKWELL_VERSION
     if least > INSTALLED:
-        return f"flash-attn must be {_dotted(least)} or newer on {request.hardware}, got {_dotted(INSTALLED)}"
+        return f"flash-attn must be {_dotted(least)} or newer on {request.hardware.name}, got {_dotted(INSTALLED)}"
     return None
 
 
@@ -71,7 +71,7 @@ def choose_kernel(request: Request) -> Kernel:
     """
     reason = why_not(request)
     if reason is not None:
-        raise NotImplementedError(f"backend 'flash' cannot run this on {request.hardware}: {reason}")
+        raise NotImplementedError(f"backend 'flash' cannot run this on {request.hardware.name}: {reason}")
     return KERNEL
 
 

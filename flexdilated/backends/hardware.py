@@ -50,6 +50,11 @@ class Hardware:
     has_fast_bfloat16: bool = False
 
     def __str__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """For messages: in compiled code a format calls no `__str__` of a dataclass."""
         if self.capability is None:
             return self.device_type
         major, minor = self.capability

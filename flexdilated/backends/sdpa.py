@@ -26,7 +26,7 @@ def choose_kernel(request: Request) -> Kernel:
     for kernel in KERNELS:
         if kernel.why_not(request) is None:
             return kernel
-    raise NotImplementedError(f"backend 'sdpa' cannot run this on {request.hardware}: {why_not(request)}")
+    raise NotImplementedError(f"backend 'sdpa' cannot run this on {request.hardware.name}: {why_not(request)}")
 
 
 def why_not(request: Request) -> str | None:

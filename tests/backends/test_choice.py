@@ -241,3 +241,15 @@ def test_math_dropout_scales_what_it_keeps_by_its_seed() -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(31)))
     again, _ = KERNEL["math"].forward(q, k, v, Options(False, 1.0, dropout=Dropout(0.25, 3)))
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_a_refusal_in_compiled_code_names_the_device(backend: str) -> None:
+    q = torch.randn(1, 40, 2, 16)
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return dilated_attention(q, q, q, DilatedPattern((8, 16), (1, 2)), backend=backend)
+
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match=f"backend '{backend}' cannot run this on cpu: "):
+        torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")(q)

@@ -76,7 +76,7 @@ def choose_kernel(request: Request) -> Kernel:
     """
     reason = why_not(request)
     if reason is not None:
-        raise NotImplementedError(f"backend 'triton' cannot run this on {request.hardware}: {reason}")
+        raise NotImplementedError(f"backend 'triton' cannot run this on {request.hardware.name}: {reason}")
     return KERNEL
 
 
