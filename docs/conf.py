@@ -71,7 +71,7 @@ html_js_files = ["site.js"]
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "flexdilated"},
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 5,
     "navigation_with_keys": False,
     "show_prev_next": True,
     "show_toc_level": 2,
