@@ -43,12 +43,12 @@ def roofline(*, as_json: bool) -> None:
         typer.echo(json.dumps({"devices": devices, "settings": [_as_json(*setting) for setting in _settings()]}, indent=2))
         return
     console = Console()
+    console.print(EXPLANATION, soft_wrap=True)
     for name, shape in _settings():
         console.print(_table(name, shape))
     for device in DEVICES:
         rates = f"{device.flops_per_second / 1e12:g} TFLOP/s, {device.bytes_per_second / 1e12:g} TB/s"
         console.print(f"{device.name}: {rates} ({device.source})", soft_wrap=True)
-    console.print(EXPLANATION, soft_wrap=True)
 
 
 def _settings() -> Iterator[tuple[str, Shape]]:
