@@ -199,6 +199,7 @@ def test_step_compiles_once(pattern: DilatedPattern) -> None:
     assert compilations.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_steps_compile_for_any_number_of_tokens(fullgraph: bool) -> None:
     """Under `dynamic=True` integers that a module holds are symbols too."""

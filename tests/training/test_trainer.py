@@ -104,6 +104,7 @@ def test_diverged_run_keeps_the_last_checkpoint_that_can_go_on(tmp_path: Path, t
     assert again.run(lambda _: None)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path) -> None:
     plain = make_trainer(tmp_path / "plain", text, steps=3)
     low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16", compile=True)
