@@ -122,7 +122,7 @@ class Kernel:
     run_backward: Backward
     head_dim_multiple: int = 1
     shares_kv: bool = True  # whether k and v may have fewer heads than q
-    in_place: InPlace | None = None  # where it can do without boxes of its own
+    in_place: Callable[[], InPlace] | None = None  # where it can do without boxes of its own; asked when it runs
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""

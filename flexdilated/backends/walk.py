@@ -39,7 +39,7 @@ class Walk:
         self.detaches = flat.detach_weights
         request = Request.of(q, k, masked=key_padding_mask is not None, dropout=flat.dropout_p > 0.0)
         self.kernel: Kernel = KERNEL_ENGINES[flat.engine](request)
-        self.in_place = self.kernel.in_place
+        self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self._batch = q.shape[0]
         self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = q.device.type == "cpu"

@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from flexdilated.backends.kernel import Kernel, Options
-from flexdilated.backends.pieces import Piece
+from flexdilated.backends.kernel import InPlace, Kernel, Options
 from flexdilated.backends.request import Request
 
 __all__ = ["KERNEL", "choose_kernel", "why_not"]
@@ -80,34 +79,10 @@ def choose_kernel(request: Request) -> Kernel:
     return KERNEL
 
 
-class _InPlace:
-    """The launches, which import triton."""
+def _launches() -> InPlace:
+    from flexdilated.backends.triton import launch  # imports triton, which is optional
 
-    def forward(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options
-    ) -> None:
-        from flexdilated.backends.triton import launch  # imports triton, which is optional
-
-        launch.forward(out, lse, q, k, v, pieces, options)
-
-    def backward(
-        self,
-        grads: tuple[Tensor, Tensor, Tensor],
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pieces: tuple[Piece, ...],
-        options: Options,
-        *,
-        detaches: bool,
-    ) -> None:
-        from flexdilated.backends.triton import launch
-
-        launch.backward(grads, dout, dlse, q, k, v, out, lse, pieces, options, detaches=detaches)
+    return launch
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -141,4 +116,4 @@ class _Kernel(Kernel):
         return launch.dense_backward(dout, dlse, q, k, v, out, lse, options)
 
 
-KERNEL = _Kernel("triton", why_not, _forward, _backward, in_place=_InPlace())
+KERNEL = _Kernel("triton", why_not, _forward, _backward, in_place=_launches)
