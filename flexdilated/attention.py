@@ -15,8 +15,6 @@ from flexdilated.reference import MaskMod, ScoreMod
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["attend", "dilated_attention"]
-
 
 @overload
 def dilated_attention(

@@ -23,22 +23,6 @@ from flexdilated.reference import MaskMod, ScoreMod
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "DTYPES",
-    "EXCHANGES",
-    "Call",
-    "call_mod",
-    "check",
-    "check_dense",
-    "check_dtypes",
-    "check_mods",
-    "check_scale",
-    "check_tensors",
-    "documents",
-    "is_number",
-    "refuse_zero_keys",
-]
-
 EXCHANGES = ("auto", "gather", "ring", "heads")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Said where shapes suggest that tokens and heads have changed places.

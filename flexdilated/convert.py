@@ -12,8 +12,6 @@ from flexdilated.hub.timm import TimmAttention, attention_classes
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["convert"]
-
 PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
 
 

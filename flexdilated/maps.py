@@ -15,8 +15,6 @@ from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check_dtypes, check_tensors
 from flexdilated.pattern import DilatedPattern, num_kept
 
-__all__ = ["attention_map"]
-
 
 @torch.no_grad()
 def attention_map(

@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from flexdilated.draw.svg import branches_svg
 
-__all__ = ["Branch", "DilatedPattern", "HeadRun"]
-
 Heads = Literal["all", "grouped"]
 Offsets = Literal["blocked", "interleaved"]
 

@@ -11,8 +11,6 @@ from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
 from flexdilated.backends.triton import engine as triton_engine
 
-__all__ = ["BACKENDS", "KERNEL_ENGINES", "Request", "choose", "why_not"]
-
 
 def _reference_why_not(request: Request) -> str | None:
     if request.dropout:

@@ -16,8 +16,6 @@ import torch
 from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.request import Request
 
-__all__ = ["CHALLENGERS", "DEFAULT", "FILE", "Crossover", "device_class", "faster", "is_measured", "load", "prefer"]
-
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")
 CHALLENGERS = ("triton", "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine

@@ -11,8 +11,6 @@ from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.hardware import is_symbolic
 from flexdilated.call import Call, check, documents
 
-__all__ = ["attend"]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from flexdilated.backends.kernel import Kernel, Options, aligned
 from flexdilated.backends.request import Request
 
-__all__ = ["KERNEL", "choose_kernel", "why_not"]
-
 LEAST_VERSION = (2, 7)  # the first whose entry points take the window as two numbers
 LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90
 MOST_HEAD_DIM = 248  # 256, less the column that a gradient of lse adds

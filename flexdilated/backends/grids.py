@@ -18,8 +18,6 @@ from flexdilated.backends.pieces import plan_pieces
 from flexdilated.call import refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Grid", "draw_grids", "num_parts"]
-
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
 LONGEST = 1 << 40  # tokens
 

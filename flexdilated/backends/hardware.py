@@ -11,19 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
-__all__ = [
-    "TRACES_FUNCTIONS",
-    "TRACES_UNKNOWN_SIZES",
-    "Hardware",
-    "autocast_dtype",
-    "detect",
-    "holds_values",
-    "is_symbolic",
-    "recommended_dtype",
-    "simulate",
-    "without_autocast",
-]
-
 # Whether the compiler takes an operator whose output has a size that only its inputs' data tell.
 TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 

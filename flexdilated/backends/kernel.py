@@ -15,21 +15,6 @@ from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.pieces import Piece
 from flexdilated.backends.request import Request
 
-__all__ = [
-    "GRID_LIMIT",
-    "Dropout",
-    "InPlace",
-    "Kernel",
-    "Options",
-    "aligned",
-    "bias_of",
-    "disabled",
-    "draw_seed",
-    "spread",
-    "unmodified",
-    "with_positive_scale",
-]
-
 # Kernels hold the scale in float32: what is smaller may be 0 to them.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 

@@ -26,8 +26,6 @@ from flexdilated.backends.transforms import is_transformed, may_draw, refuse_tra
 from flexdilated.call import Call, call_mod, documents, refuse_zero_keys
 from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["attend"]
-
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 
 

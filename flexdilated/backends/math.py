@@ -14,8 +14,6 @@ from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.request import Request
 from flexdilated.backends.transforms import may_draw
 
-__all__ = ["MATH", "differential"]
-
 SCORES = 1 << 24  # at once: 64 MiB in float32
 
 

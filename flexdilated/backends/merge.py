@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["accumulated", "add_zero_keys_", "merge_", "safe_lse"]
-
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse and of sums for inputs of `dtype`: float32, or float64 for float64."""

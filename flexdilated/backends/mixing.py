@@ -11,8 +11,6 @@ from torch import Tensor
 from flexdilated.backends.pieces import Piece, box
 from flexdilated.backends.transforms import is_transformed
 
-__all__ = ["heads_of", "mix", "normalised", "read", "tokens_of"]
-
 
 def tokens_of(piece: Piece, device: torch.device) -> Tensor:
     """`(S, C, R)`: the token of every row."""

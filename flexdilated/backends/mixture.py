@@ -29,8 +29,6 @@ from flexdilated.backends.transforms import is_transformed, refuse_traced_deriva
 from flexdilated.backends.walk import Walk, backward, forward, tangent
 from flexdilated.call import Call, documents
 
-__all__ = ["attend"]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""

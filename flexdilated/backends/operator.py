@@ -19,21 +19,6 @@ from torch import Tensor
 from flexdilated.backends.merge import accumulated
 from flexdilated.pattern import DilatedPattern
 
-__all__ = [
-    "Flat",
-    "Inputs",
-    "Operator",
-    "contiguous_like",
-    "declare",
-    "differentiate",
-    "operator",
-    "refuse",
-    "rows_contiguous",
-    "save",
-    "schema_of",
-    "shapes_of",
-]
-
 GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "
     "no second derivative; use backend='reference' where one is needed"

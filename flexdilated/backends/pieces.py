@@ -11,8 +11,6 @@ from torch import Tensor
 
 from flexdilated.pattern import DilatedPattern, HeadRun, num_kept
 
-__all__ = ["Piece", "box", "fold", "plan_pieces", "slabs", "unfold"]
-
 
 class Piece(NamedTuple):
     """Dense attention over one box of rows: `segments x offsets x heads` independent softmaxes of `rows` queries and keys.

@@ -17,8 +17,6 @@ from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.call import Call
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["attend", "mixture", "writes_onnx"]
-
 
 def writes_onnx() -> bool:
     """Whether code is traced by the ONNX exporter, which knows none of this library's operators.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flexdilated.backends.hardware import Hardware, detect
 
-__all__ = ["Request"]
-
 
 @dataclass(frozen=True)
 class Request:

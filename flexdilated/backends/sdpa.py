@@ -12,8 +12,6 @@ from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disab
 from flexdilated.backends.math import MATH
 from flexdilated.backends.request import Request
 
-__all__ = ["KERNELS", "choose_kernel", "why_not"]
-
 aten = torch.ops.aten
 
 

@@ -15,26 +15,6 @@ from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
 from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.pattern import DilatedPattern
 
-__all__ = [
-    "BACKWARD_PRODUCTS",
-    "CUDNN",
-    "EFFICIENT",
-    "FLASH",
-    "FLASH_ATTN",
-    "FORWARD_PRODUCTS",
-    "Library",
-    "Step",
-    "fused_backward",
-    "fused_forward",
-    "group_of",
-    "in_place_backward",
-    "in_place_forward",
-    "packed_backward",
-    "packed_forward",
-    "walk_backward",
-    "walk_forward",
-]
-
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each
 

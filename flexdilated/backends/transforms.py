@@ -19,9 +19,6 @@ from torch.autograd import forward_ad
 
 from flexdilated.backends.hardware import TRACES_FUNCTIONS
 
-__all__ = ["is_mapped", "is_transformed", "may_draw", "refuse_traced_derivatives"]
-
-
 _BATCHED_GRADIENTS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # torch.func.vmap has another
 
 

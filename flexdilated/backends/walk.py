@@ -20,8 +20,6 @@ from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.pieces import Piece, box, fold, slabs, unfold
 from flexdilated.backends.request import Request
 
-__all__ = ["Walk", "backward", "forward", "tangent"]
-
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
 # piece is one launch over views, or as few as a CUDA grid allows. See docs/adr/0002.

@@ -12,8 +12,6 @@ from flexdilated.cli import choose, doctor, encode_slide, generate, plan, show, 
 from flexdilated.cli.refusal import Command, Group
 from flexdilated.training.ranks import is_rank, leave
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="flexdilated",
     cls=Group,

@@ -25,8 +25,6 @@ from flexdilated.cli.roofline import roofline
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["doctor"]
-
 CALLS = ("plain", "masked", "dropout", "functions")
 HEAD_DIM = 64
 LAYOUT_TOKENS = tuple(4**i for i in range(5, 11))  # 1,024 to 1,048,576

@@ -22,8 +22,6 @@ from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
 
-__all__ = ["COORDINATES", "EMBEDDINGS", "encode_slide"]
-
 # What the embeddings are called in a tile file: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
 EMBEDDINGS = ("tile_embeds", "features", "embeddings")
 COORDINATES = "coords"

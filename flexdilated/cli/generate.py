@@ -15,8 +15,6 @@ from flexdilated.nn.longnet import LongNetLM
 from flexdilated.training.corpus import BYTES
 from flexdilated.training.options import UserError
 
-__all__ = ["continued", "generate"]
-
 
 def generate(
     model: Annotated[

@@ -21,28 +21,6 @@ from flexdilated.pattern import DilatedPattern
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "DTYPES",
-    "MAX_LENGTH",
-    "CausalOption",
-    "CudaDeviceOption",
-    "HeadsRule",
-    "HeadsRuleOption",
-    "OffsetsOption",
-    "OffsetsRule",
-    "Preset",
-    "check_picture",
-    "check_range",
-    "device_named",
-    "dtype_named",
-    "integers",
-    "pattern_named",
-    "print_table",
-    "save_picture",
-    "spelled",
-    "writing",
-]
-
 MAX_LENGTH = 2**40  # of a segment; positions are 64-bit integers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

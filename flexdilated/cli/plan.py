@@ -22,8 +22,6 @@ from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
 
-__all__ = ["plan"]
-
 LABELS = {
     "gather": "gather",
     "ring": "ring",

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["EARLIER", "Command", "Group", "first_line", "refuse"]
-
 # What an option was called, where a command was written for it: hidden, and taken for what it is called now.
 EARLIER = {
     "--batch": "--batch-size",

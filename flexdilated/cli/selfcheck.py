@@ -22,8 +22,6 @@ from flexdilated.cli.options import DTYPES
 from flexdilated.cli.refusal import first_line
 from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
 
-__all__ = ["QUANTITIES", "Engine", "Report", "all_passed", "engines", "self_check"]
-
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 
 # The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in

@@ -21,8 +21,6 @@ from flexdilated.draw.terminal import print_panels
 from flexdilated.draw.tiles import HeadTiles, all_heads
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["show"]
-
 # More cells than this are neither drawn in reasonable time nor seen.
 MAX_TOKENS = 512
 MAX_HEADS = 64

@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["train"]
-
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ABSENT"]
-
 MESH = "flexdilated.DilatedAttention(mesh=...) or flexdilated.MultiheadDilatedAttention(mesh=...)"
 MASK_MOD = "flexdilated.dilated_attention(mask_mod=...), which drops pairs by a function of their positions"
 ARGUMENTS = "the arguments of the classes themselves, such as RingDilatedAttention(segment_lengths, dilation_rates, dropout)"

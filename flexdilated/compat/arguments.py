@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["ARGUMENTS", "Argument", "warns"]
-
 PACKAGE = os.path.dirname(__file__) + os.sep
 
 Warns = Literal["never", "always", "without parameters"]

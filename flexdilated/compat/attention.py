@@ -14,8 +14,6 @@ from flexdilated.compat.ring import attention_over
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention", "RingDilatedAttentionHybridHilbert"]
-
 
 class _Attention(nn.Module):
     """Grouped dilated attention on `(b, n, h, d)` tensors; every branch has its own heads, positions it does not keep are 0."""

@@ -12,8 +12,6 @@ from flexdilated.compat.arguments import warns
 from flexdilated.compat.attention import ImprovedDilatedAttention, RingDilatedAttention
 from flexdilated.compat.multihead import ImprovedMultiheadDilatedAttention, RingMultiheadDilatedAttention
 
-__all__ = ["create_dilated_attention", "create_multihead_dilated_attention"]
-
 PLAIN, RING = ("auto", "standard", "improved"), ("ring",)
 DISTRIBUTED = ("distributed", "improved_distributed", "ring_distributed")
 BLOCK_SPARSE = ("block_sparse_ring", "block_sparse_ring_distributed")

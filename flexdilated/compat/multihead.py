@@ -15,13 +15,6 @@ from flexdilated.compat.ring import attention_over
 from flexdilated.nn import attention
 from flexdilated.pattern import DilatedPattern
 
-__all__ = [
-    "ImprovedMultiheadDilatedAttention",
-    "MultiheadDilatedAttention",
-    "RingMultiheadDilatedAttention",
-    "RingMultiheadDilatedAttentionHybrid",
-]
-
 
 class _Multihead(attention.MultiheadDilatedAttention):
     """`flexdilated.MultiheadDilatedAttention` under the grouped pattern; loads earlier names of its weights."""

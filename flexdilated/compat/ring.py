@@ -17,8 +17,6 @@ from flexdilated.nn.attention import DilatedAttention
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["RingAttention", "attention_over"]
-
 SAMPLES = 256  # elements of a tensor that ranks compare
 TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by
 EAGER_FIRST = "a module over a ring must be called once before it is compiled with fullgraph=True: that call compares the ranks"

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from flexdilated.compat.multihead import MultiheadDilatedAttention
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["DilatedTransformerDecoderLayer", "DilatedTransformerEncoderLayer", "LongNet"]
-
 Activation = str | Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}

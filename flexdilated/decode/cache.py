@@ -18,8 +18,6 @@ from flexdilated.call import DTYPES, check_dense, check_scale
 from flexdilated.decode.store import BLOCK, Store, Tokens, marked
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["DilatedKVCache", "cache_refusal"]
-
 
 class DilatedKVCache:
     """The keys and values that causal dilated attention can still reach: of each branch and head, those of the current segment.

@@ -13,8 +13,6 @@ from torch import Tensor
 from flexdilated.backends.hardware import holds_values
 from flexdilated.pattern import DilatedPattern, num_kept
 
-__all__ = ["BLOCK", "Store", "Tokens", "marked"]
-
 # Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
 BLOCK = 128
 

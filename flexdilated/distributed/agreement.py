@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_timeout
 
-__all__ = ["Ledger", "agree", "in_turn", "number_of_call", "withdraw"]
-
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_ITEMS = 8  # of a list, of the ranks that share a value, or of the fields and values of one message
 MAX_CHARACTERS = 120  # of one value in a message

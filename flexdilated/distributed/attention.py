@@ -31,8 +31,6 @@ from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
 
-__all__ = ["attend", "withdraw_from"]
-
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below
 
-__all__ = ["IDLE_LIMIT", "buffer_bytes", "bytes_received", "choose", "default_budget", "pairs"]
-
 IDLE_LIMIT = 4  # moving rows takes longer than computing them: some imbalance is worth it
 
 

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from flexdilated.call import Call
 from flexdilated.distributed.agreement import withdraw
 
-__all__ = ["unwrapped"]
-
 BATCH, TOKENS, HEADS = 0, 1, 2
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
 
-__all__ = ["GroupTransport", "Index", "Links", "Pending", "Transport", "link"]
-
 
 class Pending(Protocol):
     """Messages on their way."""

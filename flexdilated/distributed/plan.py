@@ -24,8 +24,6 @@ from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed.spans import Integers, Kept, Spans, Traffic, count_rows, expanded, has_rows, rows_of
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["EXCHANGES", "KINDS", "ContextPlan", "Needs", "Segments", "context_plan", "inside"]
-
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
 

@@ -16,8 +16,6 @@ from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.distributed.tasks import Task, tasks_of
 
-__all__ = ["Job", "Part", "Program", "program"]
-
 
 class Part(NamedTuple):
     """Rows `first ... end` of a task that stand together, at one rank."""

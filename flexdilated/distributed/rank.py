@@ -27,8 +27,6 @@ from flexdilated.distributed.program import Part, program
 from flexdilated.distributed.rows import Grads, Rows
 from flexdilated.distributed.tasks import local_pieces
 
-__all__ = ["Given", "Share", "context_backward", "context_forward"]
-
 
 @dataclass(frozen=True, eq=False)
 class Share:

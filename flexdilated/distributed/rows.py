@@ -17,8 +17,6 @@ from flexdilated.backends.operator import Inputs
 from flexdilated.distributed.exchange import Links
 from flexdilated.distributed.program import Job, Part, Program
 
-__all__ = ["Grads", "Rows"]
-
 
 class Rows:
     """The tensors of a call on one rank, and the rows that other ranks lend it.

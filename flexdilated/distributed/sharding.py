@@ -15,16 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
 
-__all__ = [
-    "even_shard_lengths",
-    "group_of",
-    "local_shard_lengths",
-    "replicated_like",
-    "shard_lengths_of",
-    "shard_sequence",
-    "unshard_sequence",
-]
-
 Batch = TypeVar("Batch")
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Integers", "Kept", "Rows", "Spans", "Traffic", "count_rows", "expanded", "has_rows", "kept_below"]
-
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 Sets = NDArray[np.unsignedinteger]

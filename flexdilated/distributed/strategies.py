@@ -14,8 +14,6 @@ from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["OTHERS", "Counts", "Layer", "Memory", "Strategy", "layer_plan", "memory", "strategies", "traffic_by_ranks"]
-
 Counts = NDArray[np.int64]
 
 OTHERS = ("ring-all", "all-gather", "ulysses")  # ring attention; an all-gather of K and V; two all-to-alls to shards of heads

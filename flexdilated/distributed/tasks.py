@@ -13,8 +13,6 @@ from flexdilated.backends.pieces import Piece, branch_order, everything_kept, se
 from flexdilated.distributed.plan import ContextPlan, Segments, inside
 from flexdilated.distributed.spans import Integers, kept_below
 
-__all__ = ["Task", "local_pieces", "tasks_of"]
-
 
 class Task(NamedTuple):
     """Attention of some rows of one cut segment, on one rank: lanes of equal shape, one for each key/value head.

@@ -11,8 +11,6 @@ from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["LongNetViT", "tile_positions"]
-
 
 class LongNetViT(nn.Module):
     """Prov-GigaPath's slide encoder: `pool(encoder([cls_token, patch_embed(x) + position(coords)]))`.

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["check_unhooked", "find_modules", "put_modules"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

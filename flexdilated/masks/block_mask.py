@@ -14,8 +14,6 @@ from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_keys, 
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod
 
-__all__ = ["block_mask_for", "create_dilated_block_mask"]
-
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["BlockLists", "HeadBranch", "block_lists", "head_branches", "most_columns"]
-
 Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 
 

@@ -14,8 +14,6 @@ from flexdilated.backends.pieces import plan_pieces
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["checked", "dilated_mask_mod", "dilated_score_mod", "mask_mod_of", "refuse_zero_keys", "uncached"]
-
 
 def dilated_mask_mod(
     pattern: DilatedPattern, num_heads: int, *, seq_len: int, is_causal: bool = False, num_kv_heads: int | None = None

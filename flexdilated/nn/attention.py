@@ -21,8 +21,6 @@ from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "refuse_float_mask"]
-
 
 class DilatedAttention(nn.Module):
     """`dilated_attention` with its options held by a module; dropout is active in training mode only.

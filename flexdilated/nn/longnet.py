@@ -26,8 +26,6 @@ from flexdilated.nn.sampling import Sampler
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["LongNetConfig", "LongNetLM"]
-
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDICES = (torch.int64, torch.int32)  # what an embedding takes
 

@@ -12,8 +12,6 @@ from flexdilated.backends.portable import writes_onnx
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Rotary", "Rotation", "XPos", "rotary_angles", "token_positions", "xpos_decay"]
-
 # Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.
 FLOAT16_LOG_GROWTH = 6.0
 # Of float32, whose largest number is exp(88).

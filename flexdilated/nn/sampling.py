@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Sampler"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:

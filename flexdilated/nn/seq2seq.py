@@ -13,8 +13,6 @@ from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["DecoderBlock", "LongNet"]
-
 
 class DecoderBlock(nn.Module):
     """`x + self_attn(norm(x))`, then `x + encoder_attn(norm(x), memory)`, then `x + ffn(norm(x))`.

@@ -15,8 +15,6 @@ from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.position import Rotation
 
-__all__ = ["Block", "FeedForward"]
-
 
 class FeedForward(nn.Module):
     """`fc2(norm(gelu(fc1(x))))`. Source: MAGNETO, arXiv 2210.06423, figure 2.

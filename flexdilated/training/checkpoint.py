@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from flexdilated.training.options import UserError
 
-__all__ = ["STATE_FILE", "ensure_writable", "latest", "read_state", "read_tensors", "save", "set_tensors", "step_of", "tensors_of"]
-
 STATE_FILE = "state.json"  # what is no tensor in a checkpoint
 MODEL, OPTIMIZER = "model/", "optimizer/"  # how the names of its tensors begin
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from flexdilated.training.options import TrainOptions, UserError
 
-__all__ = ["BYTES", "Corpus", "load_corpus"]
-
 BYTES = 256  # the vocabulary
 HELD_OUT_FRACTION = 0.05
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RankLostError", "TrainOptions", "UserError"]
-
 
 class UserError(Exception):
     """Something that the user can put right; its text is one line."""

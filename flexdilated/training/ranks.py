@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["is_rank", "leave", "losses_of_ranks", "mean", "rank_of", "span", "started", "stop_deadline", "tells", "wait_for_all"]
-
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30

@@ -28,8 +28,6 @@ from flexdilated.training.ranks import losses_of_ranks, mean, span
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """A model, its optimizer and where the run stands.

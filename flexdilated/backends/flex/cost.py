@@ -9,8 +9,6 @@ from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.masks.blocks import head_branches
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Cost", "Layout", "Shape", "choose_layout", "fused_cost", "mergeable", "packed_cost"]
-
 Layout = Literal["packed", "fused"]
 BLOCK = 128
 

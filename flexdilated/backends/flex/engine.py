@@ -23,8 +23,6 @@ from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["attend"]
-
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
     """What the functions made of a call depend on."""

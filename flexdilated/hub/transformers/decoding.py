@@ -14,8 +14,6 @@ from flexdilated.hub.transformers.heads import HeadShard
 from flexdilated.masks import dilated_score_mod
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["decode"]
-
 
 def decode(
     q: Tensor,

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch.distributed
 from torch import Tensor, nn
 
-__all__ = ["HeadShard", "find_head_shard"]
-
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 

@@ -18,8 +18,6 @@ from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["REFUSED", "dilated_attention_forward"]
-
 # Options of a call that change what is computed, and what to say when one is set.
 REFUSED = {
     "softcap": "dilated attention does not cap its scores",

@@ -18,8 +18,6 @@ from flexdilated.hub.transformers.positions import borders_of, first_real, shift
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["LongNetForCausalLM", "LongNetHFConfig"]
-
 
 class LongNetHFConfig(PreTrainedConfig):
     """What determines a `LongNetForCausalLM`: the fields of `flexdilated.LongNetConfig`, the pattern as `dilated_pattern`.

@@ -17,8 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["NAME", "extend_configs_and_models", "pattern_values"]
-
 NAME = "flexdilated"
 
 TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention

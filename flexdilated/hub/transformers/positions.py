@@ -12,8 +12,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from flexdilated.hub.transformers.patterns import NAME
 
-__all__ = ["borders_of", "dilated_attention_positions", "first_real", "shifted"]
-
 
 def dilated_attention_positions(
     batch_size: int,
