@@ -91,8 +91,6 @@ class DilatedPattern:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
-    # -- presets ------------------------------------------------------------------------------------------------------------
-
     @classmethod
     def longnet(cls) -> DilatedPattern:
         """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12."""
@@ -124,8 +122,6 @@ class DilatedPattern:
         lengths = [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
         return cls.torchscale(lengths, (1, 2, 4, 8, 16))
 
-    # -- plain data ---------------------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """The pattern as JSON types; `from_dict` is the inverse."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -153,8 +149,6 @@ class DilatedPattern:
         flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
         words = [f"{length:,} tokens, rate {rate}" for length, rate in self.branches]
         return branches_svg(self.branches, repr(self), [", ".join([rule, *flags]), *words])
-
-    # -- what is kept -------------------------------------------------------------------------------------------------------
 
     @property
     def branches(self) -> tuple[Branch, ...]:

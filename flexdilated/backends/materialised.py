@@ -151,9 +151,6 @@ def _modify(
     return scores, None if mask_mod is None else call_mod("mask_mod", mask_mod, b, h, q_idx, kv_idx)
 
 
-# -- where the number of tokens is a symbol ---------------------------------------------------------------------------------------
-
-
 def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The same mixture, by grids whose sizes alone depend on the number of tokens."""
     if not TRACES_UNKNOWN_SIZES:
@@ -235,9 +232,6 @@ def _branch(
     kept = (place % rate == offsets[own]) & (head // group == run.start + own)  # (N, H)
     index = (tokens // length)[:, None] * len(run) + own, place // rate * group + head % group
     return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
-
-
-# -- products ---------------------------------------------------------------------------------------------------------------------
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

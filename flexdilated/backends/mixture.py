@@ -47,9 +47,6 @@ def _walk(inputs: Inputs, flat: Flat) -> Walk:
     return Walk(inputs, flat, pieces, seed)
 
 
-# -- the operators ------------------------------------------------------------------------------------------------------------
-
-
 def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
     inputs = inputs.rows_contiguous()
     with without_autocast(inputs.q.device):
@@ -96,8 +93,7 @@ TANGENT.register_fake(lambda *arguments: tuple(contiguous_like(x) for x in argum
 TANGENT.register_autograd(refuse)
 
 
-# -- the operators under torch.func and forward-mode differentiation, which do not reach into operators. The compiler, on the other
-# -- hand, takes no Function that has a `jvp`.
+# For torch.func and forward-mode differentiation, which do not reach into operators. The compiler takes no Function with a `jvp`.
 
 
 class _Mixture(torch.autograd.Function):

@@ -35,9 +35,6 @@ def why_not(request: Request) -> str | None:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons)
 
 
-# -- aten's flash attention for CPU -------------------------------------------------------------------------------------------
-
-
 def _cpu_flash_why_not(request: Request) -> str | None:
     if request.hardware.device_type != "cpu":
         return "it runs on CPU only"
@@ -60,9 +57,6 @@ def _cpu_flash_backward(
         dout, q, k, v, out, lse, 0.0, options.is_causal, attn_mask=bias_of(options.ignored, q), scale=options.scale
     )
     return dq, dk, dv
-
-
-# -- flash attention on CUDA --------------------------------------------------------------------------------------------------
 
 
 def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -120,9 +114,6 @@ def _flash_backward(
     return dq, dk, dv
 
 
-# -- cuDNN attention ----------------------------------------------------------------------------------------------------------
-
-
 def _cudnn_why_not(request: Request) -> str | None:
     reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
     if reason is not None:
@@ -164,9 +155,6 @@ def _cudnn_backward(
         scale=options.scale,
     )
     return dq, dk, dv
-
-
-# -- memory-efficient attention -----------------------------------------------------------------------------------------------
 
 
 def _efficient_why_not(request: Request) -> str | None:

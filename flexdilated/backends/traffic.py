@@ -27,9 +27,6 @@ class Step(NamedTuple):
     launches: int = 1
 
 
-# -- a piece ------------------------------------------------------------------------------------------------------------------
-
-
 class _Rows(NamedTuple):
     """A piece in numbers: rows of queries and of keys, their elements, and the pairs that it scores."""
 
@@ -141,9 +138,6 @@ def _whole(shape: Shape) -> tuple[int, int, int]:
     return tokens * shape.num_heads * width, tokens * shape.num_kv_heads * width, tokens * shape.num_heads * LSE
 
 
-# -- the walk over pieces by a library's kernel ---------------------------------------------------------------------------------
-
-
 class Library(NamedTuple):
     """What a kernel costs beside its own work."""
 
@@ -159,6 +153,7 @@ FLASH_ATTN = Library(shares_kv=True, contiguous_backward=False)
 
 
 def walk_forward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
+    """The walk over pieces by a library's kernel."""
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
     for rows in _rows(pattern, shape):
@@ -241,10 +236,8 @@ def _is_dense(dims: list[tuple[int, int]], inner: int) -> bool:
     return True
 
 
-# -- FlexAttention --------------------------------------------------------------------------------------------------------------
-
-
 def packed_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
+    """FlexAttention over kept rows, a call per piece."""
     q, _, lse = _whole(shape)
     wide, mask = q // shape.element * LSE, lse // LSE
     pieces = list(_rows(pattern, shape))
@@ -327,6 +320,7 @@ def _are_lanes(piece: Piece, sizes: tuple[int, ...], strides: tuple[int, ...]) -
 
 
 def fused_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
+    """FlexAttention over the raw layout, one call."""
     q, k, lse = _whole(shape)
     yield Step(0, LSE)  # the first token as a tensor
     yield Step(_fused_flops(pattern, shape, FORWARD_PRODUCTS), 2 * q + 2 * k + lse)
@@ -343,10 +337,8 @@ def _fused_flops(pattern: DilatedPattern, shape: Shape, products: int) -> int:
     return 2 * products * shape.head_dim * BLOCK**2 * fused_cost(pattern, shape).tiles
 
 
-# -- one kernel that reads rows in place and merges as it writes -----------------------------------------------------------------
-
-
 def in_place_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
+    """One kernel that reads rows in place and merges as it writes."""
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
     for rows in _rows(pattern, shape):

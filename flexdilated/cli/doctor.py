@@ -63,9 +63,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-# -- the machine --------------------------------------------------------------------------------------------------------------
-
-
 def _machine(device: torch.device, hardware: Hardware) -> dict[str, Any]:
     """Facts by name, as JSON types."""
     capability = None if hardware.capability is None else ".".join(map(str, hardware.capability))
@@ -115,9 +112,6 @@ def _worded(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else str(value)
-
-
-# -- what can run -------------------------------------------------------------------------------------------------------------
 
 
 def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
@@ -207,9 +201,6 @@ def _layout_table() -> Table:
         numbers = (row["tokens"], packed["tiles"], fused["tiles"], packed["launches"], *megabytes)
         table.add_row(*(f"{n:,}" for n in numbers), row["layout"])
     return table
-
-
-# -- the numbers --------------------------------------------------------------------------------------------------------------
 
 
 def _print_reports(console: Console, reports: list[Report]) -> None:

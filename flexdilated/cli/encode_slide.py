@@ -146,9 +146,6 @@ def encode_slide(
     typer.echo(f"wrote {', '.join(embeddings) if len(embeddings) == 1 else f'{len(embeddings)} embeddings'} to '{output}'")
 
 
-# -- the tiles ----------------------------------------------------------------------------------------------------------------
-
-
 def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
     """The key of the embeddings, the embeddings `(1, N, C)` and the coordinates `(1, N, 2)`, int64 or floating, on the CPU."""
     try:
@@ -220,9 +217,6 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor
     return value.detach()
 
 
-# -- the model ----------------------------------------------------------------------------------------------------------------
-
-
 def _load(model: LongNetViT, path: Path) -> None:
     try:
         load_weights(model, path)
@@ -270,9 +264,6 @@ def _check_finite(embeddings: dict[str, Tensor], dtype: str) -> None:
         if (broken := embedding[~embedding.isfinite()]).numel():
             advice = "use bfloat16 or float32" if dtype == "float16" else "check the weights and the scale of the tile embeddings"
             refuse(f"{name} must be finite, got {broken[0].item()} with --dtype={dtype}; {advice}")
-
-
-# -- the output ---------------------------------------------------------------------------------------------------------------
 
 
 def _check_output(output: Path, inputs: list[Path], *, overwrite: bool) -> None:

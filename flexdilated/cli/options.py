@@ -25,9 +25,6 @@ MAX_LENGTH = 2**40  # of a segment; positions are 64-bit integers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-# -- patterns -----------------------------------------------------------------------------------------------------------------
-
-
 class HeadsRule(str, Enum):
     """`DilatedPattern.heads` as the command line spells it."""
 
@@ -115,8 +112,6 @@ def check_range(option: str, value: int, most: int) -> None:
         refuse(f"{option} must be in [1, {most}], got {value}")
 
 
-# -- where and in which dtype -------------------------------------------------------------------------------------------------
-
 CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")]
 
 
@@ -143,9 +138,6 @@ def dtype_named(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtyp
 def spelled(*dtypes: torch.dtype) -> str:
     """As options spell them."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-# -- what comes out -----------------------------------------------------------------------------------------------------------
 
 
 def check_picture(output: Path | None) -> None:

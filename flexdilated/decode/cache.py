@@ -84,8 +84,6 @@ class DilatedKVCache:
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             self._stores = tuple(Store(pattern, branches, num_kv_heads, max_length, like) for branches in runs)
 
-    # -- what it holds ------------------------------------------------------------------------------------------------------
-
     @property
     def lengths(self) -> Tensor:
         """`(B,)` int64: the tokens seen of each sequence, which is the position of the next one."""
@@ -109,8 +107,6 @@ class DilatedKVCache:
     def new_positions(self, num_tokens: int) -> Tensor:
         """`(B, T)` int64: the positions of the next `num_tokens` tokens of each sequence."""
         return self._lengths[:, None] + torch.arange(num_tokens, device=self.device)
-
-    # -- decoding -----------------------------------------------------------------------------------------------------------
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, scale: float | None = None, backend: str = "auto"
@@ -196,8 +192,6 @@ class DilatedKVCache:
             store.put_last(new, self._lengths, added)
         self._lengths += added
 
-    # -- beams --------------------------------------------------------------------------------------------------------------
-
     def reorder(self, indices: Tensor) -> None:
         """Let sequence `b` go on from what sequence `indices[b]` holds, as beam search does.
 
@@ -270,8 +264,6 @@ class DilatedKVCache:
                 x.zero_()
             store.held.fill_(-1)
         self._is_empty = True
-
-    # -- refusals -----------------------------------------------------------------------------------------------------------
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, x in (("q", q), ("k", k), ("v", v)):

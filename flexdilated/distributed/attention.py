@@ -150,9 +150,6 @@ def _tag(contract: int, number: int, *, backward: bool) -> int:
     return 2 * ((contract + number) % TAGS) + backward
 
 
-# -- the operators ------------------------------------------------------------------------------------------------------------
-
-
 def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
     count = len(Flat._fields)
     return Flat(*options[:count]), Place(*options[count:])

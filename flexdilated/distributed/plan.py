@@ -115,8 +115,6 @@ class ContextPlan:
             "is_causal": self.is_causal,
         }
 
-    # -- segments -----------------------------------------------------------------------------------------------------------
-
     @cached_property
     def _crossing(self) -> tuple[tuple[int, int], ...]:
         """The documents that lie in more than one shard."""
@@ -180,8 +178,6 @@ class ContextPlan:
     def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
         """The slots that a rank holds of those that begin at a token."""
         return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
-
-    # -- who needs what -----------------------------------------------------------------------------------------------------
 
     def heads_of(self, branch: int) -> tuple[tuple[int, int], ...]:
         """`(head, offset)` of the heads held here that run a branch."""
@@ -338,8 +334,6 @@ class ContextPlan:
             np.full_like(low, branch), receiver, sender, token + low, token + high, token, residue, residues, place, places
         )
         return spans.where((low < high) & (receiver != sender))
-
-    # -- counts -------------------------------------------------------------------------------------------------------------
 
     def traffic(self, exchange: str, kind: str) -> Traffic:
         """Exact (row, key/value head) counts per pair of ranks, the union over branches."""

@@ -158,9 +158,6 @@ class _Work:
             yield slice(block.queries[0] - origin, block.queries[1] - origin), keys, k[:, :, keys], v[:, :, keys], options
 
 
-# -- forward ------------------------------------------------------------------------------------------------------------------
-
-
 def context_forward(inputs: Inputs, share: Share, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `lse` of this rank's shard, and the rows of other ranks that a backward will need, flat."""
     work = _Work(inputs, share)
@@ -275,9 +272,6 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The bits of `(..., n)` as numbers of another dtype: they travel beside rows of that dtype."""
     # A fresh tensor: one that is contiguous by its sizes alone (1, or expanded) may have strides that cannot be viewed.
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-# -- backward -----------------------------------------------------------------------------------------------------------------
 
 
 def context_backward(

@@ -62,8 +62,6 @@ class Rows:
         """`(B, n, H, ...)` as `(B, n, Hkv, group, ...)`, a view."""
         return x.unflatten(2, (self.heads, self.group))
 
-    # -- messages
-
     def kv_message(self, peer: int, into: Tensor | None = None) -> Tensor:
         """`(E, B, 2 D)`: keys and values for a peer, and a column that says which are ignored, where there is a mask."""
         tokens, heads = self.program.kv.rows(peer)
@@ -78,8 +76,6 @@ class Rows:
         """`(E, B, group, ...)`: the rows of `x` `(B, n, H, ...)` that this rank exchanges with a peer."""
         tokens, heads = via.rows(peer)
         return self.grouped(x).transpose(0, 1)[tokens, :, heads]
-
-    # -- reading a task's rows
 
     def queries(self, job: Job) -> Tensor:
         """`(b lane) group row d`; the query of zeros, where there is one, comes last."""

@@ -76,9 +76,6 @@ def uncached(function: Any) -> Any:
     return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
-# -- how positions are joined ---------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=128)
 def mask_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_causal: bool) -> MaskMod:
     clauses, group = _clauses(pattern, num_kv_heads), num_heads // num_kv_heads
@@ -150,9 +147,6 @@ def _label(pattern: DilatedPattern, is_causal: bool) -> str:
     branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.branches)
     rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
     return f"{branches}_{rule}{'_causal' if is_causal else ''}"
-
-
-# -- checks -------------------------------------------------------------------------------------------------------------------
 
 
 def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bool, num_kv_heads: int | None) -> int:

@@ -29,9 +29,6 @@ TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
 
 
-# -- the start ----------------------------------------------------------------------------------------------------------------
-
-
 def rank_of(context_parallel: int, timeout_seconds: int | None) -> int:
     """This process among those that torchrun started."""
     torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
@@ -102,9 +99,6 @@ def _join(count: int, rank: int, device: torch.device, timeout: timedelta) -> St
     return store
 
 
-# -- what ranks tell each other -----------------------------------------------------------------------------------------------
-
-
 def span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
     """The least and the largest `value` of the ranks, or the only one."""
     if mesh is None:
@@ -167,9 +161,6 @@ def tells(store: Store, rank: int, error: Exception) -> bool:
         return store.add(f"told: {topic}", 1) == 1
     except RuntimeError:  # the store went with its rank
         return True
-
-
-# -- the end ------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

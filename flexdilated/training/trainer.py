@@ -94,8 +94,6 @@ class Trainer:
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
 
-    # -- one step
-
     def _shard(self, tokens: Tensor) -> Tensor:
         """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
         length = self.options.sequence_length // self.num_ranks
@@ -160,8 +158,6 @@ class Trainer:
             losses = [float(self._loss(self._shard(tokens))) for tokens in self.corpus.held_out_batches(self.options)]
         return mean(self.mesh, sum(losses) / len(losses)) / math.log(2)
 
-    # -- the whole run
-
     def run(self, report: Callable[[Trainer], None]) -> bool:
         """Train to the last step, calling `report` after every one; the checkpoint is written as often as the options say.
 
@@ -214,8 +210,6 @@ class Trainer:
     def held_out(self) -> float | None:
         """The latest held-out bits per byte."""
         return next((entry["held_out"] for entry in reversed(self.history) if "held_out" in entry), None)
-
-    # -- checkpoints
 
     def _identity(self) -> dict[str, Any]:
         return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16]}

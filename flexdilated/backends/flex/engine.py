@@ -117,9 +117,6 @@ def _on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-# -- one call over the raw layout ---------------------------------------------------------------------------------------------
-
-
 def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
     """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
@@ -157,9 +154,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Ten
         kind=(plain, _kind(call)),
     )
     return out.transpose(1, 2), lse
-
-
-# -- one call per piece -------------------------------------------------------------------------------------------------------
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
