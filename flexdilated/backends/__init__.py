@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexdilated.backends import flash, sdpa
-from flexdilated.backends.crossovers import DEFAULT, prefer
+from flexdilated.backends.crossovers import prefer
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.request import Request as Request
@@ -32,7 +32,6 @@ KERNEL_ENGINES: dict[str, Callable[[Request], Kernel]] = {
     "flash": flash.choose_kernel,
     "triton": triton_engine.choose_kernel,
 }
-AUTO = DEFAULT  # what "auto" may choose; the oracle, which takes O(N^2) memory, is never chosen unasked
 
 
 def why_not(backend: str, request: Request) -> str | None:

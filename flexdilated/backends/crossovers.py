@@ -17,7 +17,7 @@ from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.request import Request
 
 FILE = Path(__file__).with_name("crossovers.json")
-DEFAULT = ("sdpa", "flex")
+DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
 CHALLENGERS = ("triton", "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine
 ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -52,24 +51,15 @@ def detect(device: torch.device | str) -> Hardware:
     """The hardware behind a torch device."""
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.is_available():  # fake tensors may lie on a device that is not there
-        return _cuda(torch.cuda.get_device_capability(device))
+        return cuda_level(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _CPU
     return Hardware(device.type)
 
 
-def simulate(name: str) -> Hardware:
-    """The hardware that a name stands for, without having it: `"cpu"`, `"mps"`, or a CUDA level such as `"sm_75"`.
-
-    Raises:
-        ValueError: If the name is none of these.
-    """
-    if name in ("cpu", "mps"):
-        return Hardware(name)
-    match = re.fullmatch(r"sm_(\d+)(\d)", name)
-    if match is None:
-        raise ValueError(f"name must be 'cpu', 'mps' or a CUDA level like 'sm_80', got {name!r}")
-    return _cuda((int(match[1]), int(match[2])))
+def cuda_level(capability: tuple[int, int]) -> Hardware:
+    """A GPU of a compute capability, whether there is one here or not."""
+    return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
 
 
 def recommended_dtype(hardware: Hardware) -> torch.dtype:
@@ -126,10 +116,6 @@ def without_autocast(device: torch.device, *, traced_before: bool = False) -> Ab
 def _has_autocast(device_type: str) -> bool:
     # The compiler of torch 2.9 cannot trace the question.
     return device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
-
-
-def _cuda(capability: tuple[int, int]) -> Hardware:
-    return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
 
 
 def _cpu_has_bfloat16_matmul() -> bool:

@@ -30,23 +30,14 @@ O = TypeVar("O")  # noqa: E741 - the options of an operator
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call.
+    """The tensors of a call."""
 
-    Args:
-        q: `(B, N, H, D)`.
-        k: `(B, N, Hkv, D)`.
-        v: The shape of k.
-        key_padding_mask: `(B, N)` bool, True where a key is ignored.
-        cu_seqlens: Borders of packed documents.
-        seed: `(1,)` int64, of attention dropout.
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # (B, N, H, D)
+    k: Tensor  # (B, N, Hkv, D)
     v: Tensor
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    seed: Tensor | None
+    key_padding_mask: Tensor | None  # (B, N) bool, True where a key is ignored
+    cu_seqlens: Tensor | None  # borders of packed documents
+    seed: Tensor | None  # (1,) int64, of attention dropout
 
     def rows_contiguous(self) -> Inputs:
         """With q, k and v as kernels read them: any strides but the last."""

@@ -12,35 +12,20 @@ from flexdilated.backends.hardware import Hardware, detect
 
 @dataclass(frozen=True)
 class Request:
-    """One attention call, by everything that an engine's choice depends on.
-
-    Args:
-        hardware: Where it runs.
-        dtype: Of q, k and v.
-        head_dim: Elements per head.
-        group: Query heads per key/value head.
-        masked: Whether a key padding mask is given.
-        dropout: Whether attention dropout is active.
-        modified: Whether a score or mask function is given.
-        differentiable: Whether a gradient may be asked for.
-        transformed: Whether torch.func or forward-mode differentiation is at work.
-        wants_lse: Whether lse is returned.
-        num_tokens: Tokens per sequence, or of all packed documents.
-        dynamic: Whether that number is a symbol, in compiled code that is to hold for several.
-    """
+    """One attention call, by everything that an engine's choice depends on."""
 
     hardware: Hardware
-    dtype: torch.dtype
+    dtype: torch.dtype  # of q, k and v
     head_dim: int
-    group: int = 1
-    masked: bool = False
+    group: int = 1  # query heads per key/value head
+    masked: bool = False  # by a key padding mask
     dropout: bool = False
-    modified: bool = False
-    differentiable: bool = False
-    transformed: bool = False
+    modified: bool = False  # by a score or mask function
+    differentiable: bool = False  # a gradient may be asked for
+    transformed: bool = False  # torch.func or forward-mode differentiation is at work
     wants_lse: bool = False
-    num_tokens: int = 0
-    dynamic: bool = False
+    num_tokens: int = 0  # per sequence, or of all packed documents
+    dynamic: bool = False  # that number is a symbol, in compiled code that is to hold for several
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, **asked: bool) -> Request:

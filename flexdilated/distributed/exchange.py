@@ -93,19 +93,12 @@ class GroupTransport:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """`(lanes, rows)` integers, as `first + step * arange(rows)` where that says it: a ring would else list the rows of all ranks.
+    """`(lanes, rows)` integers, as `first + step * arange(rows)` where that says it: a ring would list the rows of all ranks."""
 
-    Args:
-        first: `(lanes, 1)` int32.
-        step: Between neighbours.
-        rows: How many.
-        listed: All of them, where they have no common step.
-    """
-
-    first: Tensor
+    first: Tensor  # (lanes, 1) int32
     step: int
     rows: int
-    listed: Tensor | None
+    listed: Tensor | None  # all of them, where they have no common step
 
     @classmethod
     def of(cls, values: Integers, device: torch.device) -> Index:
@@ -126,14 +119,11 @@ class Index:
 class Links:
     """The rows of one kind that one rank exchanges, in the order in which they travel: by peer, head and token.
 
-    Args:
-        sends: The places of the rows that each peer gets, among all rows sent.
-        receives: The places of the rows that each peer gives, among all rows received.
-        owned: Per peer, the rows that this rank owns, which are those it sends, or for outputs those it receives: heads
-            `(h, 1)` and their tokens, counted from the first of its shard, a block of heads at a time.
+    `owned` are those of this rank, which it sends, or for outputs receives: heads `(h, 1)` and their tokens, counted from the first
+    of its shard, a block of heads at a time.
     """
 
-    sends: dict[int, slice]
+    sends: dict[int, slice]  # where the rows of each peer stand among all rows sent
     receives: dict[int, slice]
     owned: dict[int, tuple[tuple[Tensor, Index], ...]]
 

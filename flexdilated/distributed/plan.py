@@ -65,23 +65,14 @@ class ContextPlan:
     """Dilated attention over a sharded sequence, by what it moves and what each rank computes. Identical on every rank.
 
     Made by `context_plan`, which gives the same object for the same integers: plans are compared by identity.
-
-    Args:
-        pattern: What attends to what.
-        shard_lengths: Tokens of each rank, contiguous in the order of ranks; some may be 0.
-        num_heads: Key/value heads of the whole model.
-        within: The key/value heads that these ranks hold.
-        group: Query heads per key/value head.
-        documents: `(first token, number of tokens)` of each packed document.
-        is_causal: Whether a query sees only keys at its own position and before.
     """
 
     pattern: DilatedPattern
-    shard_lengths: tuple[int, ...]
-    num_heads: int
-    within: range
-    group: int
-    documents: tuple[tuple[int, int], ...]
+    shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
+    num_heads: int  # key/value heads of the whole model
+    within: range  # the key/value heads that these ranks hold
+    group: int  # query heads per key/value head
+    documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
     is_causal: bool
 
     @property
@@ -179,12 +170,9 @@ class ContextPlan:
         """The slots that a rank holds of those that begin at a token."""
         return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
 
-    def heads_of(self, branch: int) -> tuple[tuple[int, int], ...]:
-        """`(head, offset)` of the heads held here that run a branch."""
-        return self.kept[branch].heads
-
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
+        """Per branch, what the heads held here keep."""
         runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.branches))]
         heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
         return tuple(Kept(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
@@ -192,14 +180,14 @@ class ContextPlan:
     def offsets_of(self, branch: int) -> dict[int, list[int]]:
         """The heads of each offset."""
         found: dict[int, list[int]] = {}
-        for head, offset in self.heads_of(branch):
+        for head, offset in self.kept[branch].heads:
             found.setdefault(offset, []).append(head)
         return found
 
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
         """Heads that keep the same rows in every branch."""
-        offsets = [dict(self.heads_of(branch)) for branch in range(len(self.pattern.branches))]
+        offsets = [dict(self.kept[branch].heads) for branch in range(len(self.pattern.branches))]
         found: dict[tuple[int | None, ...], list[int]] = {}
         for head in range(len(self.within)):
             found.setdefault(tuple(each.get(head) for each in offsets), []).append(head)
@@ -229,7 +217,7 @@ class ContextPlan:
 
     def _spans(self, exchange: str, kind: str, rank: int | None = None, sent: bool = False) -> Iterator[Spans]:
         for branch in range(len(self.pattern.branches)):
-            if not self.heads_of(branch) or not len(self.cut[branch]):
+            if not self.kept[branch].heads or not len(self.cut[branch]):
                 continue
             whole = self.by_heads[branch] if exchange == "heads" else np.zeros(len(self.cut[branch]), bool)
             if kind != "out":
@@ -278,7 +266,7 @@ class ContextPlan:
         return tuple(self._heads_pay(branch) for branch in range(len(self.pattern.branches)))
 
     def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
-        at, num_heads = self.segments[branch], len(self.heads_of(branch))
+        at, num_heads = self.segments[branch], len(self.kept[branch].heads)
         pay = np.zeros(len(at.token), bool)
         chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
         if self.is_local or not len(chosen):  # a cut segment may keep no rows on one side of the border
@@ -298,16 +286,9 @@ class ContextPlan:
 
     def deal(self, branch: int, chosen: Integers) -> Integers:
         """`(segments, heads of the branch)` ranks that would compute whole heads: dealt in proportion to the tokens they hold."""
-        at, num_heads = self.segments[branch], len(self.heads_of(branch))
+        at, num_heads = self.segments[branch], len(self.kept[branch].heads)
         middle = (2 * np.arange(num_heads) + 1) * at.size[chosen, None] // max(1, 2 * num_heads)
         return self.rank_of(at.token[chosen, None] + middle)
-
-    def executors(self, branch: int, head: int) -> Integers:
-        """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
-        place = [each for each, _ in self.heads_of(branch)].index(head)
-        takers, chosen = np.full(len(self.cut[branch]), -1), np.flatnonzero(self.by_heads[branch])
-        takers[chosen] = self.deal(branch, chosen)[:, place]
-        return takers
 
     def _head_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
         """Rows of heads to the rank that computes them, or their outputs back."""
@@ -348,19 +329,8 @@ class ContextPlan:
         """Whether no rank needs anything of another."""
         return not any(has_rows(spans, self.kept) for kind in ("kv", "q") for spans in self._spans("gather", kind))
 
-    def entries(self, exchange: str, kind: str, rank: int, *, sent: bool) -> tuple[Integers, Integers, Integers]:
-        """`(peer, head, token)` of every row that a rank sends, or receives: ascending, each once. Tokens of the whole sequence."""
-        parts = [
-            (np.full_like(heads, peer), heads, tokens) for peer, heads, tokens in self.messages(exchange, kind, rank, sent=sent)
-        ]
-        if not parts:
-            empty = np.empty(0, np.int64)
-            return empty, empty, empty
-        peers, heads, tokens = (np.concatenate(x) for x in zip(*parts))
-        return peers, heads, tokens
-
     def messages(self, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
-        """Peer by peer, `(peer, head, token)` of the rows in its message: the same rows, a message at a time."""
+        """Peer by peer, `(peer, head, token)` of rows that travel, ascending; tokens of the whole sequence."""
         spans = self.spans(exchange, kind, rank, sent=sent)
         needed: dict[Any, Needs] = {}
         for offsets, members in self.classes.items():

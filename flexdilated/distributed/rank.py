@@ -30,21 +30,13 @@ from flexdilated.distributed.tasks import local_pieces
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One attention over ranks, as one rank sees it: everything but the tensors.
-
-    Args:
-        plan: What moves.
-        exchange: `"gather"`, `"ring"` or `"heads"`.
-        rank: This rank.
-        flat: The options of the call.
-        seed: Of the dropout: the same on all ranks or not, the parts of all ranks differ.
-    """
+    """One attention over ranks, as one rank sees it: everything but the tensors."""
 
     plan: ContextPlan
-    exchange: str
+    exchange: str  # "gather", "ring" or "heads"
     rank: int
     flat: Flat
-    seed: int | None = None
+    seed: int | None = None  # of the dropout: the same on all ranks or not, the parts of all ranks differ
 
 
 class Given(NamedTuple):

@@ -50,7 +50,7 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
             found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, chosen))
     there = np.flatnonzero(whole)
     executors = plan.deal(branch, there)
-    for place, (head, offset) in enumerate(plan.heads_of(branch)):
+    for place, (head, offset) in enumerate(plan.kept[branch].heads):
         for task, chosen in _alike(plan, branch, offset, there[executors[:, place] == rank], None):
             found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], chosen))
     for task, lanes in found.items():

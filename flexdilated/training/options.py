@@ -15,34 +15,18 @@ class RankLostError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What determines a training run: a checkpoint resumes only under the same options and text.
+    """What determines a training run: a checkpoint resumes only under the same options and text."""
 
-    Args:
-        sequence_length: Bytes per sequence.
-        batch_size: Sequences per step.
-        steps: Optimizer steps.
-        learning_rate: Peak of the schedule.
-        warmup_steps: Steps of linear warm-up, before a cosine down to a tenth of the peak.
-        weight_decay: Of the matrices.
-        clip: Largest norm of the gradient.
-        seed: Of the initial weights, the batches and dropout.
-        eval_every: Steps between measurements on held-out text.
-        eval_sequences: Held-out sequences per measurement.
-        checkpoint_every: Steps between checkpoints.
-        dtype: `"bfloat16"` trains under autocast, `"float32"` does not.
-        compile: Whether the step is compiled, with `fullgraph=True`.
-    """
-
-    sequence_length: int
-    batch_size: int
+    sequence_length: int  # bytes
+    batch_size: int  # sequences per step
     steps: int
-    learning_rate: float
-    warmup_steps: int
-    weight_decay: float
-    clip: float
-    seed: int
-    eval_every: int
-    eval_sequences: int
+    learning_rate: float  # at the peak of the schedule
+    warmup_steps: int  # linear, before a cosine down to a tenth of the peak
+    weight_decay: float  # of the matrices
+    clip: float  # largest norm of the gradient
+    seed: int  # of the initial weights, the batches and dropout
+    eval_every: int  # steps between measurements on held-out text
+    eval_sequences: int  # held-out ones per measurement
     checkpoint_every: int
-    dtype: str
-    compile: bool
+    dtype: str  # "bfloat16" trains under autocast, "float32" does not
+    compile: bool  # the step, with `fullgraph=True`

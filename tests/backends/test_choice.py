@@ -8,10 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.backends import BACKENDS, Request, engines, sdpa
-from flexdilated.backends.hardware import simulate
+from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS, choose_kernel
 from tests.cases import Case, run_engine, run_reference
+from tests.hardware import simulate
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -86,7 +87,7 @@ def test_auto_gives_every_reason_where_no_engine_can() -> None:
     asked = request(hardware=MPS, dtype=torch.float64, dropout=True)
     with pytest.raises(NotImplementedError, match="no backend can run this on mps: ") as error:
         backends.choose("auto", asked)
-    for name in backends.AUTO:
+    for name in DEFAULT:
         reason = backends.why_not(name, asked)
         assert reason is not None
         assert f"{name}: {reason}" in str(error.value)

@@ -19,11 +19,11 @@ import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import request
 from flexdilated.backends.flex import kernel
-from flexdilated.backends.hardware import simulate
 from flexdilated.masks import block_mask
 from tests.backends import test_gpu_flex
 from tests.backends.printed_kernels import Printer, backend, printing
 from tests.backends.test_gpu_flex import CALLS, CASES, run, run_modified_reference
+from tests.hardware import simulate
 from tests.tolerances import SINGLE
 
 pytestmark = [

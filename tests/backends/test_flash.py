@@ -16,9 +16,11 @@ from torch import Tensor
 import flexdilated.backends.request
 from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import BACKENDS, Request, flash
-from flexdilated.backends.hardware import detect, simulate
+from flexdilated.backends.crossovers import DEFAULT
+from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import Options
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
+from tests.hardware import simulate
 from tests.tolerances import EXACT, assert_twice_naive
 
 PATTERN = DilatedPattern((11, 23, 47), (1, 3, 5))
@@ -256,7 +258,7 @@ def test_attention_refuses_with_the_reason() -> None:
 
 def test_auto_never_takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "INSTALLED", (2, 8, 3))
-    assert "flash" not in backends.AUTO
+    assert "flash" not in DEFAULT
     for level in ("sm_80", "sm_90", "sm_100"):
         assert backends.choose("auto", request(hardware=simulate(level))) != "flash"
 

@@ -21,12 +21,12 @@ from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_atten
 from flexdilated.backends import Request, choose, crossovers, why_not
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
-from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call
 from flexdilated.masks.blocks import block_lists, head_branches
 from tests.backends import flex_emulation
 from tests.cases import Case, calls, least_heads, patterns
+from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
 
 PATTERN = DilatedPattern((100, 200, 400), (1, 2, 4))

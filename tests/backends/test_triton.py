@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
 from flexdilated.attention import attend
 from flexdilated.backends import Request
-from flexdilated.backends.hardware import simulate
 from flexdilated.backends.kernel import Options
 from flexdilated.backends.math import MATH
 from flexdilated.backends.triton import engine
@@ -31,6 +30,7 @@ if not engine.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 
 from flexdilated.backends.triton import backward, forward, launch
+from tests.hardware import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of pairs that do not see each other
 

@@ -108,12 +108,12 @@ def placed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, Softmax]]:
         for segment in segments:
             taker = -1
             if is_cut(plan, segment):
-                takers = plan.executors(branch, segment.head)
+                takers = executors(plan, branch, segment.head)
                 taker = int(takers[turn[segment.head]]) if exchange == "heads" else -1
                 turn[segment.head] += 1
             for softmax in segment.softmaxes:
                 yield taker if taker >= 0 else owner(plan, softmax.out), softmax
-        assert all(len(plan.executors(branch, head)) == count for head, count in turn.items())
+        assert all(len(executors(plan, branch, head)) == count for head, count in turn.items())
 
 
 Rows = dict[tuple[int, int], set[tuple[int, int]]]  # (receiver, sender): (head, token)
@@ -185,7 +185,16 @@ def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int],
 
 def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
     """`(peer, head, token)` of each row."""
-    return [(int(a), int(b), int(c)) for a, b, c in zip(*plan.entries(exchange, kind, rank, sent=sent))]
+    messages = plan.messages(exchange, kind, rank, sent=sent)
+    return [(peer, head, token) for peer, *rows in messages for head, token in zip(*(x.tolist() for x in rows))]
+
+
+def executors(plan: ContextPlan, branch: int, head: int) -> list[int]:
+    """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
+    place = [each for each, _ in plan.kept[branch].heads].index(head)
+    takers, chosen = np.full(len(plan.cut[branch]), -1), np.flatnonzero(plan.by_heads[branch])
+    takers[chosen] = plan.deal(branch, chosen)[:, place]
+    return takers.tolist()
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------------
@@ -236,7 +245,7 @@ def test_a_head_is_taken_whole_by_a_rank_that_holds_a_part_of_its_segment(plan: 
             cut = [segment for segment in segments if segment.head == head and is_cut(plan, segment)]
             if not cut:
                 continue
-            for taker, segment in zip(plan.executors(branch, head), cut):
+            for taker, segment in zip(executors(plan, branch, head), cut):
                 assert taker == -1 or taker in {owner(plan, token) for token in segment.tokens}
 
 
@@ -277,7 +286,7 @@ def segment_costs(plan: ContextPlan) -> Iterator[tuple[int, tuple[int, int]]]:
             needs = {(owner(plan, x.out), key) for x in segment.softmaxes for key in x.keys}
             by_rows += 2 * sum(owner(plan, key) != at for at, key in needs)
             by_heads += sum((2 + 2 * plan.group) * (owner(plan, x.out) != rank) for x in segment.softmaxes)
-        yield int(plan.executors(0, 0)[turn]), (by_rows, by_heads)
+        yield int(executors(plan, 0, 0)[turn]), (by_rows, by_heads)
 
 
 # -- who computes what --------------------------------------------------------------------------------------------------------
@@ -502,7 +511,7 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
             assert looked[0] <= 2 * num_tokens * num_ranks * len(lengths)
             assert looked[1] <= 2 * num_ranks**2 * len(lengths)
             made = len(plan.spans(exchange, kind).first)
-            assert made <= sum(3 * len(plan.executors(b, 0)) for b in range(len(lengths))) + num_ranks**2 * len(lengths) * 2
+            assert made <= sum(3 * len(executors(plan, b, 0)) for b in range(len(lengths))) + num_ranks**2 * len(lengths) * 2
 
 
 # -- bytes and the choice -----------------------------------------------------------------------------------------------------
