@@ -15,8 +15,10 @@ from flexdilated.backends.merge import safe_lse
 from flexdilated.backends.pieces import Piece
 from flexdilated.backends.request import Request
 
-# Kernels hold the scale in float32: what is smaller may be 0 to them.
+# Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
+# infinite.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
+MOST_SCALE = torch.finfo(torch.float32).max * math.log(2)
 
 GRID_LIMIT = 65535  # CUDA's for the batch and head dims of a launch
 ALIGNMENT = 16  # bytes that kernels on CUDA load at once, without a look at where a row begins
@@ -167,9 +169,11 @@ def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, f
 
     aten's kernels mask scores before they scale them, or look for the largest before: a scale that is not above 0 gives NaN there.
     """
-    if options.scale >= LEAST_SCALE:
+    if LEAST_SCALE <= options.scale <= MOST_SCALE:
         return q, options, 1.0
-    factor, scale = (-1.0, -options.scale) if options.scale <= -LEAST_SCALE else (options.scale, 1.0)
+    size = abs(options.scale)
+    factor = options.scale if size < LEAST_SCALE else math.copysign(1.0 if size <= MOST_SCALE else 2.0, options.scale)
+    scale = 1.0 if size < LEAST_SCALE else options.scale / factor
     return q * factor, options._replace(scale=scale), factor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -84,6 +85,18 @@ def assert_oracle(case: Case) -> None:
 def test_every_option_equals_the_oracle(name: str) -> None:
     with poisoned_memory():
         assert_oracle(CASES[name])
+
+
+@pytest.mark.parametrize("scale", [2.4e38, -3.4e38])
+def test_a_scale_that_is_infinite_in_base_2_equals_the_oracle(scale: float) -> None:
+    case, small = replace(CASES["grouped_queries"], scale=scale), 3e-20
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    tensors = (q * small, k * small, v, dout, dlse)
+    run = lambda attend, **options: lambda q, k, v: attend(q, k, v, PATTERN, **case.options(), **options)  # noqa: E731
+    actual = differentiate(run(dilated_attention, return_lse=True, backend="triton"), *tensors)
+    expected = differentiate(run(reference.dilated_attention), *(x.double() for x in tensors))
+    for a, e, unit in zip(actual, expected, (1.0, 1.0, small, small, 1.0)):
+        torch.testing.assert_close(a.double() * unit, e * unit, **SINGLE)
 
 
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (64, 64)], ids=str)
@@ -442,9 +455,39 @@ def test_it_runs_on_ampere_and_newer(dtype: torch.dtype) -> None:
 
 def test_a_triton_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "INSTALLED", None)
-    assert backends.why_not("triton", request()) == "triton is not installed; pip install triton, or use backend='sdpa'"
+    monkeypatch.setattr(engine, "WANTED", "the one of torch 2.13.0")
+    assert (
+        backends.why_not("triton", request()) == "triton is not installed; install the one of torch 2.13.0, or use backend='sdpa'"
+    )
     monkeypatch.setattr(engine, "INSTALLED", (3, 4))
     assert backends.why_not("triton", request()) == "triton must be 3.5 or newer, got 3.4; use backend='sdpa'"
+
+
+@pytest.mark.parametrize(
+    ("asks", "wanted"),
+    [(["numpy", 'triton==3.7.1; platform_system == "Linux"'], "triton==3.7.1, which torch"), (None, "the one of torch")],
+)
+def test_the_triton_to_install_is_that_of_torch(asks: list[str] | None, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other, as the newest, may not fit: torch's builds bring their own."""
+    monkeypatch.setattr(engine, "requires", lambda name: asks)
+    assert engine._wanted().startswith(wanted)
+
+
+def test_triton_is_known_by_the_name_of_torchs_nightly_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "pytorch-triton":
+            raise PackageNotFoundError
+        return "3.8.0+git12345678"
+
+    monkeypatch.setattr(engine, "version", version)
+    assert engine._installed() == (3, 8)
+
+
+def test_gpus_of_another_maker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ON_ROCM", True)
+    reason = "the Triton kernels are made for NVIDIA's GPUs, and this torch for AMD's (ROCm); use backend='sdpa'"
+    assert backends.why_not("triton", request()) == reason
+    assert backends.why_not("triton", request(hardware=simulate("cpu"), dtype=torch.float32)) is None
 
 
 def test_a_cpu_needs_the_interpreter_which_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

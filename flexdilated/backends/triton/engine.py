@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from torch import Tensor
@@ -19,15 +19,29 @@ LEAST_LEVEL = (8, 0)
 MOST_HEAD_DIM = 256
 
 
+# One module under several names: of releases, of torch's nightly builds, and of Windows.
+DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
+
+
 def _installed() -> tuple[int, ...] | None:
-    try:
-        found = version("triton")
-    except PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    for name in DISTRIBUTIONS:
+        try:
+            return tuple(int(part) for part in re.findall(r"\d+", version(name))[:2])
+        except PackageNotFoundError:
+            continue
+    return None
 
 
-INSTALLED = _installed()  # asked once: metadata cannot be traced by torch.compile
+def _wanted() -> str:
+    """The triton that this torch was built with, where its metadata say so: another one may not fit it."""
+    found = [requirement.split(";")[0].strip() for requirement in requires("torch") or () if "triton" in requirement.lower()]
+    return f"{found[0]}, which torch {torch.__version__} asks for" if found else f"the one of torch {torch.__version__}"
+
+
+# Asked once: metadata cannot be traced by torch.compile.
+INSTALLED = _installed()
+WANTED = _wanted()
+ON_ROCM = torch.version.hip is not None
 # Triton's own switch, which it reads when it is imported: kernels then run on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
 INTERPRETED_DTYPES = (torch.float32, torch.float16)  # it multiplies bfloat16 as the integers of its bits
@@ -45,7 +59,7 @@ def why_not(request: Request) -> str | None:
     if request.head_dim > MOST_HEAD_DIM:
         return f"head_dim must be at most {MOST_HEAD_DIM} for the Triton kernels, got {request.head_dim}; use backend='sdpa'"
     if INSTALLED is None:
-        return "triton is not installed; pip install triton, or use backend='sdpa'"
+        return f"triton is not installed; install {WANTED}, or use backend='sdpa'"
     if INSTALLED < LEAST_VERSION:
         least, found = (".".join(map(str, numbers)) for numbers in (LEAST_VERSION, INSTALLED))
         return f"triton must be {least} or newer, got {found}; use backend='sdpa'"
@@ -60,6 +74,8 @@ def _device_why_not(request: Request) -> str | None:
         return None
     if hardware.device_type != "cuda" or hardware.capability is None:
         return "the Triton kernels run on CUDA only, or on a CPU under TRITON_INTERPRET=1; use backend='sdpa'"
+    if ON_ROCM:
+        return "the Triton kernels are made for NVIDIA's GPUs, and this torch for AMD's (ROCm); use backend='sdpa'"
     if hardware.capability < LEAST_LEVEL:
         return "the Triton kernels need sm_80 or newer; use backend='sdpa'"
     if request.dtype == torch.float64:
