@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from flexdilated.analysis.coverage import count_uncovered, layers_to_cover
+from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
+from flexdilated.analysis.family import family
 from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import balance
 from flexdilated.analysis.ranks import DTYPES, count_rank_costs
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import Branch, DilatedPattern
 
 __all__ = ["GOALS", "MEASURES", "Choice", "Choices", "Goal", "Measure", "choose_pattern"]
 
@@ -20,16 +21,14 @@ Measure = Literal["pairs", "memory", "traffic"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
-SHORTEST, MOST_RATE = 32, 1024  # of the patterns that are tried
-MOST_BRANCHES = 5
-MOST_KINDS = 2048  # kinds of tokens to look at, of every pattern that is tried
 MOST_IMBALANCE = 1.05
 MOST_TOKENS = 2**40
 MEANING = {
     "reach": "every token sees every other",
-    "cover": "no token is left out",
+    "cover": "every branch keeps every row in some head",
     "balance": f"no head scores more than {MOST_IMBALANCE} times the mean",
 }
+TRAFFIC_SHARE = 10  # of what dense attention receives, the budget of who gives none
 UNITS = {"pairs": "pairs", "memory": "bytes of memory per rank", "traffic": "bytes received per rank"}
 
 
@@ -43,7 +42,8 @@ class Choice:
     layers: int | None  # after which every token has seen every other; None is never, or not counted
     span: int  # the longest segment, in tokens
     window: int  # the longest undilated segment, in tokens; 0 if there is none
-    uncovered: int | None  # tokens that no head keeps; None is not counted
+    uncovered: int | None  # tokens that no head of any branch keeps; None is not counted
+    partial: tuple[Branch, ...]  # branches of which no head keeps some of the residues
     imbalance: float  # pairs of the busiest head over the mean
     unmet: tuple[Goal, ...]
     within_budget: bool
@@ -59,17 +59,19 @@ class Choices:
     num_heads: int
     is_causal: bool
     budget: int
+    budget_of: str | None  # whose cost the budget is; None is the caller's
     measure: Measure
     goals: tuple[Goal, ...]
     shown: tuple[Choice, ...]  # best first; patterns of the caller at their place
-    tried: tuple[Choice, ...] = field(repr=False)  # hundreds: all that meet the goals, within the budget or not, for the trade-off
+    # Hundreds: all that meet the goals, within the budget or not, for the trade-off; where none is, what misses "cover" alone too.
+    tried: tuple[Choice, ...] = field(repr=False)
 
 
 def choose_pattern(
     num_tokens: int,
     num_heads: int,
     *,
-    budget: int,
+    budget: int | None = None,
     measure: Measure = "pairs",
     goals: Iterable[Goal] | None = None,
     layers: int | None = None,
@@ -82,19 +84,22 @@ def choose_pattern(
 ) -> Choices:
     """Patterns that meet named goals under a budget, each with the reason why it is shown. Counts alone: nothing about quality.
 
-    Tried are patterns whose segments grow by one factor from an undilated one, with rates that grow by another: powers of two, up
-    to five branches, `heads="all"`, blocked offsets. Better is: fewer layers until every token has seen every other, then a longer
-    span (the longest segment), then a longer undilated segment, then a lower cost. Shown are the best of each number of layers and
-    span, and the cheapest.
+    Tried are patterns whose segments grow by one factor from an undilated one, with rates that grow by another, up to five
+    branches, `heads="all"`, blocked offsets: powers of two, and the number of heads with segments that it divides. Better is: fewer
+    layers until every token has seen every other, then a longer span (the longest segment), then a longer undilated segment, then a
+    lower cost. Shown are the best of each number of layers and span, and the cheapest. Where nothing meets the goals within the
+    budget, what comes nearest to it is shown, and behind it what misses `"cover"` alone.
 
     Args:
         num_tokens: Sequence length N, up to 2**40.
         num_heads: Heads H. Under grouped-query attention these are key/value heads.
-        budget: The most that one layer may cost, in the unit of `measure`.
+        budget: The most that one layer may cost, in the unit of `measure`. Default: of pairs those of LongNet's published pattern,
+            or of dense attention where these are fewer; the memory of dense attention; a tenth of its traffic.
         measure: `"pairs"`: (query, key) pairs over all heads, forward. `"memory"`: bytes on the rank that needs most.
             `"traffic"`: bytes that the busiest rank receives, forward and backward, under the exchange that `"auto"` takes.
-        goals: Of `"reach"` (every token sees every other, in at most `layers` layers), `"cover"` (no token is left out by all
-            heads) and `"balance"` (no head scores more than 1.05 times the mean). Default: all; if causal all but `"reach"`.
+        goals: Of `"reach"` (every token sees every other, in at most `layers` layers), `"cover"` (every branch keeps every row in
+            some head: no residue is left out by all heads) and `"balance"` (no head scores more than 1.05 times the mean). Default:
+            all; if causal all but `"reach"`.
         layers: The most layers for `"reach"`. Default: any number.
         is_causal: Whether a query sees only keys at its own position and before.
         num_ranks: Ranks that share the sequence, for `"memory"` and `"traffic"`.
@@ -134,52 +139,48 @@ def choose_pattern(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    def judged(pattern: DilatedPattern, *, is_given: bool) -> Choice:
-        pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
-        cost = pairs
-        if measure != "pairs":
-            ways = count_rank_costs(
-                pattern, num_tokens, num_heads, num_ranks, head_dim=head_dim, dtype=dtype, is_causal=is_causal
-            ).values()
-            (way,) = (way for way in ways if way.is_chosen)
-            cost = way.memory_bytes if measure == "memory" else way.both_bytes
-        found = _judged(pattern, num_tokens, num_heads, cost, pairs, is_causal=is_causal)
-        unmet = _unmet(found, asked, layers)
-        return replace(found, unmet=unmet, within_budget=cost <= budget, is_given=is_given)
+    def cost(pattern: DilatedPattern) -> int:
+        if measure == "pairs":
+            return pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+        options = {"head_dim": head_dim, "dtype": dtype, "is_causal": is_causal}
+        ways = count_rank_costs(pattern, num_tokens, num_heads, num_ranks, **options).values()  # type: ignore[arg-type]
+        (way,) = (way for way in ways if way.is_chosen)
+        return way.memory_bytes if measure == "memory" else way.both_bytes
 
-    tried = [judged(pattern, is_given=False) for pattern in _family(num_tokens) if pattern not in given]
-    meeting = sorted((each for each in tried if not each.unmet), key=_order)
+    budget, budget_of = (budget, None) if budget is not None else _default_budget(cost, num_tokens, measure)
+
+    def judged(pattern: DilatedPattern) -> Choice:
+        found = _judged(pattern, num_tokens, num_heads, is_causal=is_causal)
+        return replace(found, unmet=_unmet(found, asked, layers))
+
+    def paid(found: Choice) -> Choice:
+        spent = found.pairs if measure == "pairs" else cost(found.pattern)
+        return replace(found, cost=spent, within_budget=spent <= budget)
+
+    known = [judged(pattern) for pattern in family(num_tokens, num_heads) if pattern not in given]
+    meeting = sorted((paid(each) for each in known if not each.unmet), key=_order)
+    if not any(each.within_budget for each in meeting):
+        meeting = sorted([*meeting, *(paid(each) for each in known if each.unmet == ("cover",))], key=_order)
     shown = _shown(meeting, budget, measure, most)
-    shown += [_placed(judged(pattern, is_given=True), meeting, budget, measure) for pattern in given]
+    mine = [replace(paid(judged(pattern)), is_given=True) for pattern in given]
+    shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure) for each in mine]
     ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
-    return Choices(num_tokens, num_heads, is_causal, budget, measure, asked, ordered, tuple(meeting))
+    return Choices(num_tokens, num_heads, is_causal, budget, budget_of, measure, asked, ordered, tuple(meeting))
 
 
-def _family(num_tokens: int) -> Iterator[DilatedPattern]:
-    """Segments `w, w f, w f^2, ...` at rates `1, g, g^2, ...`, until one holds the sequence, or before."""
-    whole = 1 << (num_tokens - 1).bit_length()
-    seen = set()
-    for first in _powers(min(SHORTEST, whole), whole):
-        for factor in _powers(2, max(2, whole // first)):
-            for growth in _powers(1, factor):
-                lengths, rates = [first], [1]
-                while True:
-                    if (tuple(lengths), tuple(rates)) not in seen and rates[-1] * 3 ** (len(rates) - 1) <= MOST_KINDS:
-                        seen.add((tuple(lengths), tuple(rates)))
-                        yield DilatedPattern(tuple(lengths), tuple(rates))
-                    if lengths[-1] >= whole or len(lengths) == MOST_BRANCHES:
-                        break
-                    lengths.append(min(lengths[-1] * factor, whole))
-                    rates.append(min(rates[-1] * growth, MOST_RATE, first))
+def _default_budget(cost: Callable[[DilatedPattern], int], num_tokens: int, measure: Measure) -> tuple[int, str]:
+    """What one layer may cost if nobody says, and whose cost that is."""
+    dense = cost(DilatedPattern((num_tokens,), (1,)))
+    if measure == "memory":
+        return dense, "as dense attention"
+    if measure == "traffic":
+        return max(1, dense // TRAFFIC_SHARE), "a tenth of dense attention's"
+    published = cost(DilatedPattern.longnet())
+    return (published, "as LongNet's published pattern") if published <= dense else (dense, "as dense attention")
 
 
-def _powers(low: int, high: int) -> Iterator[int]:
-    while low <= high:
-        yield low
-        low *= 2
-
-
-def _judged(pattern: DilatedPattern, num_tokens: int, num_heads: int, cost: int, pairs: int, *, is_causal: bool) -> Choice:
+def _judged(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> Choice:
+    """What is known without its cost."""
     try:
         layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
     except NotImplementedError:
@@ -191,13 +192,17 @@ def _judged(pattern: DilatedPattern, num_tokens: int, num_heads: int, cost: int,
     window = max((min(length, num_tokens) for length, rate in pattern.branches if rate == 1), default=0)
     even = balance(pattern, num_tokens, num_heads, is_causal=is_causal)
     span = min(max(pattern.segment_lengths), num_tokens)
-    return Choice(pattern, cost, pairs, layers, span, window, uncovered, even.imbalance, (), False, False)
+    pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+    missing = missing_residues(pattern, num_heads)
+    # A residue that the sequence is too short for is no loss.
+    partial = tuple(branch for branch, residues in zip(pattern.branches, missing) if any(r < num_tokens for r in residues))
+    return Choice(pattern, 0, pairs, layers, span, window, uncovered, partial, even.imbalance, (), False, False)
 
 
 def _unmet(found: Choice, goals: tuple[Goal, ...], layers: int | None) -> tuple[Goal, ...]:
     is_met = {
         "reach": found.layers is not None and (layers is None or found.layers <= layers),
-        "cover": found.uncovered == 0,
+        "cover": not found.partial,
         "balance": found.imbalance <= MOST_IMBALANCE,
     }
     return tuple(goal for goal in goals if not is_met[goal])
@@ -212,23 +217,34 @@ def _order(each: Choice) -> tuple[float, int, int, int, int]:
 def _shown(meeting: list[Choice], budget: int, measure: Measure, most: int) -> list[Choice]:
     """The best of each number of layers and span, then the cheapest."""
     fitting = [each for each in meeting if each.within_budget]
-    if not fitting:
-        cheapest = min(meeting, key=lambda each: each.cost, default=None)
-        if cheapest is None:
-            return []
-        over = f"{_times(cheapest.cost / budget)} the budget"
-        return [replace(cheapest, why=f"None meets the goals within the budget; this one comes nearest, at {over}.")]
+    nearest: list[Choice] = []
+    if not any(not each.unmet for each in fitting):
+        over = [each for each in meeting if not each.unmet]
+        for each in sorted(over, key=lambda each: each.cost)[:1]:
+            times = f"{_times(each.cost / budget)} the budget"
+            nearest = [replace(each, why=f"None meets the goals within the budget; this one comes nearest, at {times}.")]
     shown: list[Choice] = []
     for each in fitting:
         if not any((other.layers, other.span) == (each.layers, each.span) for other in shown):
             why = f"{_layers(each)} Of such patterns within the budget it has the longest undilated segment, {each.window:,} tokens"
-            shown.append(replace(each, why=f"{why}, for {100 * each.cost / budget:.3g} % of the budget."))
-    cheapest = min(fitting, key=lambda each: (each.cost, *_order(each)))
-    shown = shown[: max(1, most - 1)]
-    if most > 1 and all(each.pattern != cheapest.pattern for each in shown):
+            shown.append(replace(each, why=f"{why}, for {100 * each.cost / budget:.3g} % of the budget.{_left_out(each)}"))
+    places = most - len(nearest)
+    cheapest = min(fitting, key=lambda each: (each.cost, *_order(each)), default=None)
+    shown = shown[: max(places - 1, places == 1)]
+    if cheapest is not None and places > 1 and all(each.pattern != cheapest.pattern for each in shown):
+        goals = "The cheapest that misses cover alone" if cheapest.unmet else "The cheapest that meets the goals"
         share = f"{100 * cheapest.cost / budget:.3g} % of the budget"
-        shown.append(replace(cheapest, why=f"The cheapest that meets the goals: {cheapest.cost:,} {UNITS[measure]}, {share}."))
-    return shown
+        shown.append(replace(cheapest, why=f"{goals}: {cheapest.cost:,} {UNITS[measure]}, {share}.{_left_out(cheapest)}"))
+    return [*nearest, *shown]
+
+
+def _left_out(each: Choice) -> str:
+    """Which rates are more than the heads can keep."""
+    if not each.partial:
+        return ""
+    rates = ", ".join(str(branch.dilation_rate) for branch in each.partial)
+    several = len(each.partial) > 1
+    return f" At rate{'s' * several} {rates} no head keeps some of the rows of {'those branches' if several else 'that branch'}."
 
 
 def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure) -> Choice:

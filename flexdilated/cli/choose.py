@@ -22,6 +22,7 @@ __all__ = ["choose"]
 MAX_HEADS, MAX_RANKS = 1024, 64
 LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
 EXPLANATION = """\
+rows: whether each branch keeps all of its rows in some head, or only some: rates beyond the heads leave rows out
 layers: after which every token has seen every other, all heads together; - is never
 undilated: the longest segment at rate 1, in which a token sees all its neighbours; span: the longest segment
 These are counts. They do not say how well a model learns: train to know."""
@@ -45,7 +46,13 @@ class MeasureName(str, Enum):
 
 def choose(
     tokens: Annotated[int, typer.Option(help=f"Sequence length N in tokens, 1 to {options.MAX_LENGTH}.")],
-    budget: Annotated[int, typer.Option(help="The most that one layer may cost, in the unit of --measure.")],
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            help="The most that one layer may cost, in the unit of --measure. Default: the pairs of LongNet's published pattern, "
+            "or of dense attention if fewer; the memory of dense attention; a tenth of its traffic."
+        ),
+    ] = None,
     heads: Annotated[int, typer.Option(help=f"Heads H, 1 to {MAX_HEADS}; of grouped-query attention the key/value heads.")] = 12,
     measure: Annotated[
         MeasureName,
@@ -59,8 +66,8 @@ def choose(
         list[GoalName] | None,
         typer.Option(
             metavar="GOAL",
-            help="Repeatable. reach: every token sees every other. cover: no token is left out by all heads. balance: no head has "
-            "more than 1.05 times the mean pairs. Default: all three; with --causal the last two.",
+            help="Repeatable. reach: every token sees every other. cover: every branch keeps every row in some head. balance: no "
+            "head has more than 1.05 times the mean pairs. Default: all three; with --causal the last two.",
         ),
     ] = None,
     layers: Annotated[
@@ -84,7 +91,8 @@ def choose(
     """Patterns that meet goals under a budget, each with a reason in one sentence. Counts: nothing about a model's quality."""
     options.check_picture(output)
     options.check_range("--tokens", tokens, options.MAX_LENGTH)
-    options.check_range("--budget", budget, LIMIT)
+    if budget is not None:
+        options.check_range("--budget", budget, LIMIT)
     options.check_range("--heads", heads, MAX_HEADS)
     options.check_range("--context-parallel", ranks, MAX_RANKS)
     options.dtype_named(dtype)
@@ -132,19 +140,21 @@ def _print(console: Console, found: Choices) -> None:
     heads = f"{found.num_heads} head{'s' * (found.num_heads != 1)}"
     goals = ", ".join(found.goals) or "none"
     console.print(Text(f"{found.num_tokens:,} tokens, {heads}, {kind}", style="bold"), soft_wrap=True)
-    console.print(Text(f"budget {found.budget:,} {UNITS[found.measure]}; goals: {goals}\n"), soft_wrap=True)
+    whose = "" if found.budget_of is None else f", {found.budget_of} (--budget sets another)"
+    console.print(Text(f"budget {found.budget:,} {UNITS[found.measure]}{whose}; goals: {goals}\n"), soft_wrap=True)
     if not found.shown:
         console.print(Text("No pattern that was tried meets the goals: ask for fewer, or for more layers."), soft_wrap=True)
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    for name in ("", "segment lengths", "rates"):
+    for name in ("", "segment lengths", "rates", "rows"):
         table.add_column(name, no_wrap=True)
     for name in (UNITS[found.measure], "of budget", "layers", "undilated", "span"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, each in enumerate(found.shown, 1):
         lengths, rates = (", ".join(map(str, x)) for x in (each.pattern.segment_lengths, each.pattern.dilation_rates))
         share, layers = f"{100 * each.cost / found.budget:.3g} %", "-" if each.layers is None else str(each.layers)
-        row = (f"{number} ", lengths, rates, f"{each.cost:,}", share, layers, f"{each.window:,}", f"{each.span:,}")
+        rows = "some" if each.partial else "all"
+        row = (f"{number} ", lengths, rates, rows, f"{each.cost:,}", share, layers, f"{each.window:,}", f"{each.span:,}")
         table.add_row(*row, style="bold" if each.is_given else "")
     options.print_table(console, table)
     console.print()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis import balance, choose_pattern, count_rank_costs, count_uncovered, reachable
+from flexdilated.analysis import balance, choose_pattern, count_rank_costs, count_uncovered, missing_residues, reachable
 from flexdilated.analysis.choice import Goal, Measure
 from flexdilated.draw.choices import draw_choices
 
@@ -22,6 +23,7 @@ def test_what_is_shown_meets_the_goals_within_the_budget() -> None:
         assert reachable(each.pattern, 307, 5, layers=each.layers).all()
         assert not reachable(each.pattern, 307, 5, layers=each.layers - 1).all()
         assert each.uncovered == count_uncovered(each.pattern, 307, 5) == 0
+        assert not any(missing_residues(each.pattern, 5))
         assert each.imbalance == balance(each.pattern, 307, 5).imbalance <= 1.05
         assert each.why.endswith(".")
         assert not any(word in each.why for word in ("quality", "accura", "better"))
@@ -40,10 +42,52 @@ def test_a_pattern_of_the_callers_is_placed_and_told_what_it_misses() -> None:
     found = choose_pattern(512, 4, budget=500_000, patterns=[local, wide, dense])
     whys = {each.pattern: each.why for each in found.shown if each.is_given}
     assert whys[local] == "Yours. It misses: reach (every token sees every other)."
-    assert whys[wide].startswith("Yours. It meets the goals for 78.6 % of the budget; 4 of those tried come before it.")
+    assert whys[wide].startswith("Yours. It meets the goals for 78.6 % of the budget; 6 of those tried come before it.")
     assert whys[dense].startswith("Yours. It meets the goals at 2.1 times the budget.")
     assert found.shown[-1].pattern == local
     assert [each.within_budget for each in found.shown].index(False) == len(found.shown) - 2
+
+
+def test_rows_that_no_head_keeps_are_told_and_never_come_first_where_coverage_is_a_goal() -> None:
+    kept = choose_pattern(4099, 6, budget=10**7)
+    assert all(each.within_budget and not each.partial for each in kept.shown)
+    assert {rate for each in kept.tried for rate in each.pattern.dilation_rates} == {1, 2, 6}  # which 6 heads keep in whole
+    for each in kept.tried:
+        assert not any(missing_residues(each.pattern, 6))
+    assert kept.shown[-1].pattern.dilation_rates[-1] == 6  # as many heads as rows: the cheapest that leaves none out
+    short = choose_pattern(4099, 6, budget=2_000_000)
+    nearest, *others = short.shown
+    assert (nearest.within_budget, nearest.unmet, nearest.partial) == (False, (), ())
+    assert nearest.why.startswith("None meets the goals within the budget; this one comes nearest, at ")
+    assert others
+    for each in others:
+        assert (each.within_budget, each.unmet) == (True, ("cover",))
+        assert each.partial == tuple(b for b, missing in zip(each.pattern.branches, missing_residues(each.pattern, 6)) if missing)
+        rates = [str(branch.dilation_rate) for branch in each.partial]
+        assert f" At rate{'s' * (len(rates) > 1)} {', '.join(rates)} no head keeps some of the rows of th" in each.why
+    free = choose_pattern(4099, 6, budget=2_000_000, goals=["reach", "balance"])
+    assert free.shown[0].partial
+    assert "no head keeps some of the rows" in free.shown[0].why
+    assert len(short.shown) <= 5
+    assert len(choose_pattern(4099, 6, budget=2_000_000, most=1).shown) == 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_who_gives_no_budget_gets_that_of_published_attention(is_causal: bool) -> None:
+    for num_tokens, whose in ((2500, "as dense attention"), (8209, "as LongNet's published pattern")):
+        found = choose_pattern(num_tokens, 4, is_causal=is_causal)
+        dense = 4 * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2)
+        longnet = DilatedPattern.longnet().count_pairs(num_tokens, 4, is_causal=is_causal)
+        assert (found.budget, found.budget_of) == (min(dense, longnet), whose)
+    options: dict[str, Any] = {"num_ranks": 3, "head_dim": 8, "dtype": "float32"}
+    ways = count_rank_costs(DilatedPattern((131,), (1,)), 131, 3, 3, head_dim=8, dtype="float32", is_causal=is_causal)
+    (way,) = (way for way in ways.values() if way.is_chosen)
+    found = choose_pattern(131, 3, measure="memory", is_causal=is_causal, **options)
+    assert (found.budget, found.budget_of) == (way.memory_bytes, "as dense attention")
+    found = choose_pattern(131, 3, measure="traffic", is_causal=is_causal, **options)
+    assert (found.budget, found.budget_of) == (way.both_bytes // 10, "a tenth of dense attention's")
+    assert choose_pattern(131, 3, measure="traffic").budget == 1  # one rank receives nothing
+    assert choose_pattern(131, 3, budget=7).budget_of is None
 
 
 def test_fewer_layers_fewer_choices_and_a_budget_too_small_shows_the_nearest() -> None:

@@ -16,8 +16,18 @@ def test_prints_every_choice_with_its_reason() -> None:
     assert "307 tokens, 5 heads, not causal\nbudget 200,000 pairs; goals: reach, cover, balance\n" in out
     for number, each in enumerate(choose_pattern(307, 5, budget=200_000).shown[:1], 1):
         assert f"\n{number} {each.why}\n" in out
-    assert "Yours. It meets the goals at " in out
+    assert "Yours. It misses: cover (every branch keeps every row in some head)." in out
     assert "They do not say how well a model learns" in out
+
+
+def test_says_whose_budget_it_takes_and_marks_what_leaves_rows_out() -> None:
+    code, out, _ = invoke("choose", "--tokens", 40_009, "--heads", 6, "--goal", "reach", "--goal", "balance")
+    assert code == 0
+    assert "\nbudget 992,182,227 pairs, as LongNet's published pattern (--budget sets another); goals: reach, balance\n" in out
+    assert [line.split()[0] for line in out.splitlines() if "1, 32" in line and " some " in line]
+    assert "rows: whether each branch keeps all of its rows in some head, or only some" in out
+    _, out, _ = invoke("choose", "--tokens", 40_009, "--heads", 6)
+    assert " some " not in out.partition("\n1 ")[2].partition("\n\n")[0]
 
 
 def test_writes_the_trade_off(tmp_path: Path) -> None:
