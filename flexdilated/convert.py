@@ -67,7 +67,7 @@ def convert(
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
-    layers = find_modules(model, nn.Module, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))
+    layers = find_modules(model, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))
     others = _other_attention(model, layers)
     known = {path for paths in (*layers.values(), *others.values()) for path in paths}
     for path in skip:
@@ -75,7 +75,7 @@ def convert(
             raise ValueError(f"skip must hold paths of attention layers, {sorted(known)}, got {path!r}")
     layers = {layer: paths for layer, paths in layers.items() if not set(paths) & set(skip)}
     if not layers:
-        done = find_modules(model, nn.Module, lambda m: isinstance(m, (MultiheadDilatedAttention, TimmAttention)))
+        done = find_modules(model, lambda m: isinstance(m, (MultiheadDilatedAttention, TimmAttention)))
         if done:
             first = next(iter(done.values()))[0]
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
@@ -152,7 +152,7 @@ def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set
 def _other_attention(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, list[str]]:
     """The modules named as attention, below the model, that are neither among the layers nor hold, or are held by, another one."""
     parts = {part for layer in layers for part in layer.modules()}
-    named = find_modules(model, nn.Module, lambda m: m is not model and m not in parts and _is_named_attention(m))
+    named = find_modules(model, lambda m: m is not model and m not in parts and _is_named_attention(m))
     named = {m: paths for m, paths in named.items() if parts.isdisjoint(m.modules())}
     inner = {part for m in named for part in m.modules() if part is not m}
     return {m: paths for m, paths in named.items() if m not in inner}

@@ -183,7 +183,7 @@ class DilatedPattern:
             return branch % rate
         if self.offsets == "interleaved":
             return head % rate
-        return head // _ceil_div(num_heads, rate)
+        return head // ceil_div(num_heads, rate)
 
     def head_runs(self, branch: int, num_heads: int, within: range | None = None) -> tuple[HeadRun, ...]:
         """The heads of a branch gathered by offset, in ascending order of the offset.
@@ -220,7 +220,7 @@ class DilatedPattern:
 
 def num_kept(length: int, rate: int, offset: int) -> int:
     """How many positions `offset, offset + rate, ...` lie below `length`."""
-    return max(0, _ceil_div(length - offset, rate))
+    return max(0, ceil_div(length - offset, rate))
 
 
 def _segments(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
@@ -232,7 +232,7 @@ def _segments(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]
         yield rest, 1
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 

@@ -22,6 +22,8 @@ from flexdilated.backends.request import Request
 LEAST_VERSION = (2, 7)  # the first whose entry points take the window as two numbers
 LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90
 MOST_HEAD_DIM = 248  # 256, less the column that a gradient of lse adds
+# What both directions must be told, and is not used.
+UNUSED = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
 
 
 def _installed() -> tuple[int, ...] | None:
@@ -79,14 +81,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         _readable(q),
         _readable(k),
         _readable(v),
-        dropout_p=0.0,
         softmax_scale=options.scale,
         causal=options.is_causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
         return_softmax=False,
+        **UNUSED,
     )
     return out.transpose(1, 2), lse
 
@@ -106,14 +104,10 @@ def _backward(
         dq,
         dk,
         dv,
-        dropout_p=0.0,
         softmax_scale=options.scale,
         causal=options.is_causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **UNUSED,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexdilated.backends.hardware import is_symbolic
 from flexdilated.backends.pieces import plan_pieces
 from flexdilated.call import refuse_zero_keys
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, ceil_div
 
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
 LONGEST = 1 << 40  # tokens
@@ -73,7 +73,7 @@ def _grids_op(
     ranges = [torch.arange(num_tokens, device=device)]
     for i, count in enumerate(parts):
         lanes, rows = _size(pattern, i, num_tokens, kv_heads)
-        width = max(LEAST, _ceil_div(rows * group, count))
+        width = max(LEAST, ceil_div(rows * group, count))
         queries = torch.arange(count * width, device=device).view(count, width)
         ranges += [torch.arange(lanes, device=device), queries, torch.arange(rows, device=device)]
     return ranges
@@ -113,7 +113,7 @@ def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: in
 def _parts(pattern: DilatedPattern, branch: int, num_tokens: int, batch: int, kv_heads: int, group: int, scores: int) -> int:
     lanes, rows = _size(pattern, branch, num_tokens, kv_heads)
     queries = rows * group
-    return min(_ceil_div(batch * lanes * queries * rows, scores), queries // LEAST)
+    return min(ceil_div(batch * lanes * queries * rows, scores), queries // LEAST)
 
 
 def _level(parts: int) -> int:
@@ -124,9 +124,5 @@ def _level(parts: int) -> int:
 def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int) -> tuple[int, int]:
     """Lanes and rows of a branch's grid."""
     length, rate = pattern.branches[branch]
-    lanes = _ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
-    return max(LEAST, lanes), max(LEAST, _ceil_div(min(length, num_tokens), rate))
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    lanes = ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
+    return max(LEAST, lanes), max(LEAST, ceil_div(min(length, num_tokens), rate))

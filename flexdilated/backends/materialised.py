@@ -97,10 +97,7 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
                 kv_idx[None, :, :, None, None, None, :],
                 call,
             )
-            if recomputes:
-                chunks.append(checkpoint(_attend, *arguments, use_reentrant=False))
-            else:
-                chunks.append(_attend(*arguments))
+            chunks.append(checkpoint(_attend, *arguments, use_reentrant=False) if recomputes else _attend(*arguments))
         outs.append(torch.cat([out for out, _ in chunks], dim=5))
         lses.append(torch.cat([lse for _, lse in chunks], dim=5))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)

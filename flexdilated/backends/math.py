@@ -92,15 +92,8 @@ def differential(
 ) -> tuple[Tensor, Tensor]:
     """`sum p (dscore v + dv)` and `sum p dscore` over the keys, by plain tensor operations whatever kernel computed lse.
 
-    `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's.
-
-    Args:
-        tangents: `dq, dk, dv`, of the shapes of q, k and v.
-        q: `(batch, heads, rows, D)`.
-        k: `(batch, kv_heads, rows, D)`.
-        v: The shape of k.
-        lse: `(batch, heads, rows)`.
-        options: Those of the forward.
+    `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's. Boxes and options are those of
+    `Kernel.forward`, the tangents `dq, dk, dv` of the shapes of q, k and v.
     """
     group = q.shape[1] // k.shape[1]
     dq, dk, dv, q, k, v = (_accumulated(x) for x in (*tangents, q, k, v))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,40 +123,24 @@ class _Mixture(torch.autograd.Function):
         return _map(_Mixture, info.batch_size, in_dims, inputs)
 
 
-class _Once(torch.autograd.Function):
-    """What has no derivative of its own."""
+def _without_derivative(run: Callable[..., tuple[Tensor, ...]]) -> Any:
+    class Once(torch.autograd.Function):
+        forward = staticmethod(run)
+        backward = staticmethod(refuse)
+        jvp = staticmethod(refuse)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """There is nothing to keep."""
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            """There is nothing to keep."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return refuse(ctx, *grads)
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+            return _map(Once, info.batch_size, in_dims, inputs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return refuse(ctx, *tangents)
-
-
-class _Backward(_Once):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return MIXTURE.backward(*inputs)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _map(_Backward, info.batch_size, in_dims, inputs)
+    return Once
 
 
-class _Tangent(_Once):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return TANGENT(*inputs)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _map(_Tangent, info.batch_size, in_dims, inputs)
+_Backward, _Tangent = _without_derivative(MIXTURE.backward), _without_derivative(TANGENT)
 
 
 def _map(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, Any]:

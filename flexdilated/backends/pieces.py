@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,19 +71,17 @@ def plan_pieces(
     is_causal: bool,
     within: range | None = None,
 ) -> tuple[Piece, ...]:
-    """The boxes that make up a pattern over packed documents.
+    """The boxes that make up a pattern over packed documents, of each `(first token, number of tokens)`.
 
-    A branch that keeps every position of every head comes first, and its pieces say so.
-
-    Args:
-        pattern: The pattern.
-        documents: `(first token, number of tokens)` of each document.
-        num_heads: Key/value heads of the whole model.
-        is_causal: Zero keys lie behind every real query, so a causal pattern has none.
-        within: The key/value heads that the tensors hold, where they are a part of the model's.
+    A branch that keeps every position of every head comes first, and its pieces say so. Of `num_heads` key/value heads of the model
+    the tensors hold those `within`, by default all. Zero keys lie behind every real query, so a causal pattern has none.
     """
-    plan = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan  # the tracer warns about caches
-    return plan(pattern, documents, num_heads, is_causal, within)
+    return uncached(_plan)(pattern, documents, num_heads, is_causal, within)
+
+
+def uncached(function: Any) -> Any:
+    """A cached function as the compiler may trace it: without its cache, which it warns about."""
+    return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
 @lru_cache(maxsize=64)

@@ -72,15 +72,20 @@ def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.
     return unmodified(request)
 
 
-def _flash_why_not(request: Request) -> str | None:
+def _fused_why_not(request: Request, most_head_dim: int, unmasked: str, flag: str) -> str | None:
+    """For the kernels in half precision alone; of their head dim, a column is that of a gradient of lse."""
     reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
     if reason is not None:
         return reason
     if request.masked:
-        return "it has no key padding mask"
-    if request.head_dim > 248:  # 256, less the column that a gradient of lse adds
-        return f"head_dim must be at most 248, got {request.head_dim}"
-    return disabled("flash_sdp_enabled")
+        return unmasked
+    if request.head_dim > most_head_dim:
+        return f"head_dim must be at most {most_head_dim}, got {request.head_dim}"
+    return disabled(flag)
+
+
+def _flash_why_not(request: Request) -> str | None:
+    return _fused_why_not(request, 248, "it has no key padding mask", "flash_sdp_enabled")
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -115,14 +120,8 @@ def _flash_backward(
 
 
 def _cudnn_why_not(request: Request) -> str | None:
-    reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
-    if reason is not None:
-        return reason
-    if request.masked:
-        return "its key padding mask is not used here: the memory-efficient kernel's is"
-    if request.head_dim > 120:  # 128, less the column that a gradient of lse adds
-        return f"head_dim must be at most 120, got {request.head_dim}"
-    return disabled("cudnn_sdp_enabled")
+    unmasked = "its key padding mask is not used here: the memory-efficient kernel's is"
+    return _fused_why_not(request, 120, unmasked, "cudnn_sdp_enabled")
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

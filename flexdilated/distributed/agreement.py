@@ -25,11 +25,8 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
     """Return once all ranks of the group are known to hold this plan.
 
     The first call with a plan is a round of the group: all of its ranks must call, and the last to come compares. Later calls with
-    it return at once and touch no store. Ranks in messages are those of the group.
-
-    Args:
-        group: A process group that has this rank.
-        plan: What the ranks must share: names to JSON types (number, string, bool, None, lists of them; a tuple counts as a list).
+    it return at once and touch no store. Ranks in messages are those of the group. A plan maps names to JSON types (number, string,
+    bool, None, lists of them; a tuple counts as a list).
 
     Raises:
         ValueError: If the ranks differ in a field, the same error on every rank; if a rank withdrew from the round.
@@ -46,10 +43,6 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     For a rank whose own arguments are wrong, instead of `agree` and before it raises. Ranks that hold an agreed plan for this call
     look at no round: those that exchange rows wait for this rank's messages until the timeout; the others go on, and so do later
     rounds, if this rank caught its error.
-
-    Args:
-        group: A process group that has this rank.
-        reason: This rank's own error, in words.
     """
     if group.size() > 1:
         _ledger(group).withdraw(reason)
@@ -97,10 +90,7 @@ class Ledger:
     A round compares how many calls have exchanged rows, too: a rank that left one out, or made one more, is told so. A refused call
     may have been such a call on other ranks, or not: it counts as either.
 
-    Args:
-        store: Shared by the ranks of this group and by no other group.
-        rank: This rank, in [0, size).
-        size: Ranks of the group.
+    The store is shared by the ranks of this group and by no other group.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

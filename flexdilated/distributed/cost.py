@@ -29,13 +29,7 @@ def bytes_received(
 ) -> tuple[Integers, Integers]:
     """`(num_ranks,)` bytes that each rank receives in a forward, and in its backward.
 
-    Args:
-        exchange: One of `EXCHANGES`.
-        head_dim: Elements per head.
-        itemsize: Bytes per element of q, k and v.
-        batch: Sequences.
-        masked: Whether there is a key padding mask.
-        lse_size: Bytes of one lse.
+    Elements of q, k and v have `itemsize` bytes, those of lse `lse_size`.
     """
     size = _Sizes(head_dim, itemsize, plan.group, batch, masked, lse_size)
     kv, q, out = (plan.traffic(exchange, kind) for kind in KINDS)

@@ -19,13 +19,7 @@ from flexdilated.distributed.program import Job, Part, Program
 
 
 class Rows:
-    """The tensors of a call on one rank, and the rows that other ranks lend it.
-
-    Args:
-        inputs: This rank's shard.
-        program: What it does.
-        keeps: Whether keys and values of other ranks stay; in a ring they pass.
-    """
+    """The tensors of a call on one rank, and the rows that other ranks lend it, which it keeps; in a ring they pass."""
 
     def __init__(self, inputs: Inputs, program: Program, *, keeps: bool) -> None:
         self.q, self.k, self.v, self.mask, *_ = inputs

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from torch import nn
 
-M = TypeVar("M", bound=nn.Module)
 
-
-def find_modules(model: nn.Module, kind: type[M], wanted: Callable[[M], bool] = lambda _: True) -> dict[M, list[str]]:
-    """The modules of a kind that are wanted, each with every path at which the model holds it; the model's own path is `""`."""
-    found: dict[M, list[str]] = {}
+def find_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
+    """The modules that are wanted, each with every path at which the model holds it; the model's own path is `""`."""
+    found: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kind) and wanted(module):
+        if wanted(module):
             found.setdefault(module, []).append(path)
     return found
 

@@ -47,7 +47,7 @@ def replace_attention(model: nn.Module, *, apply_padding_mask: bool = False, bac
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    found = find_modules(model, nn.Module, _is_dilated_attention)
+    found = find_modules(model, _is_dilated_attention)
     if not found:
         raise ValueError(f"model must hold a DilatedAttention of torchscale, got none in {type(model).__name__}")
     if model in found:

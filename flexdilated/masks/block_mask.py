@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexdilated.backends.pieces import uncached
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
-from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_keys, uncached
+from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_keys
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod
 
@@ -59,7 +60,7 @@ def create_dilated_block_mask(
             raise NotImplementedError(f"BLOCK_SIZE must be 128 inside torch.compile, got {BLOCK_SIZE}; build the mask outside")
         mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
         return block_mask_for(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, mask_mod, narrows=False)
-    kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True)
+    kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True))
     return _assemble(kv, q, seq_len, sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
@@ -76,21 +77,12 @@ def block_mask_for(
 ) -> BlockMask:
     """The blocks of a pattern under a mask function of one's own, as calls of `flex_attention` in this package need them.
 
-    Under the compiler the lists come from an opaque operator: the graph holds for other lengths, and nothing of it is traced.
-
-    Args:
-        pattern: Which positions attend to which.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads.
-        seq_len: Tokens.
-        is_causal: Whether a query sees only keys at its own position and before.
-        device: Where the lists live.
-        mask_mod: What lies inside the blocks.
-        narrows: Whether the mask function takes pairs away that the pattern joins, so that no block is known to be full.
+    The function `narrows` where it takes pairs away that the pattern joins: then no block is known to be full. Under the compiler
+    the lists come from an opaque operator: the graph holds for other lengths, and nothing of it is traced.
     """
     sizes = (128, 128)
     if not torch.compiler.is_compiling():
-        kv, q = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=not narrows)
+        kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, not narrows))
         return _assemble(kv, q, seq_len, sizes, mask_mod)
     lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
     arguments = (lengths, rates, pattern.heads, pattern.offsets, num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
@@ -116,35 +108,29 @@ def _assemble(kv: BlockLists, q: BlockLists, seq_len: int, sizes: tuple[int, int
     )
 
 
-def _lists(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    seq_len: int,
-    is_causal: bool,
-    sizes: tuple[int, int],
-    device: torch.device,
-    *,
-    separate_full: bool,
-) -> tuple[BlockLists, BlockLists]:
+class _Wanted(NamedTuple):
+    """What the lists of a block mask follow from."""
+
+    pattern: DilatedPattern
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int
+    is_causal: bool
+    sizes: tuple[int, int]
+    device: torch.device
+    separate_full: bool
+
+
+def _lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     """The lists of key blocks per query block, and the other way round, `(1, heads, ...)`. Few large ones are kept."""
-    large = num_heads * (seq_len // sizes[0]) * min(seq_len // sizes[1], most_columns(pattern, *sizes)) > LARGE
-    find = _find_large_lists if large else _find_lists
-    return find(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=separate_full)
+    rows, columns = (wanted.seq_len // size for size in wanted.sizes)
+    large = wanted.num_heads * rows * min(columns, most_columns(wanted.pattern, *wanted.sizes)) > LARGE
+    return _find_large_lists(wanted) if large else _find_lists(wanted)
 
 
 @lru_cache(maxsize=64)
-def _find_lists(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    seq_len: int,
-    is_causal: bool,
-    sizes: tuple[int, int],
-    device: torch.device,
-    *,
-    separate_full: bool,
-) -> tuple[BlockLists, BlockLists]:
+def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
+    pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = wanted
     classes: dict[tuple[HeadBranch, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
@@ -211,8 +197,7 @@ def _traced_lists(
     """Counts `(heads, rows)` and flat indices of partial and full blocks, padded to a width that is known beforehand."""
     rules: dict[str, Any] = {"heads": heads, "offsets": offsets}
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
-    sizes = (128, 128)
-    lists = _lists(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=separate_full)[of_queries]
+    lists = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, (128, 128), device, separate_full))[of_queries]
     rows, width = _traced_size(pattern, seq_len)
 
     def flat(indices: Tensor) -> Tensor:

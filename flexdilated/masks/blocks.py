@@ -60,15 +60,8 @@ def block_lists(
 ) -> BlockLists:
     """The blocks that the branches of one head join, int32 on the CPU.
 
-    A block is full when it lies inside the sequence as a whole and all of its pairs are joined.
-
-    Args:
-        branches: What the head keeps.
-        seq_len: Tokens of both sides.
-        row_size: Tokens per row block.
-        column_size: Tokens per column block.
-        order: Which columns a row may see.
-        separate_full: Whether full blocks are listed apart; without, every block is listed as partial.
+    A block is full when it lies inside the sequence as a whole and all of its pairs are joined. Without `separate_full` every block
+    is listed as partial.
     """
     rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
     runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]

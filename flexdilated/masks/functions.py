@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexdilated.backends.pieces import plan_pieces
+from flexdilated.backends.pieces import plan_pieces, uncached
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
 
@@ -69,11 +69,6 @@ def dilated_score_mod(
             "dataclasses.replace(pattern, detach_weights=False), which has the same outputs, or flexdilated.dilated_attention"
         )
     return uncached(score_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
-
-
-def uncached(function: Any) -> Any:
-    """A cached function as the compiler may trace it: without its cache, which it warns about."""
-    return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
 @lru_cache(maxsize=128)

@@ -99,9 +99,6 @@ class DilatedAttention(nn.Module):
         """
         if self.mesh is None and shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
-        sharding: dict[str, Any] = {}
-        if self.mesh is not None:
-            sharding = {"mesh": self.mesh, "exchange": self.exchange, "shard_lengths": shard_lengths}
         return dilated_attention(
             q,
             k,
@@ -115,7 +112,9 @@ class DilatedAttention(nn.Module):
             score_mod=score_mod,
             mask_mod=mask_mod,
             backend=self.backend,
-            **sharding,
+            mesh=self.mesh,
+            exchange=self.exchange,
+            shard_lengths=shard_lengths,
         )
 
     def extra_repr(self) -> str:

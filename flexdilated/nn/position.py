@@ -205,11 +205,7 @@ class XPos(Rotary):
 def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device, start: int = 0) -> Tensor:
     """`(N,)` positions of the tokens `start .. start + num_tokens`, counted from the beginning of their document.
 
-    Args:
-        num_tokens: Tokens at hand.
-        cu_seqlens: Borders of the documents packed in the whole sequence. Default: it is one document.
-        device: Of the positions.
-        start: Tokens of the sequence before those at hand.
+    `cu_seqlens` are the borders of the documents packed in the whole sequence; None: it is one.
     """
     positions = torch.arange(start, start + num_tokens, device=device)
     if cu_seqlens is None or cu_seqlens.numel() == 0 or (cu_seqlens.is_meta and device.type != "meta"):

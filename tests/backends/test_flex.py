@@ -287,7 +287,7 @@ def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
     pattern = DilatedPattern(case.pattern.segment_lengths, case.pattern.dilation_rates, heads=case.pattern.heads)
     num_tokens, heads = case.num_tokens * 9, case.kv_heads
     device = torch.device("cpu")
-    kv, _ = block_mask._lists(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, separate_full=True)
+    kv, _ = block_mask._lists(block_mask._Wanted(pattern, heads, heads, num_tokens, case.is_causal, (128, 128), device, True))
     rules = (list(pattern.segment_lengths), list(pattern.dilation_rates), pattern.heads, pattern.offsets)
     found = block_mask._traced_lists(*rules, heads, heads, num_tokens, case.is_causal, True, device, False)
     traced = block_mask._shaped(found, num_tokens, pattern, heads, device)
