@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern, analysis
-from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.distributed.strategies import Layer, strategies
 from flexdilated.draw.pattern import multiplicity
@@ -97,10 +97,16 @@ def random_state(rng: random.Random) -> State:
         "layers": rng.randint(1, 3),
         "head": rng.randrange(kv_heads * group),
         "query": rng.randrange(num_tokens),
+        "exchange": rng.choice(("gather", "heads")),
     }
 
 
 STATES = [random_state(random.Random(seed)) for seed in range(200)]
+STATES += [  # whole heads, and a segment whose outputs, shifted, are fewer than its offsets
+    STATES[0]
+    | {"segment_lengths": [10], "dilation_rates": [8], "heads": "all", "offsets": "interleaved", "zero_padding": True}
+    | {"is_causal": False, "num_heads": 8, "num_kv_heads": 8, "seq_len": 20, "ranks": 8, "head": 5, "query": 17}
+]
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +138,15 @@ def binned(counts: Counts, cell: int) -> Counts:
     return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
 
 
-def traffic(state: State, kind: str) -> list[list[int]]:
+def plan_of(state: State) -> ContextPlan:
     kv_heads, group = state["num_kv_heads"], state["num_heads"] // state["num_kv_heads"]
     shards, documents = even_shard_lengths(state["seq_len"], state["ranks"]), ((0, state["seq_len"]),)
-    plan = context_plan(pattern_of(state), shards, kv_heads, range(kv_heads), group, documents, state["is_causal"])
+    return context_plan(pattern_of(state), shards, kv_heads, range(kv_heads), group, documents, state["is_causal"])
+
+
+def traffic(state: State, kind: str, exchange: str = "gather") -> list[list[int]]:
     found = np.zeros((state["ranks"], state["ranks"]), np.int64)
-    there = plan.traffic("gather", kind)
+    there = plan_of(state).traffic(exchange, kind)
     found[there.receiver, there.sender] = there.rows
     return found.tolist()
 
@@ -234,6 +243,17 @@ def test_traffic_is_the_plans(answers: list[State]) -> None:
     assert some
 
 
+def test_traffic_of_whole_heads_is_the_plans(answers: list[State]) -> None:
+    paying = 0
+    for state, found in zip(STATES, answers):
+        for kind in ("kv", "q", "out"):
+            assert found["traffic"]["heads"][kind] == traffic(state, kind, "heads"), (kind, state)
+        pays = any(whole.any() for whole in plan_of(state).by_heads)
+        assert found["traffic"]["heads"]["pays"] == pays, state
+        paying += pays
+    assert paying > 20
+
+
 def test_bytes_are_those_of_the_strategies(answers: list[State]) -> None:
     for state, found in zip(STATES, answers):
         layer = Layer(
@@ -252,6 +272,7 @@ def test_bytes_are_those_of_the_strategies(answers: list[State]) -> None:
         ulysses = expected["ulysses"].forward
         assert found["traffic"]["ulysses"] == (None if ulysses is None else ulysses.tolist()), state
         assert found["traffic"]["bytes"] == expected["gather"].forward.tolist(), state
+        assert found["traffic"]["heads"]["bytes"] == expected["heads"].forward.tolist(), state
 
 
 def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
@@ -265,7 +286,16 @@ def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
 
 
 def published(**changes: Any) -> State:
-    numbers = {"is_causal": False, "head_dim": 64, "itemsize": 2, "block_size": 128, "layers": 2, "head": 0, "query": 5003}
+    numbers = {
+        "is_causal": False,
+        "head_dim": 64,
+        "itemsize": 2,
+        "block_size": 128,
+        "layers": 2,
+        "head": 0,
+        "query": 5003,
+        "exchange": "gather",
+    }
     return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
 
 
@@ -308,6 +338,8 @@ def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]
     for kind in ("kv", "q"):
         assert found["traffic"][kind] == traffic(state, kind)
+    for kind in ("kv", "q", "out"):
+        assert found["traffic"]["heads"][kind] == traffic(state, kind, "heads")
     by_head = {
         head: each.each
         for each in head_tiles(pattern, num_tokens, kv_heads, 128, 2, is_causal=state["is_causal"])
@@ -378,6 +410,7 @@ def test_a_refused_state_says_what_the_library_says(page: Any, changes: State) -
         ({"num_heads": 132}, "num_heads must be at most 128 on this page, got 132"),
         ({"ranks": 65}, "ranks must be at most 64 on this page, got 65"),
         ({"layers": 0}, "layers must be an integer of at least 1, got 0"),
+        ({"exchange": "it's"}, """exchange must be one of ('gather', 'heads') on this page, got "it's\""""),
         ({"segment_lengths": [1] * 13, "dilation_rates": [1] * 13}, "pattern must have at most 12 branches on this page, got 13"),
     ],
 )
@@ -469,6 +502,19 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     page.keyboard.press("Enter")
     page.locator("h2", has_text="One query").wait_for()
     assert page.get_by_label("Query", exact=True).input_value() == "63"
+
+
+def test_whole_heads_show_what_else_travels(page: Any) -> None:
+    opened(page, "#w=64&r=1&N=64&H=8&ranks=4&view=ranks")
+    needed = page.locator(".conclusion").inner_text()
+    page.get_by_label("Exchange").select_option("heads")
+    page.locator("th", has_text="rows of outputs").wait_for()
+    assert page.locator(".conclusion").inner_text() != needed
+    page.wait_for_function("location.hash.includes('exchange=heads')")
+    page.locator(".stack canvas").first.focus()
+    page.keyboard.press("ArrowRight")
+    expected = "rank 0 receives 32 rows of keys and values, 32 of queries, 32 of outputs from rank 1"
+    assert page.locator(".readout").inner_text() == expected
 
 
 def test_tabs_are_reached_by_arrows(page: Any) -> None:

@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const NAMES = { heads: "heads", offsets: "offsets", view: "view" };
+  const NAMES = { heads: "heads", offsets: "offsets", exchange: "exchange", view: "view" };
   const FLAGS = { zero_padding: "zero_padding", detach_weights: "detach_weights", is_causal: "causal" };
   const NUMBERS = {
     seq_len: "N", num_heads: "H", num_kv_heads: "KV", block_size: "tile", head_dim: "D", itemsize: "bytes", ranks: "ranks",

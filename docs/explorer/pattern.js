@@ -6,6 +6,7 @@ window.explorer = explorer;
 (() => {
   const HEADS = ["all", "grouped"];
   const OFFSETS = ["blocked", "interleaved"];
+  const EXCHANGES = ["gather", "heads"]; // of the library's, those that move other rows
   // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
   const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, ranks: 64, layers: 64, branches: 12 };
 
@@ -87,6 +88,7 @@ window.explorer = explorer;
       if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
     }
     for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
+    if (!EXCHANGES.includes(state.exchange)) return `exchange must be one of ${tuple(EXCHANGES)} on this page, got ${repr(state.exchange)}`;
     for (const name of ["ranks", "layers", "block_size", "head_dim"]) {
       if (!Number.isInteger(state[name]) || state[name] < 1) return `${name} must be an integer of at least 1, got ${state[name]}`;
       if (state[name] > (LIMITS[name] || 2 ** 20)) return most(name, LIMITS[name] || 2 ** 20, state[name]);
@@ -177,7 +179,7 @@ window.explorer = explorer;
   // -- patterns to begin with --------------------------------------------------------------------------------------------------
 
   const RULES = { heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
-  const NUMBERS = { block_size: 128, head_dim: 64, itemsize: 2, ranks: 8, layers: 2, head: 0, query: 0, is_causal: false };
+  const NUMBERS = { block_size: 128, head_dim: 64, itemsize: 2, ranks: 8, layers: 2, head: 0, query: 0, exchange: "gather", is_causal: false };
   const TORCHSCALE = { zero_padding: true, detach_weights: true };
   const example = (segment_lengths, dilation_rates, num_heads, seq_len, more = {}) => ({
     ...RULES, ...NUMBERS, segment_lengths, dilation_rates, num_heads, num_kv_heads: num_heads, seq_len, ...more,

@@ -74,8 +74,8 @@
   }
 
   // The runs of tokens that the outputs of one rank need of others, of keys with values or of queries. A run belongs to one segment;
-  // of its offsets `residues` from `residue` on take part.
-  function runsOf(branch, state, low, high, kind) {
+  // of its offsets `residues` from `residue` on take part. `without` are segments that are left out.
+  function runsOf(branch, state, low, high, kind, without = new Set()) {
     const numTokens = state.seq_len;
     const w = Math.min(branch.length, numTokens);
     // torchscale writes a segment at whole rates; where the rate does not divide it, outputs move away from their tokens.
@@ -85,6 +85,7 @@
     const found = [];
     for (let s = firstSegment; s <= lastSegment; s++) {
       if (out === w && s > firstSegment && s < lastSegment) s = lastSegment; // those between lie inside the shard
+      if (without.has(s)) continue;
       const token = s * w, outToken = s * out;
       const isWhole = token + w <= numTokens;
       const size = isWhole ? w : numTokens - token;
@@ -104,36 +105,44 @@
     return found;
   }
 
-  // Rows (token, key/value head) that each rank receives of each other: `rows[receiver][sender]`, keys with values and queries.
+  // Rows (token, key/value head) that each rank receives of each other: `rows[receiver][sender]`, keys with values and queries; and
+  // `heads`, the same where whole heads travel.
   function traffic(state) {
     const limits = borders(state.seq_len, state.ranks);
     const classes = explorer.headClasses(state);
-    const rows = (kind) => limits.slice(0, -1).map((low, receiver) => received(state, classes, limits, low, limits[receiver + 1], kind));
+    const rows = (kind) => limits.slice(0, -1).map((_, receiver) => received(state, classes, limits, receiver, kind));
     const kv = rows("kv");
     const q = rows("q");
-    return { borders: limits, kv, q, ...summary(state, limits, kv, q) };
+    return { borders: limits, kv, q, heads: explorer.wholeHeads(state, limits, { kv, q }), ...summary(state, limits, kv, q) };
   }
 
-  function received(state, classes, limits, low, high, kind) {
-    const row = limits.slice(1).map(() => 0);
-    if (low === high) return row;
-    const runs = new Map();
+  function received(state, classes, limits, receiver, kind) {
+    const row = limits.slice(1).map(() => 0), runs = new Map();
     for (const { heads, branches } of classes) {
-      const parts = [];
-      for (const branch of branches) {
-        if (!runs.has(branch.index)) runs.set(branch.index, runsOf(branch, state, low, high, kind));
-        for (const run of runs.get(branch.index)) {
-          if (mod(branch.offset - run.residue, branch.rate) >= run.residues) continue;
-          parts.push({ first: run.origin + branch.offset, rate: branch.rate, begin: run.begin, end: run.end });
-        }
-      }
-      if (parts.length) share(row, parts, heads.length, limits);
+      const parts = neededRows(state, branches, limits, receiver, kind, new Map(), runs);
+      if (parts.length) shareRows(row, parts, heads.length, limits);
     }
     return row;
   }
 
+  // The rows of others that the outputs of a rank need, as progressions, for a head that runs these branches; `without` are segments
+  // that are left out, by branch.
+  function neededRows(state, branches, limits, receiver, kind, without, runs = new Map()) {
+    const [low, high] = [limits[receiver], limits[receiver + 1]];
+    const parts = [];
+    if (low === high) return parts;
+    for (const branch of branches) {
+      if (!runs.has(branch.index)) runs.set(branch.index, runsOf(branch, state, low, high, kind, without.get(branch.index)));
+      for (const run of runs.get(branch.index)) {
+        if (mod(branch.offset - run.residue, branch.rate) >= run.residues) continue;
+        parts.push({ first: run.origin + branch.offset, rate: branch.rate, begin: run.begin, end: run.end });
+      }
+    }
+    return parts;
+  }
+
   // Add the rows of some progressions to the ranks that hold them.
-  function share(row, parts, heads, limits) {
+  function shareRows(row, parts, heads, limits) {
     for (let sender = 0; sender < row.length; sender++) {
       const low = limits[sender], high = limits[sender + 1];
       const here = parts.filter(({ begin, end }) => begin < high && end > low);
@@ -154,5 +163,5 @@
     return { bytes, ring, ulysses: divides ? shards.map((n) => there(n) * dim * itemsize) : null };
   }
 
-  Object.assign(explorer, { borders, countUnion, traffic });
+  Object.assign(explorer, { borders, countUnion, neededRows, shareRows, traffic });
 })();

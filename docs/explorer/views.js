@@ -522,8 +522,11 @@
     title: "Ranks",
     parts: ["traffic"],
     markup: `<h2>Shards over ranks, and what travels</h2><p class="about">The sequence in equal contiguous shards. A segment inside one shard stays there; of a
-      cut segment each rank receives the kept rows of keys and values that its own queries need, each once, whatever the number of branches.</p>
-      <div class="tools"><label>Ranks <input inputmode="numeric" data-state="ranks" data-integer></label>
+      cut segment each rank receives the kept rows of keys and values that its own queries need, each once, whatever the number of branches. Or, where that is
+      less, each head of a cut segment goes to one rank whole, with its queries, and its outputs come back.</p>
+      <div class="tools"><label>Exchange <select data-state="exchange"><option value="gather">rows that are needed</option>
+        <option value="heads">whole heads, where less</option></select></label>
+        <label>Ranks <input inputmode="numeric" data-state="ranks" data-integer></label>
         <input type="range" data-state="ranks" aria-label="Ranks, slider" min="1" max="64">
         <label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label>
         <label>Bytes per element <select data-state="itemsize"><option value="2">2 (bfloat16)</option><option value="4">4 (float32)</option></select></label></div>
@@ -537,22 +540,28 @@
       const readout = el.querySelector(".readout");
       readout.dataset.idle = "Point at two ranks, or move with the arrow keys.";
       this.place = explore(el.querySelector(".stack"), readout, {
-        say: ({ row, column }) => (row === column ? `rank ${row} holds its own rows`
-          : `rank ${row} receives ${plural(this.found.kv[row][column], "row")} of keys and values from rank ${column}`),
+        say: ({ row, column }) => {
+          if (row === column) return `rank ${row} holds its own rows`;
+          const more = [["q", "queries"], ["out", "outputs"]].map(([kind, name]) => [this.found[kind]?.[row][column], name])
+            .filter(([count]) => count).map(([count, name]) => `, ${number(count)} of ${name}`);
+          return `rank ${row} receives ${plural(this.found.kv[row][column], "row")} of keys and values${more.join("")} from rank ${column}`;
+        },
       });
     },
     render(el, { traffic, state }) {
       for (const input of el.querySelectorAll("[data-state]")) {
         if (document.activeElement !== input || input.type === "range") input.value = state[input.dataset.state];
       }
-      this.found = traffic;
-      const most = Math.max(...traffic.bytes), ring = Math.max(...traffic.ring);
+      const byHeads = state.exchange === "heads";
+      this.found = byHeads ? traffic.heads : traffic;
+      const most = Math.max(...this.found.bytes), ring = Math.max(...traffic.ring);
+      const same = byHeads && !traffic.heads.pays && most ? " Whole heads are less for no segment: the same rows travel as without them." : "";
       el.querySelector(".conclusion").textContent = state.ranks === 1 ? "One rank: nothing travels." : !most
         ? `Nothing travels: no rank needs a row of another. A ring of everything would move ${bytes(ring)} to each rank.`
-        : `The busiest rank receives ${bytes(most)} in a forward, ${percent(most, ring)} of the ${bytes(ring)} of a ring of everything.`;
+        : `The busiest rank receives ${bytes(most)} in a forward, ${percent(most, ring)} of the ${bytes(ring)} of a ring of everything.${same}`;
       shards(el.querySelector(".shards"), traffic, state);
       el.querySelector("[data-of=shards]").innerHTML = legend([[colors().scale[0], "segment inside a shard"], [colors().scale[3], "cut segment"], [colors().mark, "border of shards"]]);
-      const { level, palette, items } = rowLevels(traffic.kv);
+      const { level, palette, items } = rowLevels(this.found.kv);
       this.place(square(el.querySelector(".stack canvas"), {
         level, palette, cells: state.ranks, perCell: 1, count: state.ranks, labels: ["from rank", "to rank"], width: Math.min(420, el.clientWidth - 40),
       }));
@@ -561,11 +570,16 @@
     },
   };
 
-  function rankTable({ kv, q, bytes: received, ring, ulysses, borders }, state) {
-    const rows = kv.map((row, rank) => [number(rank), borders[rank] < borders[rank + 1] ? range(borders[rank], borders[rank + 1]) : "none", number(sum(row)),
-      ...(sum(q.flat()) ? [number(sum(q[rank]))] : []), bytes(received[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
+  function rankTable(traffic, state) {
+    const { bytes: received, heads, ring, ulysses, borders } = traffic;
+    const found = state.exchange === "heads" ? heads : traffic;
+    const kinds = [["kv", "rows of K and V"], ["q", "rows of queries"], ["out", "rows of outputs"]]
+      .filter(([kind]) => kind === "kv" || (found[kind] && sum(found[kind].flat())));
+    const rows = borders.slice(1).map((end, rank) => [number(rank), borders[rank] < end ? range(borders[rank], end) : "none",
+      ...kinds.map(([kind]) => number(sum(found[kind][rank]))),
+      bytes(received[rank]), bytes(heads.bytes[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
     return table(`Received by each rank in a forward, over ${plural(state.num_kv_heads, "key/value head")}`,
-      ["rank", "tokens", "rows of K and V", ...(sum(q.flat()) ? ["rows of queries"] : []), "here", "ring of everything", "Ulysses"], rows);
+      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "whole heads", "ring of everything", "Ulysses"], rows);
   }
 
   // Rows in equal steps up to the most.
