@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -33,3 +34,11 @@ def test_links_lead_to_files() -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README.read_text())
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_links_of_the_package_stand_alone() -> None:
+    """What an index shows is no folder: every link is absolute there."""
+    page = importlib.metadata.metadata("flexdilated").get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", README.read_text()))
+    assert [link for link in links if not link.startswith("https://")] == []
