@@ -37,14 +37,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
-    pattern, key_padding_mask = call.pattern, call.key_padding_mask
-    if call.cu_seqlens is not None and torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its values; "
-            "call dilated_attention outside of torch.compile, or once per document"
-        )
+    if call.cu_seqlens is not None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its values; "
+                "call dilated_attention outside of torch.compile, or once per document"
+            )
+        # Where a caller has left its graph for this, each function below would become a graph of its own.
+        return torch.compiler.disable(_pieces)(q, k, v, call)
     if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):
         return _padded(q, k, v, call)
+    return _pieces(q, k, v, call)
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Every piece of every document, and their mixture."""
+    pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     plans = [plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -25,6 +26,11 @@ TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank 
 # Descending: pytest gathers the tests of a process set by the place of its parameter, which `at_least` must not move.
 WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
+
+# Ranks are forked from a process that has imported this and done nothing: to import it takes each of them more than a second.
+multiprocessing.set_forkserver_preload(
+    ["flexdilated.distributed", "hypothesis", "pytest", "torch.distributed.device_mesh", "torch.testing"]
+)
 
 
 def run_ranks(
@@ -136,7 +142,7 @@ class Ranks:
 
     def _start(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # before the children load torch
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
         file = str(self.folder / f"ranks_{self._starts}")
         self._starts += 1
         for rank in range(self.world_size):

@@ -38,7 +38,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 # 36 tokens are for 1, 2 and 3 ranks, whose shards the segments cross.
 SMALL: dict[str, int] = {"tokens": 36, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
 RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # what torchrun sets
-LONG: dict[str, int] = {"steps": 80, "eval-every": 80}  # time enough to be killed twice
+LONG: dict[str, int] = {"steps": 60, "eval-every": 60}  # time enough to be killed
 
 
 def arguments(output: Path, text: Path, *more: str, **changes: object) -> list[str]:
@@ -166,8 +166,7 @@ def killed(num_ranks: int, rank: int, run: Path, text: Path, *more: str) -> str:
 @needs_proc
 def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path, text: Path) -> None:
     run_alone(tmp_path / "whole", text, **LONG)
-    killed(2, 1, tmp_path / "two", text)
-    step = killed(3, 0, tmp_path / "two", text, "--resume")  # the next rank tells it
+    step = killed(3, 0, tmp_path / "two", text)  # the next rank tells it
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     run_alone(tmp_path / "one", text, "--resume", **LONG)
     code, out, errors = run_ranks(2, tmp_path / "two", text, "--resume", **LONG)
@@ -187,7 +186,7 @@ def test_one_command_starts_and_goes_on_after_a_restart_by_torchrun(tmp_path: Pa
         signal_when_saved(process, 1, signal.SIGKILL, folder)
         code, out, errors = ended(process)
     assert (code, len(errors), out.count("saved in")) == (0, 1, 1), errors
-    starts = [int(step) for step in re.findall(r"dilated: .* step (\d+) of 80", out)]
+    starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
     assert len(starts) == 2
     assert starts[0] == 0 < starts[1]
     assert history(folder, steps=LONG["steps"])["held_out"].numel() == 1
@@ -341,7 +340,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
     for trainer in (plain, compiled):
         assert trainer.run(lambda _: None)
         assert [entry["train"] for entry in trainer.history] == pytest.approx(expected, rel=ROUNDING["rtol"])
-    narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, compile=True, dtype="bfloat16")
+    narrow = make_trainer(folder / "narrow", text, mesh, PLAIN, dtype="bfloat16")
     assert narrow.run(lambda _: None)
     assert [entry["train"] for entry in narrow.history] == pytest.approx(expected, rel=0.02)
 
