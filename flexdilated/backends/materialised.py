@@ -40,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     if call.cu_seqlens is not None:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
-                "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its values; "
-                "call dilated_attention outside of torch.compile, or once per document"
+                "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its "
+                "values; call dilated_attention outside of torch.compile, or once per document"
             )
         # Where a caller has left its graph for this, each function below would become a graph of its own.
         return torch.compiler.disable(_pieces)(q, k, v, call)
