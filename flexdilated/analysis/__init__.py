@@ -3,6 +3,8 @@
 from flexdilated.analysis.choice import Choice as Choice
 from flexdilated.analysis.choice import Choices as Choices
 from flexdilated.analysis.choice import choose_pattern as choose_pattern
+from flexdilated.analysis.coverage import LayerBounds as LayerBounds
+from flexdilated.analysis.coverage import bound_layers as bound_layers
 from flexdilated.analysis.coverage import count_uncovered as count_uncovered
 from flexdilated.analysis.coverage import layers_to_cover as layers_to_cover
 from flexdilated.analysis.coverage import missing_residues as missing_residues

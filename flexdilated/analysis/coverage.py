@@ -9,6 +9,7 @@ change nothing (to fold one onto its neighbour keeps who sees whom): there are f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,25 +17,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, alike, borders, checked, each_block
+from flexdilated.analysis.fronts import MAX_FOLLOWED, MAX_STEPS, MOST_RESIDUES, layers_at_most, layers_of, layers_of_hull
+from flexdilated.analysis.lattice import Integers, Together, borders, checked, each_block, together
 from flexdilated.analysis.reach import reachable
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["count_uncovered", "layers_to_cover", "missing_residues"]
+__all__ = ["LayerBounds", "bound_layers", "count_uncovered", "layers_to_cover", "missing_residues"]
 
 MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise
-MAX_STEPS = 2**20
 MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer
 FEW = 3  # segments that stand for any number of them: one's own, another's, and what is shorter comes behind fewer
 
 
-class _Branch(NamedTuple):
-    """A branch of all heads together."""
+class LayerBounds(NamedTuple):
+    """Layers after which every token has seen every other: no fewer than `least`, and surely after `most`."""
 
-    length: int
-    rate: int
-    offsets: tuple[int, ...]  # that some head keeps
+    least: int
+    most: int
+
+    @property
+    def is_exact(self) -> bool:
+        return self.least == self.most
 
 
 def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
@@ -68,14 +72,14 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
         NotImplementedError: If there are too many segments before their borders repeat.
     """
     checked(pattern, num_tokens, num_heads)
-    branches = _branches(pattern, num_tokens, num_heads)
+    branches = together(pattern, num_tokens, num_heads)
     if any(len(branch.offsets) == branch.rate for branch in branches):
         return 0
     blocks = each_block([branch.length for branch in branches], num_tokens)
     return sum(times * _uncovered(branches, tokens) for tokens, times in blocks)
 
 
-def _uncovered(branches: list[_Branch], num_tokens: int) -> int:
+def _uncovered(branches: list[Together], num_tokens: int) -> int:
     start = borders(tuple(branch.length for branch in branches), num_tokens)
     size = np.diff(start, append=num_tokens)
     phases = np.stack([start % branch.length % branch.rate for branch in branches], axis=1)
@@ -112,36 +116,72 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
-        NotImplementedError: If the segments are too many to look at all of them.
+        NotImplementedError: If the segments are too many to look at all of them, and bounds do not meet; `bound_layers` gives them.
+    """
+    found = bound_layers(pattern, num_tokens, num_heads, is_causal=is_causal)
+    if found is None or found.is_exact:
+        return None if found is None else found.least
+    raise NotImplementedError(
+        f"segment_lengths must give fewer segments to count layers exactly, got from {found.least} to {found.most} layers; use "
+        "bound_layers, or lengths that divide one another and rates that divide the shortest"
+    )
+
+
+def bound_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> LayerBounds | None:
+    """Bounds of `layers_to_cover`, which are one number wherever that is known; None is never.
+
+    Sequences of too many segments to look at all pairs of tokens are followed from both ends: no token can have seen every other
+    before the ends have, and runs that have surely been seen as a whole say after how many layers every token has.
+
+    Args:
+        pattern: As in `missing_residues`.
+        num_tokens: As in `layers_to_cover`: seconds for a thousand million tokens of GigaPath's pattern.
+        num_heads: As in `missing_residues`.
+        is_causal: Whether a query sees only keys at its own position and before.
+
+    Raises:
+        ValueError: If a number is below 1, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
+        NotImplementedError: If the segments are too many even for bounds.
     """
     checked(pattern, num_tokens, num_heads)
     if num_tokens == 1:
-        return 0
-    branches = _branches(pattern, num_tokens, num_heads)
+        return LayerBounds(0, 0)
+    branches = together(pattern, num_tokens, num_heads)
     if is_causal:
-        return _causal_layers(pattern, branches, num_tokens, num_heads)
+        return _exactly(_causal_layers(pattern, branches, num_tokens, num_heads))
     if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
         return None
     folded, tokens = _folded(branches, num_tokens)
-    return _layers(tuple(folded), tokens)
+    try:
+        return _exactly(_layers(tuple(folded), tokens))
+    except NotImplementedError:
+        most = layers_at_most(folded, tokens)
+        if most is None:
+            raise
+        return _bounds(folded, tokens, most)
+
+
+def _exactly(layers: int | None) -> LayerBounds | None:
+    return None if layers is None else LayerBounds(layers, layers)
+
+
+def _bounds(branches: Sequence[Together], num_tokens: int, most: int) -> LayerBounds:
+    least = layers_of_hull(branches, num_tokens)
+    if most <= MAX_FOLLOWED and math.lcm(*(branch.rate for branch in branches)) <= MOST_RESIDUES:
+        for source in (0, num_tokens - 1):
+            if least != most:
+                least = max(least or 0, layers_of(branches, num_tokens, source) or 0)
+    return LayerBounds(least or 0, most)
 
 
 @lru_cache(maxsize=4096)
-def _layers(branches: tuple[_Branch, ...], num_tokens: int) -> int | None:
+def _layers(branches: tuple[Together, ...], num_tokens: int) -> int | None:
     """As `layers_to_cover`; sequences of many lengths fold to one."""
     return _farthest(_kinds(branches, num_tokens))
 
 
-def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[_Branch]:
-    """The distinct branches of all heads together, segments cut to the sequence, the shortest first."""
-    found: dict[tuple[int, int], set[int]] = {}
-    for kept in alike(pattern, num_tokens, num_heads):
-        for length, rate, offset in kept:
-            found.setdefault((length, rate), set()).add(offset)
-    return [_Branch(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(found.items())]
-
-
-def _folded(branches: list[_Branch], num_tokens: int) -> tuple[list[_Branch], int]:
+def _folded(branches: list[Together], num_tokens: int) -> tuple[list[Together], int]:
     """The same question of a shorter sequence, where segments nest and all rates divide the shortest."""
     lengths = sorted({branch.length for branch in branches})
     inner = lengths[:-1] if lengths[-1] == num_tokens else lengths
@@ -163,7 +203,7 @@ def _folded(branches: list[_Branch], num_tokens: int) -> tuple[list[_Branch], in
     return [branch._replace(length=shorter[branch.length]) for branch in branches], tokens
 
 
-def _kinds(branches: tuple[_Branch, ...], num_tokens: int) -> Integers:
+def _kinds(branches: tuple[Together, ...], num_tokens: int) -> Integers:
     """`(kinds, branches)`: the cliques of each kind of token, -1 where a branch does not keep it."""
     period = math.lcm(*(branch.rate for branch in branches))
     start = borders(tuple(branch.length for branch in branches), num_tokens)
@@ -223,7 +263,7 @@ def _distances(members: Integers) -> NDArray[np.uint16]:
     return distance
 
 
-def _causal_layers(pattern: DilatedPattern, branches: list[_Branch], num_tokens: int, num_heads: int) -> int | None:
+def _causal_layers(pattern: DilatedPattern, branches: list[Together], num_tokens: int, num_heads: int) -> int | None:
     undilated = [branch.length for branch in branches if branch.rate == 1]
     if not undilated or math.lcm(*undilated) < num_tokens:
         return None
@@ -246,7 +286,7 @@ def _causal_layers(pattern: DilatedPattern, branches: list[_Branch], num_tokens:
     return layers
 
 
-def _too_many(what: str, found: int, most: int, branches: tuple[_Branch, ...]) -> NotImplementedError:
+def _too_many(what: str, found: int, most: int, branches: tuple[Together, ...]) -> NotImplementedError:
     lengths = tuple(branch.length for branch in branches)
     return NotImplementedError(
         f"segment_lengths must give at most {most} {what} to look at, got {found} of {lengths}; use lengths that divide one "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["Integers", "Kept", "alike", "borders", "checked", "each_block", "meet", "sum_exact"]
+__all__ = ["Integers", "Kept", "Together", "alike", "borders", "checked", "each_block", "meet", "sum_exact", "together"]
 
 Integers = NDArray[np.int64]
 
@@ -27,6 +27,19 @@ class Kept(NamedTuple):
     length: int
     rate: int
     offset: int
+
+
+class Together(NamedTuple):
+    """One branch of all heads together, its segment cut to the sequence."""
+
+    length: int
+    rate: int
+    offsets: tuple[int, ...]  # that some head keeps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is kept by some head."""
+        return len(self.offsets) == self.rate
 
 
 def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
@@ -58,6 +71,15 @@ def alike(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tupl
         )
         found.setdefault(kept, []).append(head)
     return found
+
+
+def together(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
+    """The distinct branches of all heads together, the shortest segments first."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for kept in alike(pattern, num_tokens, num_heads):
+        for length, rate, offset in kept:
+            found.setdefault((length, rate), set()).add(offset)
+    return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(found.items())]
 
 
 def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
+from flexdilated.analysis.coverage import LayerBounds, bound_layers, count_uncovered, missing_residues
 from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
@@ -29,6 +29,7 @@ class Analysis:
     missing_residues: tuple[tuple[int, ...], ...]  # by branch
     uncovered: int | None  # tokens that no head of any branch keeps
     layers: int | None  # as `layers_to_cover`: None is never, or not counted
+    layer_bounds: LayerBounds | None  # where the number is not known exactly, what it lies between
     tiles: tuple[TileCount, ...] | None  # by head
     not_counted: dict[str, str]
 
@@ -73,7 +74,7 @@ def analyse(
     """
     pairs = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
     not_counted: dict[str, str] = {}
-    multiplicities = uncovered = layers = tiles = None
+    multiplicities = uncovered = bounds = tiles = None
     try:
         multiplicities = count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)
     except NotImplementedError as error:
@@ -83,7 +84,9 @@ def analyse(
     except NotImplementedError as error:
         not_counted["uncovered"] = str(error)
     try:
-        layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
+        bounds = bound_layers(pattern, num_tokens, num_heads, is_causal=is_causal)
+        if bounds is not None and not bounds.is_exact:
+            not_counted["layers"] = f"layers are between {bounds.least} and {bounds.most}; too many segments to say more"
     except NotImplementedError as error:
         not_counted["layers"] = str(error)
     try:
@@ -102,7 +105,8 @@ def analyse(
         reach=longest_reach(pattern, num_tokens, num_heads),
         missing_residues=missing_residues(pattern, num_heads),
         uncovered=uncovered,
-        layers=layers,
+        layers=bounds.least if bounds is not None and bounds.is_exact else None,
+        layer_bounds=None if bounds is None or bounds.is_exact else bounds,
         tiles=tiles,
         not_counted=not_counted,
     )

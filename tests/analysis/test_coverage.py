@@ -121,8 +121,9 @@ def test_refuses_what_has_no_answer() -> None:
     with pytest.raises(NotImplementedError, match="layers must be such that a query sees keys of at most 67108864 tokens, got 1"):
         keys_seen(DilatedPattern((2**30,), (1,)), 2**30, 1, 0)
     with pytest.raises(NotImplementedError, match="segment_lengths must give at most 32768 kinds of tokens"):
-        layers_to_cover(DilatedPattern.gigapath(), 10**9, 16)
+        layers_to_cover(DilatedPattern((1009, 40_009), (2, 3)), 10**7, 6)  # no branch at rate 1: no bounds either
     with pytest.raises(NotImplementedError, match="segment_lengths must give at most 4096 segments and offsets"):
-        layers_to_cover(DilatedPattern((7, 30_000), (1, 2)), 30_000, 2)
+        layers_to_cover(DilatedPattern((7, 30_000), (2, 3)), 30_000, 6)
+    assert layers_to_cover(DilatedPattern((7, 30_000), (1, 2)), 30_000, 2) == 2
     with pytest.raises(NotImplementedError, match="num_tokens must be at most 1024 for causal patterns"):
         layers_to_cover(DilatedPattern((50, 77, 2000), (1, 1, 7)), 2000, 7, is_causal=True)
