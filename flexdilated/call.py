@@ -104,9 +104,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
         TypeError: If an argument has the wrong type or dtype.
     """
+    if call.exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
     if call.mesh is None:
-        if call.exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
         if call.shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {tuple(call.shard_lengths)} and no mesh")
         if call.exchange != "auto":

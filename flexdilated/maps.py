@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.hardware import without_autocast
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check_dtypes, check_tensors
 from flexdilated.pattern import DilatedPattern, num_kept
@@ -62,7 +63,7 @@ def attention_map(
     num_tokens, kv_heads = q.shape[1], k.shape[2]
     positions = _positions(queries, num_tokens)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulated(q.dtype)
     q = q.unflatten(2, (kv_heads, -1))  # (B, N, Hkv, group, D)
 
     mixed = torch.full((*q.shape[:1], *q.shape[2:4], len(positions), num_tokens), -math.inf, dtype=dtype, device=q.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
-from flexdilated.backends.merge import safe_lse
+from flexdilated.backends.merge import accumulated, safe_lse
 from flexdilated.backends.request import Request
 from flexdilated.backends.transforms import may_draw
 
@@ -57,7 +57,7 @@ def _dropouts(q: Tensor, k: Tensor, starts: range, dropout: Dropout | None) -> l
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
-    q, k, v = (_accumulated(x) for x in (q, k, v))
+    q, k, v = (x.to(accumulated(dtype)) for x in (q, k, v))
     outs, lses = [], []
     starts = _rows(q, k)
     for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
@@ -72,7 +72,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = q.dtype
-    dout, q, k, v, out = (_accumulated(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (x.to(accumulated(dtype)) for x in (dout, q, k, v, out))
     delta = (dout * out).sum(dim=-1, keepdim=True)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     starts = _rows(q, k)
@@ -96,7 +96,7 @@ def differential(
     `Kernel.forward`, the tangents `dq, dk, dv` of the shapes of q, k and v.
     """
     group = q.shape[1] // k.shape[1]
-    dq, dk, dv, q, k, v = (_accumulated(x) for x in (*tangents, q, k, v))
+    dq, dk, dv, q, k, v = (x.to(accumulated(x.dtype)) for x in (*tangents, q, k, v))
     dk, dv, k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (dk, dv, k, v))
     outs, sums = [], []
     starts, lse = _rows(q, k), safe_lse(lse)
@@ -108,10 +108,6 @@ def differential(
         outs.append(drop(moved) @ v + drop(weights) @ dv)
         sums.append(moved.sum(dim=-1))
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
-
-
-def _accumulated(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 MATH = Kernel("math", _why_not, _forward, _backward, shares_kv=False)

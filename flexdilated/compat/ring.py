@@ -15,7 +15,6 @@ from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
 from flexdilated.nn.attention import DilatedAttention
 from flexdilated.pattern import DilatedPattern
-from flexdilated.reference import MaskMod, ScoreMod
 
 SAMPLES = 256  # elements of a tensor that ranks compare
 TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by
@@ -60,12 +59,9 @@ class RingAttention(DilatedAttention):
         k: Tensor,
         v: Tensor,
         *,
-        is_causal: bool | None = None,
         key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        score_mod: ScoreMod | None = None,
-        mask_mod: MaskMod | None = None,
         shard_lengths: Sequence[int] | None = None,
+        **options: Any,
     ) -> Tensor:
         """As `flexdilated.DilatedAttention`, of whole sequences; `shard_lengths`, as even as can be by default, tile them."""
         whole = {"query": q, "key": k, "value": v}
@@ -85,12 +81,9 @@ class RingAttention(DilatedAttention):
             shards["query"],
             shards["key"],
             shards["value"],
-            is_causal=is_causal,
             key_padding_mask=shards.get("key_padding_mask"),
-            cu_seqlens=cu_seqlens,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
             shard_lengths=lengths,
+            **options,
         )
         if not self.compared:
             self._compare(whole, mesh)  # after the ranks have agreed on shapes and dtypes, so that no rank waits here alone

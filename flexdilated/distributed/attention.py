@@ -23,7 +23,7 @@ from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import EXCHANGES, Call, check, documents
+from flexdilated.call import Call, check, documents
 from flexdilated.distributed import cost
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
@@ -84,8 +84,6 @@ def withdraw_from(group_name: str, reason: str) -> None:
 def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[int, ...]:
     """Tokens of each rank."""
     assert call.mesh is not None
-    if call.exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
     if not isinstance(q, Tensor) or q.is_nested or q.dim() != 4:
         return ()  # refused with the other arguments
     if q.device.type != call.mesh.device_type:

@@ -36,13 +36,9 @@ def create_dilated_block_mask(
     not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
 
     Args:
-        pattern: As in `dilated_mask_mod`.
-        num_heads: As in `dilated_mask_mod`.
-        seq_len: As in `dilated_mask_mod`.
-        is_causal: As in `dilated_mask_mod`.
+        pattern: As in `dilated_mask_mod`, like all arguments that are not listed here.
         device: Where the lists live: that of q, k and v.
         BLOCK_SIZE: Tokens per block, or `(query tokens, key tokens)` per block.
-        num_kv_heads: As in `dilated_mask_mod`.
 
     Raises:
         TypeError: As `dilated_mask_mod`.

@@ -48,12 +48,7 @@ def dilated_score_mod(
     In the one softmax over all branches a key that m of them join counts m times. A pair that none joins gets -inf, so the function
     is exact even without the mask; the mask is what saves the work.
 
-    Args:
-        pattern: As in `dilated_mask_mod`.
-        num_heads: As in `dilated_mask_mod`.
-        seq_len: As in `dilated_mask_mod`.
-        is_causal: As in `dilated_mask_mod`.
-        num_kv_heads: As in `dilated_mask_mod`.
+    The arguments are those of `dilated_mask_mod`.
 
     Raises:
         TypeError: As `dilated_mask_mod`.

@@ -257,10 +257,7 @@ class MultiheadDilatedAttention(nn.Module):
             module: The layer to convert, with `batch_first=True`.
             pattern: Which positions attend to which.
             dropout_p: Replaces the module's own.
-            is_causal: As in the constructor.
-            backend: As in the constructor.
-            mesh: As in the constructor.
-            exchange: As in the constructor.
+            is_causal: As in the constructor, like all that follow.
 
         Raises:
             ValueError: If the module is sequence-first, projects keys or values from another width, or adds keys of its own.

@@ -89,7 +89,8 @@ class Rotary(nn.Module):
             positions: Of the tokens.
             dtype: Of the queries and keys. Default: torch's default dtype.
         """
-        cos, sin = _angles(positions, self.head_dim, self.base, _table_dtype(dtype))
+        angles = rotary_angles if writes_onnx() else _angles_op
+        cos, sin = angles(positions, self.head_dim, self.base, _table_dtype(dtype))
         return Rotation(cos, sin, cos, sin)
 
     def extra_repr(self) -> str:
@@ -193,9 +194,8 @@ class XPos(Rotary):
         return reach / 2 / self.scale_base * LOG_LARGEST_DECAY
 
     def _rotation(self, positions: Tensor, centred: Tensor, log_growth: float, dtype: torch.dtype | None) -> Rotation:
-        dtype = _table_dtype(dtype)
-        cos, sin = _angles(positions, self.head_dim, self.base, dtype)
-        decay = _decay(centred, self.head_dim, self.scale_base, dtype)
+        cos, sin, *_ = super().forward(positions, dtype=dtype)
+        decay = (xpos_decay if writes_onnx() else _decay_op)(centred, self.head_dim, self.scale_base, cos.dtype)
         return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
 
     def extra_repr(self) -> str:
@@ -245,14 +245,6 @@ def xpos_decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch
 
 _angles_op = torch.library.custom_op("flexdilated::rotary_angles", rotary_angles, mutates_args=())
 _decay_op = torch.library.custom_op("flexdilated::xpos_decay", xpos_decay, mutates_args=())
-
-
-def _angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (rotary_angles if writes_onnx() else _angles_op)(positions, head_dim, base, dtype)
-
-
-def _decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
-    return (xpos_decay if writes_onnx() else _decay_op)(positions, head_dim, scale_base, dtype)
 
 
 @_angles_op.register_fake

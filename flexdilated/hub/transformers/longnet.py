@@ -23,18 +23,11 @@ class LongNetHFConfig(PreTrainedConfig):
     """What determines a `LongNetForCausalLM`: the fields of `flexdilated.LongNetConfig`, the pattern as `dilated_pattern`.
 
     Args:
-        vocab_size: As in `LongNetConfig`.
-        embed_dim: As in `LongNetConfig`; `hidden_size` to the library.
-        num_layers: As in `LongNetConfig`; `num_hidden_layers` to the library.
-        num_heads: As in `LongNetConfig`; `num_attention_heads` to the library.
+        vocab_size: As in `LongNetConfig`, like all arguments that are not listed here.
+        embed_dim: `hidden_size` to the library.
+        num_layers: `num_hidden_layers` to the library.
+        num_heads: `num_attention_heads` to the library.
         dilated_pattern: A pattern, or what its `to_dict` gives. Default: `DilatedPattern.longnet()`.
-        num_kv_heads: As in `LongNetConfig`.
-        ffn_dim: As in `LongNetConfig`.
-        position: As in `LongNetConfig`.
-        tie_embeddings: As in `LongNetConfig`.
-        dropout_p: As in `LongNetConfig`.
-        attention_dropout_p: As in `LongNetConfig`.
-        backend: As in `LongNetConfig`.
         **options: Fields that every configuration of the library has.
 
     Raises:
