@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis import count_tiles
+from flexdilated.analysis import count_tiles, tiles
 from flexdilated.draw.tiles import head_tiles
 from tests.analysis.definition import questions
 
@@ -46,5 +46,23 @@ def test_refuses_what_it_cannot_count() -> None:
         count_tiles(DilatedPattern((11,), (7,)), 23, 1, block_size=5)
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         count_tiles(DilatedPattern((11,), (7,)), 23, 1, block_size=0)
-    with pytest.raises(NotImplementedError, match="num_tokens must be such that at most 2097152 rows of tiles and segments"):
-        count_tiles(DilatedPattern.gigapath(), 10**9, 16)
+    with pytest.raises(NotImplementedError, match="num_tokens must be such that at most 16777216 rows of tiles and segments"):
+        count_tiles(DilatedPattern((1009, 10_007, 100_003), (1, 2, 3)), 10**12, 2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_looked_at_some_at_once_are_all_of_them(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+    pattern = DilatedPattern((13, 101, 397), (1, 3, 7), offsets="interleaved")
+    expected = count_tiles(pattern, 5003, 4, block_size=8, is_causal=is_causal)
+    assert [each.raw for each in expected] == [
+        each.each.partial + each.each.full for each in head_tiles(pattern, 5003, 4, 8, 1, is_causal=is_causal) for _ in each.heads
+    ]
+    for at_once in (1, 7, 1000):
+        monkeypatch.setattr(tiles, "AT_ONCE", at_once)
+        assert count_tiles(pattern, 5003, 4, block_size=8, is_causal=is_causal) == expected
+
+
+def test_gigapath_is_counted_at_a_thousand_million_tokens() -> None:
+    found = count_tiles(DilatedPattern.gigapath(), 10**9, 16)
+    assert (found[0].raw, found[15].raw) == (64652861784, 64652778524)  # the same row by row
+    assert sum(each.pairs for each in found) == DilatedPattern.gigapath().count_pairs(10**9, 16)
