@@ -115,8 +115,8 @@ def dilated_attention(
             tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
             from the pattern.
-        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"flex"`, `"reference"`. A named engine runs or raises, it
-            is never replaced.
+        backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named engine runs
+            or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
         mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
         exchange: How rows travel over the mesh. `"gather"`: the keys and values that a rank needs, all at once. `"ring"`: those of

@@ -1,4 +1,4 @@
-"""The ranks of a group agree on a plan over their store, without a collective. Long: every way to miss each other is told."""
+"""The ranks of a group agree on a plan over their store, without a collective: every way to miss each other is told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -131,7 +130,7 @@ class Ledger:
         elif kind != "overdue":
             self.exchanged, self.refused = count, 0
         if kind:
-            _raise(kind, message)
+            raise (TimeoutError if kind == "overdue" else ValueError)(message)
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
         if len(self.agreed) == MAX_AGREED:
             del self.agreed[next(iter(self.agreed))]
@@ -298,7 +297,3 @@ def _shown(value: object) -> str:
 
 def _digest(value: object) -> bytes:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-
-
-def _raise(kind: str, message: str) -> NoReturn:
-    raise (TimeoutError if kind == "overdue" else ValueError)(message)

@@ -193,9 +193,8 @@ class ContextPlan:
             found.setdefault(tuple(each.get(head) for each in offsets), []).append(head)
         return {offsets: tuple(heads) for offsets, heads in found.items()}
 
-    def needs(self, exchange: str, kind: str, head: int, spans: Spans | None = None) -> Needs:
-        """What travels for one head: the progressions of all branches, which may overlap; of all spans, or of these alone."""
-        spans = self.spans(exchange, kind) if spans is None else spans
+    def needs(self, head: int, spans: Spans) -> Needs:
+        """What travels of some spans for one head: the progressions of all branches, which may overlap."""
         found = []
         for branch, (rate, heads) in enumerate(self.kept):
             place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
@@ -338,7 +337,7 @@ class ContextPlan:
                 # Under whole heads the receiver depends on the head, else heads of a class need the same rows.
                 key = (offsets, head) if exchange == "heads" else offsets
                 if key not in needed:
-                    needed[key] = self.needs(exchange, kind, head, spans)
+                    needed[key] = self.needs(head, spans)
         peers = np.unique(spans.receiver if sent else spans.sender).tolist()
         heads = sorted((head, offsets) for offsets, members in self.classes.items() for head in members)
         for peer in peers:

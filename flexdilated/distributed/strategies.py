@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The keywords of `ContextPlan.bytes_received`."""
+        """The keywords of `cost.bytes_received`."""
         return {"head_dim": self.head_dim, "itemsize": self.itemsize, "batch": self.batch, "lse_size": self.lse_size}
 
 

@@ -116,10 +116,9 @@ class LongNet(nn.Module):
         for name, size in (*sizes, ("dim_feedforward", dim_feedforward)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+        for name, p in (("dropout", dropout), ("attention_dropout", attention_dropout)):
+            if not 0.0 <= p < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {p}")
         self.d_model = d_model
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))

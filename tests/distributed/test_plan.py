@@ -678,7 +678,7 @@ def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_hea
     plan = plan_of(DilatedPattern.longnet(), MILLION, 64, num_heads)
     # Of 32,768 tokens a rank holds half: one branch's rows of the other half, all heads alike to one row.
     for head in range(num_heads):
-        needs = plan.needs("gather", "kv", head)
+        needs = plan.needs(head, plan.spans("gather", "kv"))
         assert np.bincount(needs.receiver, needs.rows, 64).max() <= 1366
     assert 1365 <= rows_per_head(plan, "gather", "kv").max() <= 1366
 
