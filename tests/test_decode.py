@@ -557,6 +557,7 @@ def test_reorder_and_crop_reject_wrong_arguments() -> None:
         (lambda: cache.reorder(torch.tensor([0, 1, 3])), ValueError, "indices must be in [0, B=3), got [0, 1, 3]"),
         (lambda: cache.reorder(torch.tensor([0, -1, 2])), ValueError, "indices must be in [0, B=3), got [0, -1, 2]"),
         (lambda: cache.reorder(torch.tensor([0.0, 1.0, 2.0])), TypeError, "indices must be int64, got torch.float32"),
+        (lambda: cache.reorder([0, 1, 2]), TypeError, "indices must be int64, got list"),
         (lambda: cache.crop(-1), ValueError, "length must be at least 0, got -1"),
         (lambda: cache.crop(1.0), TypeError, "length must be an integer or a tensor, got 1.0"),
         (lambda: cache.crop(torch.ones(3)), TypeError, "length must hold integers, got torch.float32"),

@@ -202,8 +202,9 @@ class DilatedKVCache:
             ValueError: If the shape is wrong or an index is out of range.
             TypeError: If the dtype is not int64.
         """
-        if indices.dtype != torch.int64:
-            raise TypeError(f"indices must be int64, got {indices.dtype}")
+        if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"indices must be int64, got {got}")
         if indices.shape != (self.batch_size,):
             raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
         reads = not torch.compiler.is_compiling() and holds_values(indices)

@@ -309,6 +309,7 @@ class LongNetLM(nn.Module):
 
         Raises:
             ValueError: If a number is out of range or a shape is wrong.
+            TypeError: If a token or a length is no integer.
             NotImplementedError: If the pattern cannot be decoded, or tokens or model hold no values (meta and fake tensors).
         """
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -343,10 +344,14 @@ class LongNetLM(nn.Module):
         if lengths is not None and not isinstance(lengths, Tensor):
             raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
         for name, token in [("pad_token", pad_token), *((f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))]:
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise TypeError(f"{name} must be an integer, got {token!r}")
             if not 0 <= token < self.config.vocab_size:
                 raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")
         if lengths is None:
             return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+        if lengths.dtype not in INDICES:
+            raise TypeError(f"lengths must be of int64 or int32, got {str(lengths.dtype).removeprefix('torch.')}")
         if lengths.shape != tokens.shape[:1]:
             raise ValueError(f"lengths must have shape (B,)=({tokens.shape[0]},), got {tuple(lengths.shape)}")
         if not bool(((lengths >= 1) & (lengths <= tokens.shape[1])).all()):
