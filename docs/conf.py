@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
 
 from flexdilated import __version__
+
+DOCS = str(Path(__file__).parent)
+sys.path.insert(0, DOCS)
+import vision  # noqa: E402, F401
 
 project = "flexdilated"
 author = "the maintainers of flexdilated"
@@ -37,6 +43,8 @@ nb_execution_timeout = 300
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # tables that cells compute
 nb_mime_priority_overrides = [("llms-markdown", "text/plain", 1)]
+# Pages of every folder import `kept` and `commands` from this one.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (DOCS, os.environ.get("PYTHONPATH"))))
 llms_txt_build_parallel = False  # after the pages, from the same doctrees: every example runs once
 llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement", "mermaid", "mermaid_inline"]
 

@@ -12,6 +12,7 @@ __all__ = ["ORDERS", "Order", "coordinate_order", "grid_order", "reorder", "rest
 
 Curve = Literal["hilbert", "serpentine", "row_major"]
 
+#: The orders that can be asked for, by name.
 ORDERS: tuple[Curve, ...] = ("hilbert", "serpentine", "row_major")
 
 # Places on the curve are int64, with room for the sums on the way.

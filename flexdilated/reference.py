@@ -13,7 +13,9 @@ from flexdilated.pattern import DilatedPattern
 
 __all__ = ["MaskMod", "ScoreMod", "dilated_attention"]
 
+#: FlexAttention's score function, from `(score, b, h, q_idx, kv_idx)` to the score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: FlexAttention's mask function, from `(b, h, q_idx, kv_idx)` to whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

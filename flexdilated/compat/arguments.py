@@ -22,7 +22,7 @@ class Argument(NamedTuple):
     warns: Warns = "never"
 
 
-# The text of the warnings and of the table in docs/migration.md.
+#: Every argument, with the text of the warnings and of the table in docs/migration.md.
 ARGUMENTS: dict[str, Argument] = {
     "segment_lengths": Argument("tokens per segment, one per branch; the sequence need not be a multiple of them"),
     "dilation_rates": Argument("every r-th token of a segment is kept, one rate per branch"),

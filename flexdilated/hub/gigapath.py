@@ -13,7 +13,7 @@ from flexdilated.hub.slide_encoder import tile_positions as tile_positions
 
 __all__ = ["ARCHITECTURES", "LongNetViT", "create_model", "load_weights", "tile_positions"]
 
-# Name: (embed_dim, depth).
+#: Names of the published encoders, and their elements of a token and layers.
 ARCHITECTURES = {
     "gigapath_slide_enc12l768d": (768, 12),
     "gigapath_slide_enc24l1024d": (1024, 24),
