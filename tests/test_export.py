@@ -21,7 +21,6 @@ from tests.tolerances import SINGLE
 # torch's own, in run_decompositions.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")]
 
-DOCS = Path(__file__).parents[1] / "docs" / "export.md"
 PATTERN = DilatedPattern((8, 24), (1, 3))  # nested: the decay of LongNetLM's positions has one reach, whatever the length
 WIDTH, VOCAB = 20, 53
 SHAPES = ((2, 43), (1, 1), (3, 7), (2, 24), (1, 101))  # batch and tokens
@@ -255,29 +254,3 @@ def test_script_is_refused(model: nn.Module) -> None:
         NotImplementedError, match=r"torch\.jit\.script must be given a model without dilated.*torch\.export\.export"
     ):
         torch.jit.script(model)
-
-
-# -- the docs, and what is compiled ahead of time -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-def test_examples_of_the_docs_run_and_what_they_compile_serves_every_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 5
-    assert "torch.onnx" in blocks[4]  # run by test_onnx.py
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(compile(blocks[0], str(DOCS), "exec"), names)
-    assert python(blocks[1], tmp_path).strip() == "torch.Size([1, 101, 256])"
-    model = names["model"]
-    for block in blocks[2:4]:
-        exec(compile(block, str(DOCS), "exec"), names)
-        for shape in SHAPES:
-            x = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-            torch.testing.assert_close(names["served"](x), model(x), **SINGLE)
-    run = "torch._inductor.aoti_load_package({!r})(torch.zeros(3, 29, dtype=torch.int64))"
-    alone = f"import torch; print({run.format('portable.pt2')}.shape)"
-    printed = python(f"{alone}\n{refused_before_import(run.format('operators.pt2'))}", tmp_path)
-    assert printed.startswith("torch.Size([3, 29, 256])")
-    assert "Could not find schema for flexdilated::" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.export import Dim
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.export import portable
-from tests.test_export import DOCS, MODELS, SHAPES, Attention, assert_serves_every_shape, build, draw, export
+from tests.test_export import MODELS, Attention, assert_serves_every_shape, build, draw, export
 from tests.tolerances import SINGLE
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: nox -s tests_export")
@@ -97,15 +96,3 @@ def test_the_exporter_over_torchscript_is_refused(tmp_path: Path) -> None:
 def test_what_has_no_portable_form_is_refused() -> None:
     with pytest.raises(Exception, match="cu_seqlens must be None in a portable program"):
         torch.onnx.export(Attention(cu_seqlens=torch.tensor([0, 5, 43])), (draw("layer", 1),), dynamo=True, verbose=False)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in (blocks[0], blocks[4]):
-        exec(compile(block, str(DOCS), "exec"), names)
-    for shape in SHAPES:
-        x = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(load(tmp_path / "model.onnx")(x), names["model"](x), **SINGLE)

@@ -685,7 +685,7 @@ def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_hea
 
 @pytest.mark.parametrize(
     ("num_ranks", "zero_padding", "by_rows", "by_heads"),
-    [  # means over 16 heads of whole and half rows; docs/context-parallelism.md rounds those without zero padding up
+    [  # means over 16 heads of whole and half rows
         (8, False, 88_697.6875, 37_976.5625),
         (8, True, 88_697.6875, 37_982.5),
         (64, False, 111_954.875, 17_763.625),
