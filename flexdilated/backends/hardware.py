@@ -119,7 +119,7 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def _cpu_has_bfloat16_matmul() -> bool:
-    # Private in torch, and younger than the oldest torch supported: ask for them by name.
+    # Private in torch: ask for them by name.
     names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(probe() for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
 

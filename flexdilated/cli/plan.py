@@ -33,7 +33,6 @@ LABELS = {
 
 MAX_RANKS = 4096
 MAX_RANK_PAIRS = 2**23  # that share a segment, over branches: more take minutes and gigabytes
-MAX_BRANCHES = 10  # rows that branches share are counted by inclusion and exclusion
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 4096
 MAX_BATCH = 2**16
@@ -161,8 +160,6 @@ def _check_counts(layer: Layer) -> None:
     elements = layer.tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.batch
     if 4 * elements * max(layer.head_dim, 8) * layer.itemsize >= LIMIT:
         refuse(f"--tokens must be such that all messages have fewer than 2**62 bytes, got {layer.tokens}")
-    if len(layer.pattern.branches) > MAX_BRANCHES:
-        refuse(f"--segment-lengths must have at most {MAX_BRANCHES} entries, got {len(layer.pattern.branches)}")
     filled = min(layer.ranks, layer.tokens)
     shared = sum(filled * min(filled, w // largest + 2) for w in layer.pattern.segment_lengths)
     if shared > MAX_RANK_PAIRS:
