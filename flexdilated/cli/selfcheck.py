@@ -197,7 +197,9 @@ def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
                 continue
             checks = []
             for case in cases:
-                if engine.why_not(_case_request(case, hardware, dtype)) is not None:
+                masked = case.ignored is not None
+                request = Request(hardware, dtype, case.head_dim, case.group, masked, differentiable=True, wants_lse=True)
+                if engine.why_not(request) is not None:
                     continue
                 if case.name not in expected:
                     expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
@@ -205,19 +207,6 @@ def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
             if checks:
                 reports.append(Report(engine, dtype, TOLERANCES[dtype], tuple(checks)))
     return reports
-
-
-def _case_request(case: Case, hardware: Hardware, dtype: torch.dtype) -> Request:
-    return Request(
-        hardware=hardware,
-        dtype=dtype,
-        head_dim=case.head_dim,
-        group=case.group,
-        masked=case.ignored is not None,
-        dropout=False,
-        differentiable=True,
-        wants_lse=True,
-    )
 
 
 def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:
