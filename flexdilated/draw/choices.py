@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexdilated.analysis.choice import UNITS, Choice, Choices
 from flexdilated.draw.figure import INK, new
@@ -26,6 +26,9 @@ def draw_choices(choices: Choices) -> Figure:
     Args:
         choices: What `choose_pattern` found.
     """
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=2.5, foreground="white")]
     figure = new(6.0, 4.4, dpi=200, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.set_xscale("log")
@@ -42,7 +45,8 @@ def draw_choices(choices: Choices) -> Figure:
             axes.scatter(*place, s=120, marker="*", color=YOURS, edgecolors=INK, linewidths=0.6, zorder=4)
         else:
             axes.scatter(*place, s=70, facecolors="none", edgecolors=INK, linewidths=1.2, zorder=3)
-        axes.annotate(str(number), place, (6, 5), textcoords="offset points", fontsize=11, weight="bold", color=INK, zorder=5)
+        words: dict[str, Any] = {"fontsize": 11, "weight": "bold", "color": INK, "zorder": 5, "path_effects": halo}
+        axes.annotate(str(number), place, (6, 5), textcoords="offset points", **words)
     if any(each.is_given for each in choices.shown):
         axes.scatter([], [], s=120, marker="*", color=YOURS, edgecolors=INK, linewidths=0.6, label="yours")
     axes.set_xlabel(UNITS[choices.measure], fontsize=11, color=INK)

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ UNSEEN = "#d9d9d9"  # a weight of exactly 0: no branch joins the cell with the q
 UNSEEN_SIZE = 0.6  # of a side
 MARK = "#e31a1c"
 SPREAD = 50  # largest weight over the median: beyond it a linear scale shows one cell alone
+DECADES = 1e4  # largest weight over the darkest of a logarithmic scale: one vanishing weight would make all others alike
+SMALL = 9.0  # points of a cell's side, below which the mark of the query is larger than the cell
 
 
 def draw_attention_map(
@@ -60,7 +62,7 @@ def draw_attention_map(
         titles: One text per panel.
         tile_size: Side of a tile in the unit of `coords`. Default: the median distance between neighbours in a row or column.
         log_scale: Whether colours follow the logarithm of the weights. Default: where the largest is more than 50 times the median
-            of those above 0.
+            of those above 0; what is below a ten thousandth of it is as dark as that then.
 
     Returns:
         The figure, of matplotlib.
@@ -82,6 +84,7 @@ def draw_attention_map(
     largest = panels.max().item()
     if log_scale and largest == 0.0:
         raise ValueError("weights must not all be 0 under log_scale, got only zeros")
+    is_automatic = log_scale is None
     if log_scale is None:
         log_scale = largest > 0.0 and largest > SPREAD * panels[panels > 0].median().item()
 
@@ -93,9 +96,11 @@ def draw_attention_map(
 
     if log_scale:
         smallest = panels[panels > 0].min().item()
+        beyond = is_automatic and smallest < largest / DECADES
+        smallest = largest / DECADES if beyond else smallest
         norm: Normalize = LogNorm(smallest, largest if largest > smallest else smallest * 10)
     else:
-        norm = Normalize(0.0, largest if largest > 0.0 else 1.0)
+        beyond, norm = False, Normalize(0.0, largest if largest > 0.0 else 1.0)
 
     columns = 1 if places.is_strip else math.ceil(math.sqrt(len(panels)))
     rows = math.ceil(len(panels) / columns)
@@ -104,17 +109,24 @@ def draw_attention_map(
     shape = min(max(height / width, 0.02 if places.is_strip else 0.25), 4.0)  # a strip of tiles still leaves room for its title
     inches = max(1.6, 5.0 / columns) / max(1.0, shape)
     above = 0.7 + 0.3 * (title is not None)
-    figure = new(columns * inches + 1.6, rows * (max(0.3, inches * shape) + 0.35) + above, layout="constrained")
+    # Beside a low picture there is no room for the scale.
+    is_low = rows * inches * shape < 2.4
+    size = rows * (max(0.3, inches * shape) + 0.35) + above + 0.7 * is_low
+    figure = new(columns * inches + (0.6 if is_low else 1.6), size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for i, axis in enumerate(axes):
         axis.set_axis_off()
         if i < len(panels):
-            _fill(axis, panels[i], places, norm, None if marks is None else marks[i] // places.shared)
+            mark = None if marks is None else marks[i] // places.shared
+            _fill(axis, panels[i], places, norm, mark, points=72 * inches * places.size[0] / width)
             if titles is not None:
-                axis.set_title(titles[i], fontsize=9, color=INK)
-    bar = figure.colorbar(ScalarMappable(norm, colormaps["cividis"]), ax=list(axes), shrink=0.8)
-    bar.set_label("attention weight" + (", logarithmic" if log_scale else ""), color=INK, fontsize=9)
-    bar.ax.tick_params(labelsize=8, colors=INK)
+                axis.set_title(titles[i], fontsize=10, color=INK)
+    place: dict[str, Any] = {"location": "right", "shrink": 0.8}
+    if is_low:
+        place = {"location": "bottom", "aspect": 40, "shrink": 0.8, "pad": 0.04}
+    bar = figure.colorbar(ScalarMappable(norm, colormaps["cividis"]), ax=list(axes), extend="min" if beyond else "neither", **place)
+    bar.set_label("attention weight" + (", logarithmic" if log_scale else ""), color=INK, fontsize=10)
+    bar.ax.tick_params(labelsize=9.5, colors=INK)
     handles: list[Patch | Line2D] = []
     if bool((panels == 0).any()):
         small = {"markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}
@@ -125,19 +137,20 @@ def draw_attention_map(
     if places.shared > 1:
         handles.append(Patch(facecolor="none", edgecolor="none", label=f"a cell is the sum of {places.shared} tokens"))
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     if title is not None:
-        figure.suptitle(title, fontsize=10, weight="bold", color=INK)
+        figure.suptitle(title, fontsize=11, weight="bold", color=INK)
     if path is not None:
         write(figure, path)
     return figure
 
 
-def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int | None) -> None:
-    """The cells of one panel."""
+def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int | None, *, points: float) -> None:
+    """The cells of one panel, each so many points wide."""
     from matplotlib import colormaps
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
     width, height = places.size
     corners = torch.tensor([[0.0, 0.0], [width, 0.0], [width, height], [0.0, height]], dtype=torch.float64)
@@ -155,14 +168,27 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
         text = word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("$", r"\$")
         shown = text if len(text) <= 9 else text[:8] + "\N{HORIZONTAL ELLIPSIS}"
         color = INK if light else "white"
-        axes.text(x + width / 2, y + height / 2, shown, ha="center", va="center", fontsize=5.5, color=color, clip_on=True)
+        axes.text(x + width / 2, y + height / 2, shown, ha="center", va="center", fontsize=8, color=color, clip_on=True)
     for line, token in enumerate(places.lines if len(places.lines) > 1 else ()):
         if line % -(-len(places.lines) // 16) == 0:
             y = float(places.corners[line * places.line, 1]) + height / 2
-            axes.text(-0.6, y, f"{token:,}", ha="right", va="center", fontsize=6.5, color=INK)
+            axes.annotate(f"{token:,}", (0, y), (-4, 0), textcoords="offset points", ha="right", va="center", fontsize=9, color=INK)
     if mark is not None:
         x, y = places.corners[mark].tolist()
-        axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=MARK, linewidth=1.8, clip_on=False, zorder=5))
+        halo = [withStroke(linewidth=4.2, foreground="white")]  # seen on dark and light cells, in grey too
+        outline = {"fill": False, "edgecolor": MARK, "linewidth": 1.8, "clip_on": False, "zorder": 5, "path_effects": halo}
+        axes.add_patch(Rectangle((x, y), width, height, **outline))  # type: ignore[arg-type]
+        if points < SMALL:
+            ring = {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.8, "path_effects": halo}
+            axes.plot(
+                x + width / 2,
+                y + height / 2,
+                marker="s",
+                markersize=1.6 * SMALL,
+                clip_on=False,
+                zorder=6,
+                **ring,  # type: ignore[arg-type]
+            )
     low, high = places.extent
     axes.set_xlim(low[0].item(), high[0].item())
     axes.set_ylim(high[1].item(), low[1].item())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["APART", "FUTURE", "Panels", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
 
 LEGEND_COLUMNS = 8
+NARROW = 840  # pixels of panels side by side, up to which text has its usual size
 APART = "#ffffff"  # no branch joins the pair
 FUTURE = "#dedede"  # the pair is above the causal diagonal
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -134,49 +135,54 @@ def figure_of(picture: Panels) -> Figure:
     columns = _columns(len(panels))
     rows = -(-len(panels) // columns)
     # Laid out in pixels.
-    dpi, line, small = 160, 26, 22
+    dpi = 160
     wanted = {1: 840, 2: 560}.get(len(panels), 400)
     side = cells * max(1, round(wanted / cells))
-    left, right, gap = max(96, 68 + 9 * len(f"{picture.num_tokens:,}")), 32, 28
+    # Text grows with the picture, so that it is read on a narrow page too.
+    zoom = min(max(1.0, columns * side / NARROW), max(1.0, side / (10.5 * picture.title_width)))
+    line, small, low = round(26 * zoom), round(22 * zoom), round(28 * zoom)
+    left, right, gap = round(max(96, 68 + 9 * len(f"{picture.num_tokens:,}")) * zoom), round(32 * zoom), low
     width = max(left + columns * side + (columns - 1) * gap + right, 760)
     left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
-    legend_columns = _legend_columns(picture.labels.values(), width - 64)
-    bottom = 122 + 28 * -(-len(picture.labels) // legend_columns)
-    title = wrapped(picture.title, (width - 64) / 12)
-    titles = [wrapped(panel.title, side / 10.5) for panel in panels]
-    title_height = max(len(lines) for lines in titles) * small + 14
-    top = 24 + len(title) * line + 10
+    legend_columns = _legend_columns(picture.labels.values(), width / zoom - 64)
+    bottom = round(122 * zoom) + low * -(-len(picture.labels) // legend_columns)
+    title = wrapped(picture.title, (width / zoom - 64) / 12)
+    titles = [wrapped(panel.title, side / (10.5 * zoom)) for panel in panels]
+    title_height = max(len(lines) for lines in titles) * small + round(14 * zoom)
+    first = round(24 * zoom)
+    top = first + len(title) * line + round(10 * zoom)
     height = top + rows * (title_height + side) + (rows - 1) * 12 + bottom
     center = (left + (columns * side + (columns - 1) * gap) / 2) / width
 
     figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
     for i, text in enumerate(title):
         weight = "bold" if i == 0 else "normal"
-        y = 1 - (24 + i * line) / height
-        figure.text(center, y, text, ha="center", va="top", fontsize=9.5 if i == 0 else 8.5, weight=weight, color=INK)
+        size = (9.5 if i == 0 else 8.5) * zoom
+        y = 1 - (first + i * line) / height
+        figure.text(center, y, text, ha="center", va="top", fontsize=size, weight=weight, color=INK)
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         x = left + column * (side + gap)
         y = height - top - (row + 1) * (title_height + side) - row * 12
         axes = figure.add_axes((x / width, y / height, side / width, side / height))
         _fill(axes, panel, picture, cell_pixels=side // cells)
-        axes.set_title("\n".join(titles[i]), fontsize=7.5, color=INK, pad=4, linespacing=1.25)
+        axes.set_title("\n".join(titles[i]), fontsize=7.5 * zoom, color=INK, pad=4 * zoom, linespacing=1.25)
         is_last = i + columns >= len(panels)
-        axes.tick_params(length=2.5, width=0.5, labelsize=7, colors=INK, labelbottom=is_last, labelleft=column == 0)
+        axes.tick_params(length=2.5, width=0.5, labelsize=7 * zoom, colors=INK, labelbottom=is_last, labelleft=column == 0)
         if is_last:
-            axes.set_xlabel("key", fontsize=8, color=INK, labelpad=2)
+            axes.set_xlabel("key", fontsize=8 * zoom, color=INK, labelpad=2)
         if column == 0:
-            axes.set_ylabel("query", fontsize=8, color=INK, labelpad=2)
+            axes.set_ylabel("query", fontsize=8 * zoom, color=INK, labelpad=2)
     figure.legend(
         handles=[
             Patch(facecolor=picture.colors[i], edgecolor=INK, linewidth=0.5, label=label) for i, label in picture.labels.items()
         ],
         title=picture.legend,
         loc="lower center",
-        bbox_to_anchor=(center, 12 / height),
+        bbox_to_anchor=(center, 12 * zoom / height),
         ncols=legend_columns,
-        fontsize=8,
-        title_fontsize=8,
+        fontsize=8 * zoom,
+        title_fontsize=8 * zoom,
         frameon=False,
         handlelength=1.2,
         handleheight=1.2,

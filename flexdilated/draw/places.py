@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Places", "check_numbers", "places_of"]
 
-LINE, WORDS = 64, 12  # cells in a line of a strip; fewer where they hold words
+LINE, WORDS = 64, 8  # cells in a line of a strip; fewer where they hold words
 MAX_CELLS = 4096  # of a strip: more tokens share cells
 MAX_WORDS = 480
 

@@ -29,6 +29,7 @@ def draw_traffic(layer: Layer) -> Figure:
     The ranks are the powers of two from 2 to the layer's, and the layer's; both axes are logarithmic. What is 0 is drawn on a line
     of its own at the bottom.
     """
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     lines = traffic_by_ranks(layer)
@@ -39,13 +40,13 @@ def draw_traffic(layer: Layer) -> Figure:
     zero = low / (10 * high / low) ** 0.16
 
     title = [
-        f"Bytes received per rank and layer, forward and backward: {layer.tokens:,} tokens",
-        *wrapped(layer_lines(layer), 110),
+        f"Bytes received per rank, forward and backward: {layer.tokens:,} tokens",
+        *wrapped(layer_lines(layer), 86),
     ]
-    top, bottom, plot = 0.36 + 0.22 * len(title), 1.46, 3.8  # inches
+    top, bottom, plot = 0.36 + 0.22 * len(title), 2.1, 3.4  # inches
     height = top + plot + bottom
-    figure = new(8.6, height, facecolor="white")
-    axes = figure.add_axes((0.105, bottom / height, 0.865, plot / height))
+    figure = new(6.4, height, facecolor="white")
+    axes = figure.add_axes((0.15, bottom / height, 0.82, plot / height))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for name, line in lines.items():
@@ -61,9 +62,9 @@ def draw_traffic(layer: Layer) -> Figure:
     if has_zero:
         axes.axhline(math.sqrt(low * zero), color=INK, linewidth=0.6, linestyle=(0, (1, 3)))
         below = axes.get_yaxis_transform()
-        axes.text(
-            0.995, zero * (low / zero) ** 0.2, "nothing travels", transform=below, ha="right", va="bottom", fontsize=8, color=INK
-        )
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        words: dict[str, Any] = {"transform": below, "ha": "right", "va": "bottom", "fontsize": 9.5, "color": INK}
+        axes.text(0.995, zero * (low / zero) ** 0.2, "nothing travels", zorder=6, path_effects=halo, **words)
     axes.set_xlim(counts[0] / 2**0.25, counts[-1] * 2**0.25)
     axes.set_ylim(zero / (low / zero) ** 0.4 if has_zero else low / 1.1, high * 10**0.3)
     decades = range(round(math.log10(low)), math.floor(math.log10(high * 10**0.3)) + 1)
@@ -78,19 +79,20 @@ def draw_traffic(layer: Layer) -> Figure:
         axis.set_minor_locator(NullLocator())
     axes.grid(color="#e6e6e6", linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
-    axes.tick_params(length=2.5, width=0.5, labelsize=8.5, colors=INK)
-    axes.set_xlabel("ranks that share the sequence", fontsize=9.5, color=INK)
-    axes.set_ylabel("received by the busiest rank", fontsize=9.5, color=INK)
+    axes.tick_params(length=2.5, width=0.5, labelsize=10, colors=INK)
+    axes.set_xlabel("ranks that share the sequence", fontsize=11, color=INK)
+    axes.set_ylabel("received by the busiest rank", fontsize=11, color=INK)
     for side, spine in axes.spines.items():
         spine.set(linewidth=0.6, color=INK, visible=side in ("left", "bottom"))
     for i, text in enumerate(title):
-        font = {"fontsize": 10.5, "weight": "bold"} if i == 0 else {"fontsize": 8.5}
+        font = {"fontsize": 11.5, "weight": "bold"} if i == 0 else {"fontsize": 9.5}
         figure.text(0.5, 1 - (0.16 + 0.22 * i + 0.06 * (i > 0)) / height, text, ha="center", va="top", color=INK, **font)
     figure.legend(
         loc="lower center",
         bbox_to_anchor=(0.5, 0.08 / height),
-        ncols=2,
-        fontsize=8.5,
+        ncols=1,
+        fontsize=10,
+        labelspacing=0.35,
         frameon=False,
         handlelength=3.6,
         columnspacing=1.6,

@@ -190,3 +190,26 @@ def test_picture_rejects_coordinates_and_options_that_do_not_fit(tmp_path: Path)
     for size in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=rf"^tile_size must be above 0 and finite, got {size}$"):
             draw_attention_map(weights, GRID, tmp_path / "map.png", tile_size=size)
+
+
+def test_one_vanishing_weight_does_not_make_all_others_alike() -> None:
+    weights = torch.cat([torch.linspace(0.0001, 0.001, 200), torch.tensor([0.5, 1e-30])])
+    figure = draw_attention_map(weights, queries=7)
+    low, high = figure.axes[1].get_xlim()  # the scale lies below a picture that is low
+    assert (low, high) == (pytest.approx(0.5e-4), pytest.approx(0.5))
+    given = draw_attention_map(weights, queries=7, log_scale=True)
+    assert given.axes[1].get_xlim()[0] == pytest.approx(1e-30, rel=1e-6, abs=0.0)
+
+
+def test_labels_and_scale_lie_inside_the_picture_and_a_small_query_has_a_ring() -> None:
+    for num_tokens, title in ((100_000, None), (131, "a title"), (7, None)):
+        figure = draw_attention_map(torch.rand(num_tokens, generator=torch.Generator().manual_seed(3)), queries=5, title=title)
+        figure.canvas.draw()
+        bar = figure.axes[1]
+        for text in (*figure.axes[0].texts, bar.xaxis.label, bar.yaxis.label):
+            extent = text.get_window_extent()
+            assert 0 <= extent.x0 <= extent.x1 <= figure.bbox.width
+            assert 0 <= extent.y0 <= extent.y1 <= figure.bbox.height
+        rings = figure.axes[0].lines
+        assert len(rings) == (num_tokens > 7)
+        assert all(line.get_markersize() > 9 for line in rings)

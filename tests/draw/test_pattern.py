@@ -84,3 +84,10 @@ def test_draw_refuses_what_could_not_be_seen() -> None:
         draw_pattern(THREE, 0, 3)
     with pytest.raises(ValueError, match=r"^num_heads must be in \[1, 64\], got 65"):
         draw_pattern(THREE, 3, 65)
+
+
+@pytest.mark.parametrize("num_tokens", [61, 1024])
+def test_text_grows_with_the_picture(num_tokens: int) -> None:
+    figure = draw(THREE, num_tokens, 12, is_causal=True)
+    texts = [*figure.texts, *(axes.title for axes in figure.axes), *figure.legends[0].get_texts()]
+    assert min(text.get_fontsize() for text in texts) > 0.9 * figure.get_size_inches()[0]  # points per inch: read at 8 cm
