@@ -489,6 +489,73 @@ def test_a_wrong_field_shows_the_message_and_keeps_the_picture(page: Any) -> Non
     assert page.get_by_role("alert").inner_text() == "segment_lengths[0] must be an integer, got 'abc'"
 
 
+BAD_ADDRESSES = [
+    ("w=1.5&r=1", "segment_lengths[0] must be an integer, got '1.5'"),
+    ("w=-4&r=1", "segment_lengths[0] must be at least 1, got -4"),
+    ("w=16&r=0", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 0"),
+    ("w=16&r=17", "dilation_rates[0] must be in [1, segment_lengths[0]=16], got 17"),
+    ("w=&r=", "segment_lengths must hold at least one length, got ()"),
+    ("w=,16&r=1,1", "segment_lengths[0] must be an integer, got ''"),
+    ("w=16,&r=1,1", "segment_lengths[1] must be an integer, got ''"),
+    ("w=16&r=NaN", "dilation_rates[0] must be an integer, got 'NaN'"),
+    ("w=Infinity&r=1", "segment_lengths[0] must be an integer, got 'Infinity'"),
+    ("w=1e3&r=1", "segment_lengths[0] must be an integer, got '1e3'"),
+    ("w=😀&r=1", "segment_lengths[0] must be an integer, got '😀'"),
+    ("w=%&r=1", "segment_lengths[0] must be an integer, got '%'"),
+    ("w=<img src=x onerror=alert(1)>&r=1", "segment_lengths[0] must be an integer, got '<img src=x onerror=alert(1)>'"),
+    (f"w={10**23}&r=1", f"segment_lengths[0] must be at most 1099511627776 on this page, got {10**23}"),
+    (f"w={','.join(['4'] * 500)}&r={','.join(['1'] * 500)}", "pattern must have at most 12 branches on this page, got 500"),
+    ("w=16&r=1&heads=__proto__", "heads must be one of ('all', 'grouped'), got '__proto__'"),
+    ("w=16&r=1&offsets=toString", "offsets must be one of ('blocked', 'interleaved'), got 'toString'"),
+    ("w=16&r=1&causal=__proto__", "is_causal must be a bool, got '__proto__'"),
+    ("w=16&r=1&causal=constructor", "is_causal must be a bool, got 'constructor'"),
+    ("w=16&r=1&zero_padding=true", "zero_padding must be a bool, got 'true'"),
+    ("w=16&r=1&N=1e9", "seq_len must be an integer, got '1e9'"),
+    ("w=16&r=1&N=", "seq_len must be an integer, got ''"),
+    (f"w=16&r=1&N={10**14}", f"seq_len must be at most 1073741824 on this page, got {10**14}"),
+    ("w=16&r=1&H=0", "num_heads must be at least 1, got 0"),
+    ("w=16&r=1&H=4&KV=3", "num_kv_heads must divide num_heads=4, got 3"),
+    ("w=16&r=1&head=-5", "head must be an integer of at least 0, got -5"),
+    ("w=16&r=1&query=xyz&view=query", "query must be an integer of at least 0, got 'xyz'"),
+    ("w=16&r=1&tile=3.5&view=tiles", "block_size must be an integer of at least 1, got '3.5'"),
+    ("w=16&r=1&bytes=-2&view=ranks", "itemsize must be one of (2, 4) on this page, got -2"),
+    ("w=16&r=1&exchange=ring&view=ranks", "exchange must be one of ('gather', 'heads') on this page, got 'ring'"),
+    ("w=16&r=1&layers=65&view=layers", "layers must be at most 64 on this page, got 65"),
+]
+
+
+def test_an_address_without_a_legal_pattern_says_why_and_stays(page: Any) -> None:
+    for address, message in BAD_ADDRESSES:
+        opened(page, f"#{address}")
+        assert page.get_by_role("alert").inner_text() == message
+        again = asked(page, "() => explorer.fromAddress(explorer.toAddress(explorer.app.state))")
+        assert again == asked(page, "() => explorer.app.state"), address
+
+
+@pytest.mark.parametrize("address", ["constructor=5", "w=16&w=32&r=1&r=2", "w=016&r=01", "w=16&r=1&view=__proto__"])
+def test_odd_addresses_that_are_legal_are_drawn(page: Any, address: str) -> None:
+    opened(page, f"#{address}")
+    assert page.get_by_role("alert").is_hidden()
+    assert page.locator("#view h2").inner_text() == "Who attends to whom"
+
+
+def test_what_is_too_long_to_draw_says_what_is_drawn_instead(page: Any) -> None:
+    for view, place, words in (
+        (
+            "pairs",
+            ".about",
+            "1,073,741,824 tokens are too many to draw one by one: each cell is a square of 2,097,152 x 2,097,152 pairs",
+        ),
+        ("query", ".about", "1,073,741,824 tokens are too many to draw one by one: each of 720 columns is coloured by"),
+        ("tiles", ".conclusion", "Tiles are counted up to 8,192 per side; here there are 8,388,608."),
+        ("layers", ".conclusion", "Too many tokens to follow even one query."),
+    ):
+        opened(page, f"#w=16,1048576&r=1,16&N=1073741824&view={view}&query=4000000000")
+        assert words in " ".join(page.locator(f"#view {place}").inner_text().split())
+    opened(page, "#w=16,1048576&r=1,16&N=8192&view=layers")
+    assert "All pairs are followed up to 4,096 tokens; here only the query's own row." in page.locator("#view .about").inner_text()
+
+
 def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     canvas = page.locator("#view canvas").first
     canvas.focus()
@@ -508,7 +575,7 @@ def test_whole_heads_show_what_else_travels(page: Any) -> None:
     opened(page, "#w=64&r=1&N=64&H=8&ranks=4&view=ranks")
     needed = page.locator(".conclusion").inner_text()
     page.get_by_label("Exchange").select_option("heads")
-    page.locator("th", has_text="rows of outputs").wait_for()
+    page.locator("th", has_text="output rows").wait_for()
     assert page.locator(".conclusion").inner_text() != needed
     page.wait_for_function("location.hash.includes('exchange=heads')")
     page.locator(".stack canvas").first.focus()

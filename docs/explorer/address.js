@@ -4,6 +4,7 @@
 (() => {
   const NAMES = { heads: "heads", offsets: "offsets", exchange: "exchange", view: "view" };
   const FLAGS = { zero_padding: "zero_padding", detach_weights: "detach_weights", is_causal: "causal" };
+  const BITS = new Map([[false, 0], [true, 1]]), FLAG_OF = new Map([["0", false], ["1", true]]);
   const NUMBERS = {
     seq_len: "N", num_heads: "H", num_kv_heads: "KV", block_size: "tile", head_dim: "D", itemsize: "bytes", ranks: "ranks",
     layers: "layers", head: "head", query: "query",
@@ -16,7 +17,7 @@
     const usual = { ...base(), num_kv_heads: state.num_heads };
     const parts = [["w", state.segment_lengths.join()], ["r", state.dilation_rates.join()]];
     for (const [key, name] of Object.entries({ ...NUMBERS, ...NAMES })) if (state[key] !== usual[key]) parts.push([name, state[key]]);
-    for (const [key, name] of Object.entries(FLAGS)) if (state[key] !== usual[key]) parts.push([name, Number(state[key])]);
+    for (const [key, name] of Object.entries(FLAGS)) if (state[key] !== usual[key]) parts.push([name, BITS.get(state[key]) ?? state[key]]);
     return `#${parts.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%2C", ",")}`).join("&")}`;
   }
 
@@ -32,7 +33,7 @@
     if (!given.has("KV")) state.num_kv_heads = state.num_heads;
     for (const [key, name] of Object.entries(NAMES)) if (given.has(name)) state[key] = given.get(name);
     for (const [key, name] of Object.entries(FLAGS)) {
-      if (given.has(name)) state[key] = { 0: false, 1: true }[given.get(name)] ?? given.get(name);
+      if (given.has(name)) state[key] = FLAG_OF.get(given.get(name)) ?? given.get(name);
     }
     if (!explorer.VIEWS.some(({ id }) => id === state.view)) state.view = "pairs";
     return state;

@@ -32,7 +32,8 @@
     return found;
   }
 
-  const clamp = (value, count) => (Number.isInteger(value) ? Math.min(Math.max(value, 0), count - 1) : 0);
+  // What lies behind the last one, where there are fewer now, is the last one.
+  const clamp = (value, count) => (value < count ? value : count - 1);
 
   Object.assign(explorer, { compute, kvHead });
 })();

@@ -6,6 +6,7 @@ window.explorer = explorer;
 (() => {
   const HEADS = ["all", "grouped"];
   const OFFSETS = ["blocked", "interleaved"];
+  const ITEM_SIZES = [2, 4]; // bytes
   const EXCHANGES = ["gather", "heads"]; // of the library's, those that move other rows
   // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
   const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, ranks: 64, layers: 64, branches: 12 };
@@ -88,9 +89,13 @@ window.explorer = explorer;
       if (length > LIMITS.segment_length) return most(`segment_lengths[${i}]`, LIMITS.segment_length, length);
     }
     for (const name of ["num_heads", "seq_len"]) if (state[name] > LIMITS[name]) return most(name, LIMITS[name], state[name]);
+    for (const name of ["head", "query"]) {
+      if (!isInteger(state[name]) || state[name] < 0) return `${name} must be an integer of at least 0, got ${repr(state[name])}`;
+    }
+    if (!ITEM_SIZES.includes(state.itemsize)) return `itemsize must be one of ${tuple(ITEM_SIZES)} on this page, got ${repr(state.itemsize)}`;
     if (!EXCHANGES.includes(state.exchange)) return `exchange must be one of ${tuple(EXCHANGES)} on this page, got ${repr(state.exchange)}`;
     for (const name of ["ranks", "layers", "block_size", "head_dim"]) {
-      if (!Number.isInteger(state[name]) || state[name] < 1) return `${name} must be an integer of at least 1, got ${state[name]}`;
+      if (!Number.isInteger(state[name]) || state[name] < 1) return `${name} must be an integer of at least 1, got ${repr(state[name])}`;
       if (state[name] > (LIMITS[name] || 2 ** 20)) return most(name, LIMITS[name] || 2 ** 20, state[name]);
     }
     return null;

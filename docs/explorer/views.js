@@ -573,13 +573,13 @@
   function rankTable(traffic, state) {
     const { bytes: received, heads, ring, ulysses, borders } = traffic;
     const found = state.exchange === "heads" ? heads : traffic;
-    const kinds = [["kv", "rows of K and V"], ["q", "rows of queries"], ["out", "rows of outputs"]]
+    const kinds = [["kv", "K, V rows"], ["q", "query rows"], ["out", "output rows"]]
       .filter(([kind]) => kind === "kv" || (found[kind] && sum(found[kind].flat())));
     const rows = borders.slice(1).map((end, rank) => [number(rank), borders[rank] < end ? range(borders[rank], end) : "none",
       ...kinds.map(([kind]) => number(sum(found[kind][rank]))),
       bytes(received[rank]), bytes(heads.bytes[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
     return table(`Received by each rank in a forward, over ${plural(state.num_kv_heads, "key/value head")}`,
-      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "whole heads", "ring of everything", "Ulysses"], rows);
+      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "whole heads", "full ring", "Ulysses"], rows);
   }
 
   // Rows in equal steps up to the most.
