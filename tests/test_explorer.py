@@ -593,6 +593,14 @@ def test_tabs_are_reached_by_arrows(page: Any) -> None:
     page.locator("h2", has_text="Shards").wait_for()
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_fits_a_page_8_cm_wide(page: Any, view: str) -> None:
+    page.set_viewport_size({"width": 302, "height": 700})
+    for address in ("#w=16,32,64&r=1,2,4", "#w=2048,1048576&r=1,16&N=1048576&H=6&KV=2&exchange=heads"):
+        opened(page, f"{address}&view={view}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 302
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_view_is_accessible_and_fits(browser: Any, scheme: str, width: int) -> None:
