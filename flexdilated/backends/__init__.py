@@ -26,11 +26,11 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
 }
-# Those that run under the one differentiable operation: each gives its kernel for a request.
-KERNEL_ENGINES: dict[str, Callable[[Request], Kernel]] = {
-    "sdpa": sdpa.choose_kernel,
-    "flash": flash.choose_kernel,
-    "triton": triton_engine.choose_kernel,
+# Those that run under the one differentiable operation, with their kernels, fastest first.
+KERNEL_ENGINES: dict[str, tuple[Kernel, ...]] = {
+    "sdpa": sdpa.KERNELS,
+    "flash": (flash.KERNEL,),
+    "triton": (triton_engine.KERNEL,),
 }
 
 
@@ -68,6 +68,18 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {reason}")
     return backend
+
+
+def choose_kernel(engine: str, request: Request) -> Kernel:
+    """The first kernel of an engine that can run a request.
+
+    Raises:
+        NotImplementedError: If none can, with every reason.
+    """
+    for kernel in KERNEL_ENGINES[engine]:
+        if kernel.why_not(request) is None:
+            return kernel
+    raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {BACKENDS[engine](request)}")
 
 
 def _divided_why_not(name: str, request: Request) -> str | None:

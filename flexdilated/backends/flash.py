@@ -63,18 +63,6 @@ def why_not(request: Request) -> str | None:
     return None
 
 
-def choose_kernel(request: Request) -> Kernel:
-    """The engine's one kernel.
-
-    Raises:
-        NotImplementedError: If it cannot run the request.
-    """
-    reason = why_not(request)
-    if reason is not None:
-        raise NotImplementedError(f"backend 'flash' cannot run this on {request.hardware.name}: {reason}")
-    return KERNEL
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     # No row is empty: without a mask every query sees at least the key at its own row.
     out, lse, _, _ = _interface()._flash_attn_forward(

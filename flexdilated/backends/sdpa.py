@@ -15,18 +15,6 @@ from flexdilated.backends.request import Request
 aten = torch.ops.aten
 
 
-def choose_kernel(request: Request) -> Kernel:
-    """The first kernel of the table that can run a request.
-
-    Raises:
-        NotImplementedError: If none can, with every reason.
-    """
-    for kernel in KERNELS:
-        if kernel.why_not(request) is None:
-            return kernel
-    raise NotImplementedError(f"backend 'sdpa' cannot run this on {request.hardware.name}: {why_not(request)}")
-
-
 def why_not(request: Request) -> str | None:
     """Why no kernel of this engine can run a request, or None."""
     reasons = [(kernel.name, kernel.why_not(request)) for kernel in KERNELS]

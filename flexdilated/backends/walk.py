@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexdilated.backends import KERNEL_ENGINES
-from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
+from flexdilated.backends import choose_kernel
+from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Options, spread
 from flexdilated.backends.math import differential
 from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_
 from flexdilated.backends.operator import Flat, Inputs
@@ -36,7 +36,7 @@ class Walk:
         self.group = q.shape[2] // k.shape[2]
         self.detaches = flat.detach_weights
         request = Request.of(q, k, masked=key_padding_mask is not None, dropout=flat.dropout_p > 0.0)
-        self.kernel: Kernel = KERNEL_ENGINES[flat.engine](request)
+        self.kernel = choose_kernel(flat.engine, request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self._batch = q.shape[0]
         self._row_bytes = self.group * q.shape[3] * q.element_size()

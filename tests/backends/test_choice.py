@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, engines, sdpa
+from flexdilated.backends import BACKENDS, Request, choose_kernel, engines, sdpa
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
-from flexdilated.backends.sdpa import KERNELS, choose_kernel
+from flexdilated.backends.sdpa import KERNELS
 from tests.cases import Case, run_engine, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT
@@ -137,7 +137,7 @@ def test_kernel_refusal_is_the_text_of_why_not() -> None:
     reason = sdpa.why_not(asked)
     assert reason == "; ".join(f"{kernel.name}: {kernel.why_not(asked)}" for kernel in KERNELS)
     with pytest.raises(NotImplementedError) as error:
-        choose_kernel(asked)
+        choose_kernel("sdpa", asked)
     assert str(error.value) == f"backend 'sdpa' cannot run this on mps: {reason}"
 
 
@@ -186,14 +186,14 @@ def test_kernel_accepts_at_the_boundary(kernel: str, changes: dict[str, object])
 
 
 def test_sdpa_kernel_switches_kernels_off() -> None:
-    assert choose_kernel(request()).name == "cpu_flash"
+    assert choose_kernel("sdpa", request()).name == "cpu_flash"
     with sdpa_kernel(SDPBackend.MATH):
-        assert choose_kernel(request()).name == "math"
+        assert choose_kernel("sdpa", request()).name == "math"
         assert KERNEL["cpu_flash"].why_not(request()) == "it is switched off (torch.nn.attention.sdpa_kernel)"
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert choose_kernel(request()).name == "cpu_flash"
+        assert choose_kernel("sdpa", request()).name == "cpu_flash"
         assert KERNEL["math"].why_not(request()) == "it is switched off (torch.nn.attention.sdpa_kernel)"
-    assert choose_kernel(request()).name == "cpu_flash"
+    assert choose_kernel("sdpa", request()).name == "cpu_flash"
 
 
 # -- numerics on CPU ----------------------------------------------------------------------------------------------------------

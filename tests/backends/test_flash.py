@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flexdilated.backends.request
 from flexdilated import DilatedPattern, backends, dilated_attention
-from flexdilated.backends import BACKENDS, Request, flash
+from flexdilated.backends import BACKENDS, Request, choose_kernel, flash
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import Options
@@ -173,7 +173,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def anywhere(package: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stand-in on this CPU in every dtype."""
-    monkeypatch.setattr(flash, "why_not", lambda request: None)
+    monkeypatch.setitem(backends.KERNEL_ENGINES, "flash", (replace(flash.KERNEL, why_not=lambda request: None),))
     monkeypatch.setitem(BACKENDS, "flash", lambda request: None)
     return package
 
@@ -231,7 +231,7 @@ def test_flash_accepts_at_the_boundary(
 ) -> None:
     monkeypatch.setattr(flash, "INSTALLED", installed)
     assert backends.choose("flash", request(**changes)) == "flash"
-    assert flash.choose_kernel(request(**changes)) is flash.KERNEL
+    assert choose_kernel("flash", request(**changes)) is flash.KERNEL
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_attention_refuses_with_the_reason() -> None:
     with pytest.raises(NotImplementedError, match=r"^backend 'flash' cannot run this on cpu: flash-attn runs on CUDA only; use"):
         dilated_attention(q, k, v, PATTERN, backend="flash")
     with pytest.raises(NotImplementedError, match=r"^backend 'flash' cannot run this on cuda sm_75: flash-attn needs sm_80"):
-        flash.choose_kernel(request(hardware=simulate("sm_75")))
+        choose_kernel("flash", request(hardware=simulate("sm_75")))
 
 
 def test_auto_never_takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request
+from flexdilated.backends import Request, choose_kernel
 from flexdilated.backends.hardware import detect
-from flexdilated.backends.sdpa import KERNELS, choose_kernel
+from flexdilated.backends.sdpa import KERNELS
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
@@ -54,7 +54,7 @@ def run(kernel: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     with sdpa_kernel(SWITCHES[kernel]):
         skip_unless_it_runs(kernel, case, dtype)
         request = Request(detect("cuda"), dtype, case.head_dim, case.group, masked=case.ignored is not None)
-        assert choose_kernel(request).name == kernel
+        assert choose_kernel("sdpa", request).name == kernel
         return tuple(x.cpu() for x in run_engine(case, "sdpa", dtype, "cuda"))
 
 

@@ -7,9 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request
+from flexdilated.backends import Request, choose_kernel
 from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
-from flexdilated.backends.sdpa import choose_kernel
 from tests.cases import Case, dense_attention
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
@@ -47,9 +46,9 @@ def test_level_gets_its_kernels(level: str) -> None:
     plain, masked, _ = TABLE[level]
     hardware = simulate(level)
     for dtype, kernel, masked_kernel in zip(DTYPES, plain, masked):
-        assert choose_kernel(Request(hardware, dtype, head_dim=64)).name == kernel
-        assert choose_kernel(Request(hardware, dtype, head_dim=64, group=4, masked=True)).name == masked_kernel
-        assert choose_kernel(Request(hardware, dtype, head_dim=64, dropout=True)).name == "math"
+        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64)).name == kernel
+        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64, group=4, masked=True)).name == masked_kernel
+        assert choose_kernel("sdpa", Request(hardware, dtype, head_dim=64, dropout=True)).name == "math"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -61,7 +60,7 @@ def test_level_gets_its_dtype(level: str) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype: torch.dtype, masked: bool) -> None:
-    kernel = choose_kernel(Request(simulate(level), dtype, head_dim=24, masked=masked)).name
+    kernel = choose_kernel("sdpa", Request(simulate(level), dtype, head_dim=24, masked=masked)).name
     device = "cpu" if kernel in ("cpu_flash", "math") else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"{kernel} runs on CUDA only, torch sees none")
@@ -82,7 +81,7 @@ def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype
 
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
     for head_dim, kernel in ((120, "flash"), (248, "flash"), (249, "efficient"), (512, "efficient")):
-        assert choose_kernel(Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
+        assert choose_kernel("sdpa", Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
 
 
 def test_simulated_levels_are_plain_values() -> None:

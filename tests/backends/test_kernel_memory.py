@@ -86,7 +86,7 @@ def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sdpa, "aten", Efficient)
     monkeypatch.setattr(walk.Walk, "__init__", init)
-    monkeypatch.setattr(walk, "KERNEL_ENGINES", {"sdpa": lambda request: KERNEL["efficient"]})
+    monkeypatch.setattr(walk, "choose_kernel", lambda engine, request: KERNEL["efficient"])
 
 
 @pytest.mark.usefixtures("efficient")

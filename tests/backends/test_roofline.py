@@ -139,7 +139,7 @@ def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tup
     for counter in (Counter(), Counter()):
         kernel = kernel_that_counts(LIBRARIES[engine], counter)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flexdilated.backends.walk, "KERNEL_ENGINES", {"sdpa": lambda request, kernel=kernel: kernel})
+            patch.setattr(flexdilated.backends.walk, "choose_kernel", lambda engine, request, kernel=kernel: kernel)
             walk = Walk(Inputs(q, k, v, None, None, None), flat, pieces, None)
         with counter:
             if not found:

@@ -12,8 +12,6 @@ from torch import Tensor
 from flexdilated.backends.kernel import InPlace, Kernel, Options
 from flexdilated.backends.request import Request
 
-__all__ = ["KERNEL", "choose_kernel", "why_not"]
-
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
 MOST_HEAD_DIM = 256
@@ -81,18 +79,6 @@ def _device_why_not(request: Request) -> str | None:
     if request.dtype == torch.float64:
         return "the Triton kernels have no float64; use backend='sdpa'"
     return None
-
-
-def choose_kernel(request: Request) -> Kernel:
-    """The engine's one kernel.
-
-    Raises:
-        NotImplementedError: If it cannot run the request.
-    """
-    reason = why_not(request)
-    if reason is not None:
-        raise NotImplementedError(f"backend 'triton' cannot run this on {request.hardware.name}: {reason}")
-    return KERNEL
 
 
 def _launches() -> InPlace:
