@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.backends.pieces import uncached
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
-from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_keys
+from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod
 
@@ -46,7 +46,7 @@ def create_dilated_block_mask(
         NotImplementedError: As `dilated_mask_mod`; or, inside `torch.compile`, for a block size other than 128.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     sizes = _block_sizes(BLOCK_SIZE)
     device = torch.empty(0, device=device).device  # with its index
     if device.type != "cpu" and any(size % TILE for size in sizes):

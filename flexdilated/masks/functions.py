@@ -36,7 +36,7 @@ def dilated_mask_mod(
         NotImplementedError: If torchscale's zero keys take part at this length: they are no pair of tokens.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     return uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
 
 
@@ -57,7 +57,7 @@ def dilated_score_mod(
             score function.
     """
     num_kv_heads = checked(pattern, num_heads, seq_len, is_causal, num_kv_heads)
-    refuse_zero_keys(pattern, num_kv_heads, seq_len, is_causal)
+    refuse_zero_padding(pattern, num_kv_heads, seq_len, is_causal)
     if pattern.detach_weights and pattern.heads == "all" and len(pattern.branches) > 1:
         raise NotImplementedError(
             "pattern must have detach_weights=False, got True: constant mixing weights are the gradient of no score_mod; use "
@@ -157,7 +157,7 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
     return kv_heads
 
 
-def refuse_zero_keys(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
+def refuse_zero_padding(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
     if not pattern.zero_padding:
         return
     shifted = any(length < seq_len and length % rate for length, rate in pattern.branches)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.backends.hardware import autocast_dtype, holds_values
+from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
@@ -82,6 +83,8 @@ class LongNetConfig:
         if self.position not in ("xpos", "rotary"):
             raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
         for name in ("dropout_p", "attention_dropout_p"):
+            if not is_number(getattr(self, name)):
+                raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 

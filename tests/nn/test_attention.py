@@ -468,6 +468,13 @@ def test_multihead_rejects_heads_that_do_not_divide(num_heads: int) -> None:
         MultiheadDilatedAttention(10, num_heads, PATTERN)
 
 
+@pytest.mark.parametrize("sizes", [{"num_heads": 2.0}, {"embed_dim": "8"}, {"num_heads": 2, "num_kv_heads": True}])
+def test_sizes_that_are_no_integers_are_refused_by_name(sizes: dict[str, object]) -> None:
+    name, value = list(sizes.items())[-1]
+    with pytest.raises(TypeError, match=rf"^{name} must be an integer, got {value!r}$"):
+        MultiheadDilatedAttention(**{"embed_dim": 8, "num_heads": 2, "pattern": DilatedPattern((4,), (1,)), **sizes})
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 10])
 def test_multihead_accepts_heads_that_divide(num_heads: int) -> None:
     assert MultiheadDilatedAttention(10, num_heads, PATTERN).head_dim == 10 // num_heads

@@ -564,6 +564,13 @@ def test_config_rejects_unknown_position(position: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout_p", "attention_dropout_p"])
+@pytest.mark.parametrize("value", ["0.1", False, None])
+def test_dropout_that_is_no_number_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be a number, got {value!r}$"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "attention_dropout_p"])
 @pytest.mark.parametrize("value", [1.0, -0.1, math.nan])
 def test_config_rejects_probabilities_out_of_range(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be in \[0, 1\), got {value}$"):
