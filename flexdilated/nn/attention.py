@@ -205,11 +205,11 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1:
-            raise ValueError(f"embed_dim must be at least 1, got {embed_dim}")
         for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
+        if embed_dim < 1:
+            raise ValueError(f"embed_dim must be at least 1, got {embed_dim}")
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim={embed_dim}, got {num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
