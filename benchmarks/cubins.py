@@ -35,10 +35,13 @@ from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
 KEPT = Path(__file__).with_name("cubins.json")
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-kernels.md"
 BORDERS = "<!-- cubins -->", "<!-- /cubins -->"
+COMPARED = "<!-- descriptors -->", "<!-- /descriptors -->"
 
 LEVELS = (80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (32, 48, 64, 96, 128, 256)
-DTYPES = {"bf16": 2, "fp32": 4}
+USUAL_HEAD_DIMS = (64, 128)
+DTYPES = {"bf16": 2, "fp32": 4, "tf32": 4, "fp16": 2}  # bytes of an element; tf32: float32 where torch allows TensorFloat-32
+KEPT_DTYPES = ("bf16", "fp32", "tf32")  # float16 takes the tiles of bfloat16, and registers within a few
 KERNELS = {
     "attend": forward.attend,
     "differentiate_keys": backward.differentiate_keys,
@@ -46,17 +49,32 @@ KERNELS = {
     "prepare": backward.prepare,
 }
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes that one program may take
-UNKEPT_SPILLS = 64  # stores, where nothing is kept yet
 TENSOR_MEMORY = 512  # columns; where a kernel takes more, the compiler says nothing and gives an empty one
+PRODUCTS = {"HGMMA": "wgmma.mma_async", "UTCHMMA": "tcgen05.mma", "HMMA": "mma.sync"}  # instructions, and how PTX writes them
 TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become; elsewhere HMMA
+DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 LOADED = re.compile(r"\b(STL|LDL)\b")
 
-# The dearest of what a kernel can be asked for: causal, added to what earlier branches gave.
-ASKED = {
-    "causal": {"CAUSAL": True, "IGNORES": False, "GROUP": 1},
-    "mask, group of 4": {"CAUSAL": True, "IGNORES": True, "GROUP": 4},
+# What a kernel can be asked for, in its dearest form: added to what earlier branches gave.
+ASKED: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "mask, group of 4": {"IGNORES": True, "GROUP": 4},
+    "rows far apart": {"WIDE": True},
+    "delta alone": {"END": "delta"},
+    "descriptors": {"DESCRIBED": True},
 }
-CONSTANTS = {"END": "merge", "ADDS": True, "WIDE": False, "HAS_DLSE": True, "DETACHED": False}
+CONSTANTS = {
+    "CAUSAL": True,
+    "IGNORES": False,
+    "GROUP": 1,
+    "END": "merge",
+    "ADDS": True,
+    "WIDE": False,
+    "DESCRIBED": False,
+    "HAS_DLSE": True,
+    "DETACHED": False,
+}
+POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8"}
 
 
 class Config(NamedTuple):
@@ -107,21 +125,17 @@ def compiled(config: Config, tiles: Tiles) -> Any:
         "BLOCK_D": padded(config.head_dim),
         "BLOCK_M": tiles.queries,
         "BLOCK_N": tiles.keys,
-        "ROWS": None,
-        "OWN": None,
-        "IGNORED": None,
     }
-    pointers = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32"}
-    if ASKED[config.asked]["IGNORES"]:
-        pointers["IGNORED"] = "u8"
-    if config.kernel != "attend":
-        del constants["ROWS"]
+    if not constants["IGNORES"]:
+        constants["IGNORED"] = None
+    if config.kernel == "attend":
+        constants |= {"LSE": None} if constants["END"] == "delta" else {"ROWS": None, "OWN": None}
     signature, fixed = {}, {}
     for place, name in enumerate(kernel.arg_names):
-        if name in constants and name not in (pointers if name != "ROWS" else ()):
+        if name in constants:
             signature[name], fixed[(place,)] = "constexpr", constants[name]
         elif name.isupper():
-            signature[name] = f"*{pointers.get(name, config.dtype)}"
+            signature[name] = f"*{POINTERS.get(name, 'fp32' if element == 4 else config.dtype)}"
         else:
             signature[name] = "fp32" if name.endswith("scale") else "i32"
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
@@ -134,19 +148,26 @@ def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:
     if tiles is None:
         tiles = tiles_of(config.kernel, divmod(config.level, 10), config.head_dim, DTYPES[config.dtype])
     result = compiled(config, tiles)
-    usage, code = (_dump(result.asm["cubin"], flag) for flag in ("--dump-resource-usage", "-sass"))
-    found = re.search(r"REG:(\d+)", usage)
-    assert found is not None
-    products = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("HGMMA", "UTCHMMA", "HMMA")}
+    registers, spills, in_loops = read(result.asm["cubin"])
     return Cost(
         tiles,
-        int(found[1]),
-        len(re.findall(r"\bSTL\b", code)),
-        _spilled_in_loops(code),
+        registers,
+        spills,
+        in_loops,
         result.metadata.shared,
         getattr(result.metadata, "tmem_size", None) or 0,
-        next((name for name, count in products.items() if count), "none"),
+        next((name for name, instruction in PRODUCTS.items() if instruction in result.asm["ptx"]), "none"),
     )
+
+
+def read(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, spilled stores in all, and those and loads in loops with products."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _dump(cubin, "--dump-resource-usage"))
+    assert found is not None
+    if int(found[2]) == 0:  # there is nowhere to spill to, and large kernels take long to disassemble
+        return int(found[1]), 0, 0
+    code = _dump(cubin, "-sass")
+    return int(found[1]), len(re.findall(r"\bSTL\b", code)), _spilled_in_loops(code)
 
 
 def _dump(cubin: bytes, flag: str) -> str:
@@ -165,76 +186,132 @@ def _spilled_in_loops(code: str) -> int:
     inside: set[int] = set()
     for low, high in loops:
         body = [(at, what) for at, what in lines if low <= at <= high]
-        if any("MMA" in what for _, what in body):
+        if any("MMA" in what or "FFMA" in what for _, what in body):
             inside |= {at for at, what in body if LOADED.search(what)}
     return len(inside)
 
 
-def faults(config: Config, cost: Cost, most_spills: int) -> Iterator[str]:
-    """What is wrong with a kernel."""
+def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
+    """What is wrong with a kernel; `most_spills` is None where nothing is kept of it."""
+    if most_spills is None:
+        yield "is not kept: --write keeps it"
+    elif cost.spills > most_spills:
+        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
     if cost.shared > SHARED_MEMORY[config.level]:
         yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
     if cost.tensor_columns > TENSOR_MEMORY:
         yield f"takes {cost.tensor_columns} columns of tensor memory, more than {TENSOR_MEMORY}"
-    if cost.spills > most_spills:
-        yield f"spills {cost.spills} stores, more than the {most_spills} kept"
     wanted = TENSOR_CORES.get(config.level, "HMMA")
-    if config.kernel != "prepare" and config.dtype != "fp32" and cost.products != wanted:
+    if config.kernel != "prepare" and DTYPES[config.dtype] == 2 and cost.products != wanted:
         yield f"multiplies by {cost.products}, not {wanted}"
 
 
-def configs(levels: Iterable[int], head_dims: Iterable[int], dtypes: Iterable[str], kernels: Iterable[str]) -> Iterator[Config]:
-    """What is compiled: everything in the causal form; masks and groups, which cost registers, at the usual head dims."""
+def configs(
+    levels: Iterable[int] = LEVELS,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    dtypes: Iterable[str] = KEPT_DTYPES,
+    kernels: Iterable[str] = tuple(KERNELS),
+) -> Iterator[Config]:
+    """What is compiled: everything in the causal form; what else costs registers at the usual head dims, in bfloat16."""
     for kernel, level, head_dim, dtype in itertools.product(kernels, levels, head_dims, dtypes):
-        yield Config(kernel, level, head_dim, dtype, "causal")
-        if kernel != "prepare" and dtype == "bf16" and head_dim in (64, 128):
-            yield Config(kernel, level, head_dim, dtype, "mask, group of 4")
+        usual = head_dim in USUAL_HEAD_DIMS
+        if dtype != "tf32" or (usual and kernel != "prepare"):
+            yield Config(kernel, level, head_dim, dtype, "causal")
+        for asked, constants in ASKED.items() if usual and dtype == "bf16" and kernel != "prepare" else ():
+            takes = kernel == "attend" or "END" not in constants
+            describes = level >= DESCRIBING_LEVEL or "DESCRIBED" not in constants
+            if constants and takes and describes:
+                yield Config(kernel, level, head_dim, dtype, asked)
 
 
-def table(entries: Iterable[dict[str, Any]]) -> str:
+COLUMNS = "| GPU | D | dtype | asked | queries, keys, warps, stages | registers | spilled (in loops) | shared KiB | by |"
+SUMMARY = "| kernel | GPU | compiled | most registers | most spilled (most in loops) | most shared KiB | multiplies by |"
+
+
+def table(entries: list[dict[str, Any]]) -> str:
+    """The dearest of every kernel on every GPU, then all entries, folded by kernel."""
+    kernels = list(dict.fromkeys(e["kernel"] for e in entries))
+    lines = [SUMMARY, "|---" * 7 + "|"]
+    for kernel, level in itertools.product(kernels, LEVELS):
+        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and e["asked"] != "descriptors"]
+        if not some:
+            continue
+        by = ", ".join(sorted({e["products"] for e in some}))
+        registers, spills, in_loops, shared = (max(e[name] for e in some) for name in ("registers", "spills", "in_loops", "shared"))
+        lines.append(f"| {kernel} | sm_{level} | {len(some)} | {registers} | {spills} ({in_loops}) | {shared / 1024:.0f} | {by} |")
+    for kernel in kernels:
+        lines += ["", f":::{{dropdown}} All of `{kernel}`", "", COLUMNS, "|---" * 9 + "|"]
+        lines += [*(_row(e) for e in entries if e["kernel"] == kernel), ":::"]
+    return "\n".join(lines)
+
+
+def _row(e: dict[str, Any]) -> str:
+    tiles = ", ".join(map(str, e["tiles"]))
+    return (
+        f"| sm_{e['level']} | {e['head_dim']} | {e['dtype']} | {e['asked']} | {tiles} | {e['registers']} "
+        f"| {e['spills']} ({e['in_loops']}) | {e['shared'] / 1024:.0f} | {e['products']} |"
+    )
+
+
+def comparison(entries: list[dict[str, Any]]) -> str:
+    """Rows through pointers and by tensor descriptors, side by side."""
     lines = [
-        "| kernel | GPU | D | dtype | asked | queries, keys, warps, stages | registers | spilled (in loops) | shared KiB | by |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| kernel | GPU | D | queries, keys, warps, stages | registers: pointers | descriptors | spilled (in loops): pointers "
+        "| descriptors | shared KiB: pointers | descriptors |",
+        "|---" * 10 + "|",
     ]
-    for e in entries:
-        tiles = ", ".join(map(str, e["tiles"]))
-        lines.append(
-            f"| {e['kernel']} | sm_{e['level']} | {e['head_dim']} | {e['dtype']} | {e['asked']} | {tiles} | {e['registers']} "
-            f"| {e['spills']} ({e['in_loops']}) | {e['shared'] / 1024:.0f} | {e['products']} |"
-        )
+    at = {Config(*(e[name] for name in Config._fields)): e for e in entries}
+    for config, by in at.items():
+        if config.asked == "descriptors":
+            both = at[config._replace(asked="causal")], by
+            registers, spills, shared = zip(
+                *((e["registers"], f"{e['spills']} ({e['in_loops']})", f"{e['shared'] / 1024:.0f}") for e in both)
+            )
+            cells = map(str, (*registers, *spills, *shared))
+            tiles = ", ".join(map(str, by["tiles"]))
+            lines.append(f"| {config.kernel} | sm_{config.level} | {config.head_dim} | {tiles} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def write(entries: list[dict[str, Any]]) -> None:
     entries.sort(key=lambda e: [e[name] for name in Config._fields])
     KEPT.write_text("[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in entries) + "\n]\n")
-    before, rest = PAGE.read_text().split(BORDERS[0])
-    _, after = rest.split(BORDERS[1])
-    PAGE.write_text(f"{before}{BORDERS[0]}\n{table(entries)}\n{BORDERS[1]}{after}")
+    show(BORDERS, table(entries))
+    show(COMPARED, comparison(entries))
+
+
+def show(borders: tuple[str, str], text: str) -> None:
+    """Put a table in its place in the page."""
+    before, rest = PAGE.read_text().split(borders[0])
+    _, after = rest.split(borders[1])
+    PAGE.write_text(f"{before}{borders[0]}\n{text}\n{borders[1]}{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--levels", type=int, nargs="+", default=LEVELS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", default=KEPT_DTYPES, choices=DTYPES)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--asked", nargs="+", default=list(ASKED), choices=ASKED)
+    parser.add_argument("--missing", action="store_true", help="only what nothing is kept of")
     parser.add_argument("--tiles", type=int, nargs=4, help="try these queries, keys, warps and stages instead of the table's")
     parser.add_argument("--write", action="store_true", help="keep what is found")
     chosen = parser.parse_args()
     kept = {Config(*(e[name] for name in Config._fields)): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
     failed = False
     for config in configs(chosen.levels, chosen.head_dims, chosen.dtypes, chosen.kernels):
+        if config.asked not in chosen.asked or (chosen.missing and config in kept):
+            continue
         tiles = Tiles(*chosen.tiles) if chosen.tiles else None
         cost = cost_of(config, tiles)
         tries = chosen.write or tiles is not None
-        most = sys.maxsize if tries else kept[config]["spills"] if config in kept else UNKEPT_SPILLS
-        wrong = list(faults(config, cost, most))
+        wrong = list(faults(config, cost, sys.maxsize if tries else kept[config]["spills"] if config in kept else None))
         failed |= bool(wrong)
         print(*config, *cost, "; ".join(wrong), sep="  ", flush=True)
-        kept[config] = {**config._asdict(), **cost._asdict()}
-    if chosen.write:
-        write(list(kept.values()))
+        if chosen.write:
+            kept[config] = {**config._asdict(), **cost._asdict()}
+            write(list(kept.values()))
     sys.exit(failed)
 
 

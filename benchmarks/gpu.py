@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -120,12 +120,13 @@ QUICK = Sizes(
 
 
 class Engine(NamedTuple):
-    """`forward` is differentiable where `trains` says nothing to the contrary."""
+    """`forward` is differentiable where `why_no_training` says nothing to the contrary; both directions run inside `around`."""
 
     name: str
     forward: Forward
     why_not: Callable[[DilatedPattern, str], str | None]
     why_no_training: Callable[[str], str | None] = lambda device: None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def dilated(x: Inputs, pattern: DilatedPattern, is_causal: bool, *, backend: str, layout: str | None = None) -> Tensor:
@@ -162,6 +163,18 @@ def _triton_why_not(pattern: DilatedPattern, device: str) -> str | None:
     return "the Triton kernels run on CUDA" if device == "cpu" else None
 
 
+def _descriptors_why_not(pattern: DilatedPattern, device: str) -> str | None:
+    if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        return "tensor descriptors need sm_90 or newer"
+    return None
+
+
+def _describing() -> AbstractContextManager[object]:
+    """The Triton kernels load rows by tensor descriptors."""
+    launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
+    return mock.patch.object(launch, "DESCRIBES", new=True)
+
+
 def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
     if device == "cpu" or importlib.util.find_spec("natten") is None:
         return "NATTEN is not installed, or there is no CUDA device"
@@ -173,6 +186,7 @@ def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
 ENGINES = (
     Engine("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
     Engine("triton", partial(dilated, backend="triton"), _triton_why_not),
+    Engine("triton_descriptors", partial(dilated, backend="triton"), _descriptors_why_not, around=_describing),
     Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
     Engine("flash", partial(dilated, backend="flash"), _flash_why_not),
@@ -378,7 +392,8 @@ def attempt(device: Device, engine: Engine, pattern: DilatedPattern, setting: Se
         return {"status": "skipped", "reason": reason}
     found: dict[str, Any] = {"status": "measured"}
     try:
-        measure(device, engine, pattern, setting, found)
+        with engine.around():
+            measure(device, engine, pattern, setting, found)
     except torch.OutOfMemoryError as error:
         found |= {"status": "out of memory", "reason": str(error).partition("\n")[0]}
     except AssertionError as error:

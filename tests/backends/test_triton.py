@@ -106,6 +106,22 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
     assert_oracle(CASES[name])
 
 
+@pytest.mark.parametrize("name", ["grouped_queries", "grouped_heads", "shifted", "documents", "detached", "head_dim_24"])
+def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "DESCRIBES", True)
+    described: list[bool] = []
+    launches = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        described.append(constants.get("DESCRIBED", False))
+        launches(kernel, programs, arguments, constants, *more)
+
+    monkeypatch.setattr(launch, "_launch", noted)
+    with poisoned_memory():
+        assert_oracle(CASES[name])
+    assert described.count(False) == 1  # prepare reads every row once
+
+
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from flexdilated.backends.triton.places import PIECE, load_rows, load_seen, place, row_pointers, seen_range, step_of, strides
+from flexdilated.backends.triton.places import (
+    PIECE,
+    load_described,
+    load_rows,
+    load_seen,
+    place,
+    row_pointers,
+    rows_of,
+    seen_range,
+    step_of,
+    strides,
+)
 
 __all__ = ["differentiate_keys", "differentiate_queries", "prepare"]
 
@@ -54,15 +65,19 @@ def prepare(
 
 @triton.jit
 def keys_tile(
-    dk, dv, k, v, Q, DOUT, ROWS, start, q_step, dout_step, row_stride, n, queries, real_queries, scale, in_row,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    dk, dv, k, v, Q, DOUT, ROWS, g, start, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries, real_queries,
+    scale, in_row, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys `n` and their values after one more tile of queries. Rows of queries behind the end weigh nothing."""
+    """Gradients of keys `n` and their values after one more tile of queries of head `g`. Queries behind the end weigh nothing."""
     m = start + tl.arange(0, BLOCK_M)
     at = tl.cast(start, tl.int64)
-    q = load_rows(Q + at * q_step, m < real_queries, in_row, MASKED, PADDED)
-    dout = load_rows(DOUT + at * dout_step, m < queries, in_row, MASKED, PADDED)
-    rows = ROWS + 2 * m.to(tl.int64) * row_stride
+    if DESCRIBED:
+        q, dout = load_described(Q, g, start, BLOCK_M, BLOCK_D), load_described(DOUT, g, start, BLOCK_M, BLOCK_D)
+    else:
+        q = load_rows(Q + (g * q_head + at * q_step), m < real_queries, in_row, MASKED, PADDED)
+        dout = load_rows(DOUT + (g * dout_head + at * dout_step), m < queries, in_row, MASKED, PADDED)
+    rows = ROWS + 2 * (g * rows_head + m.to(tl.int64) * row_stride)
     if MASKED:
         lse, delta = tl.load(rows, mask=m < queries, other=INFINITY), tl.load(rows + 1, mask=m < queries, other=0.0)
     else:
@@ -93,7 +108,8 @@ def differentiate_keys(
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: one flat loop over its queries, tile after tile and head after head of the group.
 
@@ -121,7 +137,9 @@ def differentiate_keys(
     q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT
     DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT
-    Q, DOUT = row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), row_pointers(DOUT, dout_step, BLOCK_M, BLOCK_D, WIDE)
+    q_head, dout_head = q_head * UNIT, dout_head * UNIT
+    Q = rows_of(Q, q_head, q_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
+    DOUT = rows_of(DOUT, dout_head, dout_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     ROWS += 2 * (b * rows_batch + h * rows_head + first_out)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -140,16 +158,16 @@ def differentiate_keys(
         g = (i // wholes).to(tl.int64) if GROUP > 1 else 0
         j = middle + (i % wholes if GROUP > 1 else i) * BLOCK_M
         dk, dv = keys_tile(
-            dk, dv, k, v, Q + g * q_head * UNIT, DOUT + g * dout_head * UNIT, ROWS + 2 * g * rows_head, j, q_step, dout_step,
-            row_stride, n, queries, real_queries, score_scale, in_row, CAUSAL, False, PADDED, PRECISION, BLOCK_M,
+            dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
+            real_queries, score_scale, in_row, CAUSAL, False, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     for i in range(GROUP * masked):
         g = (i // masked).to(tl.int64) if GROUP > 1 else 0
         t = i % masked if GROUP > 1 else i
         j = tl.where(t < edges, begin + t * BLOCK_M, last)
         dk, dv = keys_tile(
-            dk, dv, k, v, Q + g * q_head * UNIT, DOUT + g * dout_head * UNIT, ROWS + 2 * g * rows_head, j, q_step, dout_step,
-            row_stride, n, queries, real_queries, score_scale, in_row, CAUSAL, True, PADDED, PRECISION, BLOCK_M,
+            dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
+            real_queries, score_scale, in_row, CAUSAL, True, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores
@@ -164,15 +182,18 @@ def differentiate_keys(
 @triton.jit
 def queries_tile(
     dq, q, dout, lse, delta, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of queries `m` after one more tile of keys."""
     n = start + tl.arange(0, BLOCK_N)
     at = tl.cast(start, tl.int64)
     seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
-    k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
-    v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+    if DESCRIBED:
+        k, v = load_described(K, 0, start, BLOCK_N, BLOCK_D), load_described(V, 0, start, BLOCK_N, BLOCK_D)
+    else:
+        k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+        v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.exp2(scores * scale - lse[:, None])
     if MASKED:
@@ -193,7 +214,8 @@ def differentiate_queries(
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries."""
     PADDED: tl.constexpr = BLOCK_D != D
@@ -212,7 +234,8 @@ def differentiate_queries(
     DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT + begin * dout_step
     K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
     V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
-    K, V = row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE)
+    K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+    V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
     ignored_step = row_stride * ignored_token
@@ -233,13 +256,13 @@ def differentiate_queries(
         for j in range(0, whole, BLOCK_N):
             dq = queries_tile(
                 dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
-                CAUSAL, False, False, PADDED, PRECISION, BLOCK_N,
+                CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         start = whole
     for j in range(start, end, BLOCK_N):
         dq = queries_tile(
             dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
-            CAUSAL, True, IGNORES, PADDED, PRECISION, BLOCK_N,
+            CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
     dq_step = step_of(row_stride, dq_token, UNIT, WIDE)

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from flexdilated.backends.triton.places import PIECE, load_rows, load_seen, place, row_pointers, seen_range, step_of, strides
+from flexdilated.backends.triton.places import (
+    PIECE,
+    load_described,
+    load_rows,
+    load_seen,
+    place,
+    row_pointers,
+    rows_of,
+    seen_range,
+    step_of,
+    strides,
+)
 
 __all__ = ["attend"]
 
@@ -15,14 +26,14 @@ SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
 @triton.jit
 def attend_tile(
     top, total, acc, q, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of queries `m` after one more tile of keys: largest score (base 2), sum of weights, weighted values."""
     n = start + tl.arange(0, BLOCK_N)
     at = tl.cast(start, tl.int64)
     seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
-    k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+    k = load_described(K, 0, start, BLOCK_N, BLOCK_D) if DESCRIBED else load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         seen = seen[None, :]
@@ -35,7 +46,7 @@ def attend_tile(
     base = tl.where(new == -INFINITY, 0.0, new)  # rows that no key has reached yet
     p = tl.exp2(scores - base[:, None]) if MASKED else tl.exp2(scores * scale - base[:, None])
     fade = tl.exp2(top - base)
-    v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+    v = load_described(V, 0, start, BLOCK_N, BLOCK_D) if DESCRIBED else load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return new, total * fade + tl.sum(p, 1), acc
 
@@ -75,7 +86,8 @@ def attend(
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, zero_keys, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
 
@@ -98,7 +110,8 @@ def attend(
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
     K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
     V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
-    K, V = row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE)
+    K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+    V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
     ignored_step = row_stride * ignored_token
@@ -118,13 +131,13 @@ def attend(
         for j in range(0, whole, BLOCK_N):
             top, total, acc = attend_tile(
                 top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-                CAUSAL, False, False, PADDED, PRECISION, BLOCK_N,
+                CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         start = whole
     for j in range(start, end, BLOCK_N):
         top, total, acc = attend_tile(
             top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-            CAUSAL, True, IGNORES, PADDED, PRECISION, BLOCK_N,
+            CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
     reached = total != 0.0  # NaN is reached: it stays

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from flexdilated.backends.hardware import detect
@@ -21,6 +22,11 @@ __all__ = ["backward", "dense_backward", "dense_forward", "forward", "options_of
 
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
+
+# Whether loops load rows by tensor descriptors where they can, not through pointers. No GPU has compared them yet: `benchmarks.gpu`
+# does, where both are engines.
+DESCRIBES = False
+DESCRIBED_BYTES = 16  # what a descriptor wants its first row and every step between rows to be a multiple of
 
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
@@ -174,8 +180,15 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: d
     if programs == 0:
         return
     blocks = {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys} if "BLOCK_M" not in constants else {}
+    if constants.get("DESCRIBED"):
+        triton.set_allocator(_allocate)
     with _device(on):
         kernel[(programs,)](*arguments, **constants, **blocks, **options_of(tiles))
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for the descriptors of a launch's programs, 128 bytes each."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def options_of(tiles: Tiles) -> dict[str, Any]:
@@ -243,6 +256,7 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Opt
         "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
         "UNIT": unit_of(q),
         "WIDE": piece.row_stride * widest * 256 >= 1 << 31,
+        "DESCRIBED": DESCRIBES and options.ignored is None and unit_of(q) * q.element_size() == DESCRIBED_BYTES,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),
     }

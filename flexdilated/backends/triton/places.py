@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-__all__ = ["PIECE", "load_rows", "load_seen", "place", "row_pointers", "seen_range", "step_of", "strides"]
+__all__ = [
+    "PIECE",
+    "load_described",
+    "load_rows",
+    "load_seen",
+    "place",
+    "row_pointers",
+    "rows_of",
+    "seen_range",
+    "step_of",
+    "strides",
+]
 
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
 PIECE = (
@@ -65,6 +76,24 @@ def load_rows(pointers, there, in_row, MASKED: tl.constexpr, PADDED: tl.constexp
     else:
         rows = tl.load(pointers)
     return rows
+
+
+@triton.jit
+def rows_of(
+    first, head_step, step, rows, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """What tiles of the rows of some heads are loaded from: pointers to the first one, or a descriptor that the program makes."""
+    if DESCRIBED:
+        return tl.make_tensor_descriptor(first, [HEADS, rows, D], [head_step, step, 1], [1, BLOCK, BLOCK_D])
+    else:
+        return row_pointers(first, step, BLOCK, BLOCK_D, WIDE)
+
+
+@triton.jit
+def load_described(rows, g, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of rows of head `g`, zeros where there are none: the descriptor knows the end of rows and of elements."""
+    return rows.load([tl.cast(g, tl.int32), tl.cast(start, tl.int32), 0]).reshape(BLOCK, BLOCK_D)
 
 
 @triton.jit

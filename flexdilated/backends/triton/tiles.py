@@ -43,7 +43,7 @@ HALF = {
 }
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
-    "attend": (Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1)),
+    "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
     "differentiate_keys": (Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),
     "differentiate_queries": (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
