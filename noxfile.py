@@ -165,11 +165,12 @@ def docs_browse(session: nox.Session) -> None:
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """The flex engine's kernels for GPUs in Triton's interpreter, on a torch built for CUDA (some GB, most of an hour; no GPU)."""
+    """The flex engine's kernels for GPUs, compiled and interpreted, on a torch built for CUDA (some GB, over an hour; no GPU)."""
     # `===` takes no build for CPUs, and numpy 2.4 no longer makes numbers of arrays, as the interpreter asks it to.
     cuda = f"torch==={TORCH}"
     session.install(cuda, "numpy<2.4")
     session.install("-e", ".[test]", cuda, "numpy<2.4")
+    session.run("python", "-m", "benchmarks.flex_cubins")
     _pytest(session, "tests/backends/test_emulated.py", env={"FLEXDILATED_EMULATED": "1", "TRITON_INTERPRET": "1"})
 
 

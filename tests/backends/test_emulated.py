@@ -75,7 +75,7 @@ def call_by(printer: Printer, given: list[bool]) -> Callable[..., Any]:
             block_mask=block_mask,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=kernel.SHORT_QUERIES,
+            kernel_options=kernel.options_of(q, scored=score_mod is not None),
             return_aux=AuxRequest(lse=True),
         )
         return out, aux.lse if want_lse else None

@@ -20,6 +20,7 @@ import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends import Request, choose, crossovers, why_not
 from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.flex import tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call
@@ -388,6 +389,39 @@ def test_guards_follow_the_version() -> None:
     assert (flex.TORCH >= (2, 11)) == flex.TRUST_STRIDED_GRADIENTS
     assert ({"BACKEND": "TRITON"} if flex.TORCH >= (2, 11) else {"FORCE_USE_FLEX_ATTENTION": True}) == flex.SHORT_QUERIES
     assert tuple(map(int, torch.__version__.split(".")[:2])) == flex.TORCH
+
+
+@pytest.mark.parametrize(
+    ("level", "head_dim", "dtype", "scored", "expected"),
+    [
+        ("sm_80", 128, torch.bfloat16, False, {"bwd_BLOCK_M1": 64, "bwd_num_warps": 8}),
+        ("sm_80", 64, torch.bfloat16, True, {"fwd_num_warps": 8, "bwd_num_warps": 4}),
+        ("sm_86", 64, torch.float16, False, {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}),
+        ("sm_120", 256, torch.float16, True, {"bwd_BLOCK_M1": 32, "bwd_num_warps": 8}),
+        ("sm_90", 256, torch.bfloat16, False, {"bwd_BLOCK_M1": 32, "bwd_num_warps": 8}),
+        ("sm_90", 64, torch.bfloat16, True, {"fwd_BLOCK_N": 64, "fwd_num_warps": 8}),
+        ("sm_90", 128, torch.bfloat16, True, {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}),
+        ("sm_90", 128, torch.bfloat16, False, {}),
+        ("sm_90", 64, torch.bfloat16, False, {}),
+        ("sm_100", 64, torch.bfloat16, False, {"fwd_BLOCK_N": 64, "fwd_num_warps": 8, "bwd_num_warps": 8}),
+        ("sm_100", 80, torch.bfloat16, False, {"bwd_BLOCK_N1": 128, "bwd_num_warps": 8}),
+        ("sm_80", 48, torch.bfloat16, True, {}),
+        ("sm_80", 128, torch.float32, True, {}),
+        ("sm_80", 257, torch.bfloat16, True, {}),
+        ("mps", 128, torch.bfloat16, True, {}),
+    ],
+)
+def test_tiles_are_passed_where_torchs_own_spill(
+    level: str, head_dim: int, dtype: torch.dtype, scored: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "detect", lambda device: simulate(level))
+    q = torch.empty(1, 2, 3, head_dim, dtype=dtype)
+    passed = flex.options_of(q, scored=scored)
+    assert flex.SHORT_QUERIES.items() <= passed.items()
+    assert expected.items() <= passed.items()
+    assert bool(expected) == (len(passed) > len(flex.SHORT_QUERIES))
+    monkeypatch.setattr(tiles, "ON_ROCM", True)
+    assert flex.options_of(q, scored=scored) == flex.SHORT_QUERIES
 
 
 @pytest.mark.parametrize("trusted", [False, True])

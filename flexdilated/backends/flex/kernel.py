@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexdilated.backends.flex.tiles import tiles_of
+from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.request import Request
 from flexdilated.reference import ScoreMod
@@ -151,10 +153,15 @@ def call(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=None if on_cpu else SHORT_QUERIES,
+        kernel_options=None if on_cpu else options_of(q, scored=score_mod is not None),
         **({"return_aux": AuxRequest(lse=True)} if want_lse else {}),
     )
     return (result[0], result[1].lse) if want_lse else (result, None)
+
+
+def options_of(q: Tensor, *, scored: bool) -> dict[str, Any]:
+    """What the kernels of a GPU are asked for, with a function of scores or without."""
+    return SHORT_QUERIES | tiles_of(detect(q.device).capability, q.shape[3], q.dtype, scored=scored)
 
 
 def _readable(x: Tensor) -> Tensor:
