@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from flexdilated.analysis.lattice import checked
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
 from flexdilated.pattern import DilatedPattern
@@ -42,7 +43,14 @@ def draw_blocks(
         block_size: Tokens per side of a tile.
         is_causal: As in `draw`.
         name: As in `draw`.
+
+    Raises:
+        ValueError: If a number is below 1, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
     """
+    checked(pattern, num_tokens, num_heads)
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
     picture, _ = block_panels(pattern, num_tokens, num_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
     return figure_of(picture)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "new", "replaced", "wrapped", "write"]
+__all__ = ["INK", "new", "plain", "replaced", "wrapped", "write"]
 
 INK = "#222222"
 
@@ -52,6 +52,11 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):  # there is none after the rename, or where the folder is none
             partial.unlink()
+
+
+def plain(text: str) -> str:
+    """A text of the user's as it is: between dollar signs matplotlib would read a formula, or fail to."""
+    return text.replace("$", r"\$")
 
 
 def wrapped(lines: Sequence[str], width: float) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from flexdilated.draw.figure import new
+from flexdilated.draw.figure import new, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,11 +34,16 @@ def draw_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], *, bytes
     for (colour, pale, line, marker), (name, history) in zip(cycle(STYLES), histories.items()):
         seen = [entry["step"] * bytes_per_step / 1e6 for entry in history]
         axes.plot(
-            seen, [entry["train"] for entry in history], color=pale, linestyle=line, linewidth=1, label=f"{name}: training batches"
+            seen,
+            [entry["train"] for entry in history],
+            color=pale,
+            linestyle=line,
+            linewidth=1,
+            label=plain(f"{name}: training batches"),
         )
         measured = [(x, entry["held_out"]) for x, entry in zip(seen, history) if "held_out" in entry]
         if measured:
-            label = f"{name}: {measured[-1][1]:.2f} bits per held-out byte"
+            label = plain(f"{name}: {measured[-1][1]:.2f} bits per held-out byte")
             axes.plot(*zip(*measured), color=colour, linestyle=line, marker=marker, markersize=5, linewidth=1.8, label=label)
     axes.set_xlabel("bytes seen (millions)", fontsize=11)
     axes.set_ylabel("bits per byte (raw bytes are 8)", fontsize=11)

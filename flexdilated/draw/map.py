@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexdilated.draw.figure import INK, new, write
+from flexdilated.draw.figure import INK, new, plain, write
 from flexdilated.draw.places import Places, check_numbers, places_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def draw_attention_map(
             mark = None if marks is None else marks[i] // places.shared
             _fill(axis, panels[i], places, norm, mark, points=72 * inches * places.size[0] / width)
             if titles is not None:
-                axis.set_title(titles[i], fontsize=10, color=INK)
+                axis.set_title(plain(titles[i]), fontsize=10, color=INK)
     place: dict[str, Any] = {"location": "right", "shrink": 0.8}
     if is_low:
         place = {"location": "bottom", "aspect": 40, "shrink": 0.8, "pad": 0.04}
@@ -139,7 +139,7 @@ def draw_attention_map(
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     if title is not None:
-        figure.suptitle(title, fontsize=11, weight="bold", color=INK)
+        figure.suptitle(plain(title), fontsize=11, weight="bold", color=INK)
     if path is not None:
         write(figure, path)
     return figure
@@ -164,8 +164,7 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
     axes.add_collection(PolyCollection(polygons, facecolors=faces, edgecolors=faces, linewidths=0.2))
     for word, (x, y), face, is_small in zip(places.words or (), places.corners.tolist(), faces, unseen):
         light = is_small or 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2] > 0.5
-        # A dollar sign would begin a formula.
-        text = word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}").replace("$", r"\$")
+        text = plain(word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"))
         shown = text if len(text) <= 9 else text[:8] + "\N{HORIZONTAL ELLIPSIS}"
         color = INK if light else "white"
         axes.text(x + width / 2, y + height / 2, shown, ha="center", va="center", fontsize=8, color=color, clip_on=True)

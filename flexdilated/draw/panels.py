@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.draw.figure import INK, new, wrapped
+from flexdilated.draw.figure import INK, new, plain, wrapped
 from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def figure_of(picture: Panels) -> Figure:
         weight = "bold" if i == 0 else "normal"
         size = (9.5 if i == 0 else 8.5) * zoom
         y = 1 - (first + i * line) / height
-        figure.text(center, y, text, ha="center", va="top", fontsize=size, weight=weight, color=INK)
+        figure.text(center, y, plain(text), ha="center", va="top", fontsize=size, weight=weight, color=INK)
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         x = left + column * (side + gap)

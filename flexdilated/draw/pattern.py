@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.analysis.lattice import checked
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.pattern import DilatedPattern
 
@@ -62,7 +63,9 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
     Raises:
         ValueError: If num_tokens is not in [1, 1024] or num_heads not in [1, 64]: more cells are not seen. `draw_blocks` draws long
             sequences.
+        TypeError: If an argument has the wrong type.
     """
+    checked(pattern, num_tokens, num_heads)
     for what, value, most in (("num_tokens", num_tokens, MAX_TOKENS), ("num_heads", num_heads, MAX_HEADS)):
         if not 1 <= value <= most:
             advice = "; divide all segment lengths and the tokens by one number, or use flexdilated.draw.blocks.draw_blocks"

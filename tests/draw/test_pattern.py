@@ -6,6 +6,9 @@ import torch
 
 from flexdilated import DilatedPattern, draw_pattern, reference
 from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
+from flexdilated.draw.blocks import draw_blocks
+from flexdilated.draw.losses import draw_losses
+from flexdilated.draw.map import draw_attention_map
 from flexdilated.draw.pattern import draw, multiplicity
 from tests.draw.layout import assert_apart, texts_of_panels
 
@@ -80,7 +83,7 @@ def test_draw_refuses_what_could_not_be_seen() -> None:
         ValueError, match=r"^num_tokens must be in \[1, 1024\], got 1025; divide all segment lengths and the tokens"
     ):
         draw_pattern(THREE, 1025, 3)
-    with pytest.raises(ValueError, match=r"^num_tokens must be in \[1, 1024\], got 0$"):
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0$"):
         draw_pattern(THREE, 0, 3)
     with pytest.raises(ValueError, match=r"^num_heads must be in \[1, 64\], got 65"):
         draw_pattern(THREE, 3, 65)
@@ -91,3 +94,28 @@ def test_text_grows_with_the_picture(num_tokens: int) -> None:
     figure = draw(THREE, num_tokens, 12, is_causal=True)
     texts = [*figure.texts, *(axes.title for axes in figure.axes), *figure.legends[0].get_texts()]
     assert min(text.get_fontsize() for text in texts) > 0.9 * figure.get_size_inches()[0]  # points per inch: read at 8 cm
+
+
+def test_pictures_refuse_numbers_and_types_without_an_answer() -> None:
+    for draw_it in (draw, draw_blocks):
+        with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
+            draw_it(THREE, 7, 0)
+        with pytest.raises(ValueError, match="num_tokens must be at least 1, got -3"):
+            draw_it(THREE, -3, 2)
+        with pytest.raises(TypeError, match="num_tokens must be an int, got '7'"):
+            draw_it(THREE, "7", 2)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got NoneType"):
+            draw_it(None, 7, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        draw_blocks(THREE, 7, 2, block_size=0)
+
+
+def test_dollar_signs_in_names_are_dollar_signs() -> None:
+    figures = [
+        draw(THREE, 7, 1, name=r"$\\frac{"),
+        draw_blocks(THREE, 7, 1, block_size=4, name="$x_$"),
+        draw_attention_map(torch.rand(5), title="$5_$", titles=[r"$\\frac{$"]),
+        draw_losses({"a$b_$": [{"step": 0, "train": 1.0, "held_out": 2.0}]}, bytes_per_step=7),
+    ]
+    for figure in figures:
+        figure.canvas.draw()
