@@ -90,7 +90,7 @@ class Rotary(nn.Module):
             dtype: Of the queries and keys. Default: torch's default dtype.
         """
         angles = rotary_angles if writes_onnx() else _angles_op
-        cos, sin = angles(positions, self.head_dim, self.base, _table_dtype(dtype))
+        cos, sin = angles(positions, self.head_dim, self.base, _is_double(dtype))
         return Rotation(cos, sin, cos, sin)
 
     def extra_repr(self) -> str:
@@ -195,7 +195,7 @@ class XPos(Rotary):
 
     def _rotation(self, positions: Tensor, centred: Tensor, log_growth: float, dtype: torch.dtype | None) -> Rotation:
         cos, sin, *_ = super().forward(positions, dtype=dtype)
-        decay = (xpos_decay if writes_onnx() else _decay_op)(centred, self.head_dim, self.scale_base, cos.dtype)
+        decay = (xpos_decay if writes_onnx() else _decay_op)(centred, self.head_dim, self.scale_base, cos.dtype == torch.float64)
         return Rotation(cos * decay, sin * decay, cos / decay, sin / decay, log_growth)
 
     def extra_repr(self) -> str:
@@ -214,9 +214,16 @@ def token_positions(num_tokens: int, cu_seqlens: Tensor | None, device: torch.de
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
-def _table_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """What queries and keys of a dtype are turned in: float32 holds any narrower one with room to spare."""
-    return torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
+def _is_double(dtype: torch.dtype | None) -> bool:
+    """Whether queries and keys of a dtype are turned in float64, not float32, which holds any narrower one with room to spare.
+
+    Operators take this and no dtype: packages that AOTInductor of torch 2.9 makes hand another dtype on than they were given.
+    """
+    return (torch.get_default_dtype() if dtype is None else dtype) == torch.float64
+
+
+def _dtype_of(is_double: bool) -> torch.dtype:
+    return torch.float64 if is_double else torch.float32
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -228,16 +235,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # every head of every layer, forward and backward (a ninth of a small model's training step).
 
 
-def rotary_angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, head_dim: int, base: float, is_double: bool) -> tuple[Tensor, Tensor]:
     """Cosine and sine, `(..., N, 1, D / 2)`, of `positions` `(..., N)` times the frequencies."""
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
     angle = positions.to(exact)[..., None, None] * base ** (-pairs / head_dim)
+    dtype = _dtype_of(is_double)
     return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
 
 
-def xpos_decay(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+def xpos_decay(positions: Tensor, head_dim: int, scale_base: float, is_double: bool) -> Tensor:
     """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)`."""
+    dtype = _dtype_of(is_double)
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
     zeta = (pairs / head_dim + 0.4) / 1.4
     return zeta ** (positions.to(dtype)[..., None, None] / scale_base)
@@ -248,11 +257,11 @@ _decay_op = torch.library.custom_op("flexdilated::xpos_decay", xpos_decay, mutat
 
 
 @_angles_op.register_fake
-def _(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, 1, head_dim // 2)
+def _(positions: Tensor, head_dim: int, base: float, is_double: bool) -> tuple[Tensor, Tensor]:
+    shape, dtype = (*positions.shape, 1, head_dim // 2), _dtype_of(is_double)
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 @_decay_op.register_fake
-def _(positions: Tensor, head_dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
-    return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=dtype)
+def _(positions: Tensor, head_dim: int, scale_base: float, is_double: bool) -> Tensor:
+    return positions.new_empty((*positions.shape, 1, head_dim // 2), dtype=_dtype_of(is_double))

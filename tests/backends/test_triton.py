@@ -106,7 +106,7 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
     assert_oracle(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["grouped_queries", "grouped_heads", "shifted", "documents", "detached", "head_dim_24"])
+@pytest.mark.parametrize("name", ["grouped_queries", "grouped_heads", "shifted", "documents", "detached", "head_dim_80"])
 def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "DESCRIBES", True)
     described: list[bool] = []

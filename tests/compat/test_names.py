@@ -65,7 +65,7 @@ def test_checkpointing_keeps_the_inputs_alone_and_computes_twice(name: str, drop
         gradients = torch.autograd.grad(out.square().sum(), (*x, *module.parameters()))
         assert len(calls) == 1 + use_checkpointing
         results.append((out, *gradients))
-        saved.append([y for y in kept if y.is_floating_point()])
+        saved.append([y for y in kept if y.is_floating_point() and y.numel()])  # torch 2.9 keeps an empty one too
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, **EXACT)
     assert len(saved[1]) == 3 < len(saved[0])
