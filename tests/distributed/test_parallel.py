@@ -247,11 +247,18 @@ def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pyte
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes no value: only the bytes tell."""
-    original = ContextPlan.needs
+    spans_of, needs_of = ContextPlan.spans, ContextPlan.needs
+    of_keys: list[Spans] = []
 
-    def generous(self: ContextPlan, exchange: str, kind: str, head: int, spans: Spans | None = None) -> Needs:
-        needs = original(self, exchange, kind, head, spans)
-        if kind != "kv" or head != 0:
+    def noted(self: ContextPlan, exchange: str, kind: str, *args: Any, **options: Any) -> Spans:
+        spans = spans_of(self, exchange, kind, *args, **options)
+        if kind == "kv":
+            of_keys.append(spans)
+        return spans
+
+    def generous(self: ContextPlan, head: int, spans: Spans) -> Needs:
+        needs = needs_of(self, head, spans)
+        if head != 0 or not any(spans is each for each in of_keys):
             return needs
         ends = needs.first + needs.rows * needs.stride
         # Of one pair of ranks, which both of them see.
@@ -267,6 +274,7 @@ def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(ShardedCase, "plan", lambda self: plan)
     with monkeypatch.context() as planted:
+        planted.setattr(ContextPlan, "spans", noted)
         planted.setattr(ContextPlan, "needs", generous)
         ahead, back = simulate(case, exchange)[1:]
     monkeypatch.undo()
