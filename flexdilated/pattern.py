@@ -208,7 +208,12 @@ class DilatedPattern:
 
         The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
         `zero_padding` are not counted.
+
+        Raises:
+            ValueError: If a number is below 1.
+            TypeError: If a number is not an integer.
         """
+        num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         total = 0
         for branch, (length, rate) in enumerate(self.branches):
             for offset, _, _, heads in self.head_runs(branch, num_heads):
@@ -234,6 +239,24 @@ def _segments(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def at_least_one(name: str, value: object) -> int:
+    """An integer of at least 1, as Python's: numpy's overflow.
+
+    Raises:
+        ValueError: If it is less.
+        TypeError: If it is no integer.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # a float; an array of several
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
 
 
 def _integers(name: str, values: object) -> tuple[int, ...]:

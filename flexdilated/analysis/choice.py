@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
 from flexdilated.analysis.family import family
 from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import balance
 from flexdilated.analysis.ranks import DTYPES, count_rank_costs
-from flexdilated.pattern import Branch, DilatedPattern
+from flexdilated.pattern import Branch, DilatedPattern, at_least_one
 
 __all__ = ["GOALS", "MEASURES", "Choice", "Choices", "Goal", "Measure", "choose_pattern"]
 
@@ -21,8 +21,10 @@ Measure = Literal["pairs", "memory", "traffic"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
+T = TypeVar("T")
+
 MOST_IMBALANCE = 1.05
-MOST_TOKENS = 2**40
+MOST_TOKENS, MOST_HEADS, MOST_RANKS = 2**40, 1024, 64
 MEANING = {
     "reach": "every token sees every other",
     "cover": "every branch keeps every row in some head",
@@ -92,7 +94,7 @@ def choose_pattern(
 
     Args:
         num_tokens: Sequence length N, up to 2**40.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
+        num_heads: Heads H, up to 1024. Under grouped-query attention these are key/value heads.
         budget: The most that one layer may cost, in the unit of `measure`. Default: of pairs those of LongNet's published pattern,
             or of dense attention where these are fewer; the memory of dense attention; a tenth of its traffic.
         measure: `"pairs"`: (query, key) pairs over all heads, forward. `"memory"`: bytes on the rank that needs most.
@@ -102,8 +104,8 @@ def choose_pattern(
             all; if causal all but `"reach"`.
         layers: The most layers for `"reach"`. Default: any number.
         is_causal: Whether a query sees only keys at its own position and before.
-        num_ranks: Ranks that share the sequence, for `"memory"` and `"traffic"`.
-        head_dim: Elements per head, likewise.
+        num_ranks: Ranks that share the sequence, up to 64, for `"memory"` and `"traffic"`.
+        head_dim: Elements per head, up to 4096, likewise.
         dtype: Of q, k and v, likewise.
         patterns: Your own, which are placed among the others whether they meet the goals or not.
         most: How many to show, besides your own.
@@ -113,16 +115,25 @@ def choose_pattern(
             causal attention, which meets it only as dense attention.
         TypeError: If an argument has the wrong type.
     """
-    given = tuple(patterns)
-    checked(DilatedPattern((1,), (1,)), num_tokens, num_heads)
+    num_tokens, num_heads = checked(DilatedPattern((1,), (1,)), num_tokens, num_heads, is_causal=is_causal)
+    given = _several("patterns", patterns)
     for pattern in given:
         checked(pattern, num_tokens, num_heads)
+    num_ranks, head_dim, most = (
+        at_least_one(name, value) for name, value in (("num_ranks", num_ranks), ("head_dim", head_dim), ("most", most))
+    )
+    budget = None if budget is None else at_least_one("budget", budget)
+    layers = None if layers is None else at_least_one("layers", layers)
     if num_tokens > MOST_TOKENS:
         raise ValueError(f"num_tokens must be at most 2**40, got {num_tokens}")
-    asked = tuple(goals) if goals is not None else GOALS[is_causal:]
+    for name, value, limit in (("num_heads", num_heads, MOST_HEADS), ("num_ranks", num_ranks, MOST_RANKS)):
+        if value > limit:
+            raise ValueError(f"{name} must be at most {limit}, got {value}; more take minutes")
+    asked = _several("goals", goals) if goals is not None else GOALS[is_causal:]
     for goal in asked:
         if goal not in GOALS:
             raise ValueError(f"goals must be among {GOALS}, got {goal!r}")
+    asked = tuple(dict.fromkeys(asked))
     if is_causal and "reach" in asked:
         raise ValueError(
             f"goals must not hold 'reach' with is_causal=True, got {asked}; leave it out: a token meets the one before it in one "
@@ -134,10 +145,6 @@ def choose_pattern(
         raise ValueError(f"measure must be one of {MEASURES}, got {measure!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
-    positive = {"budget": budget, "layers": layers, "num_ranks": num_ranks, "head_dim": head_dim, "most": most}
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
 
     def cost(pattern: DilatedPattern) -> int:
         if measure == "pairs":
@@ -166,6 +173,12 @@ def choose_pattern(
     shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure) for each in mine]
     ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
     return Choices(num_tokens, num_heads, is_causal, budget, budget_of, measure, asked, ordered, tuple(meeting))
+
+
+def _several(name: str, values: Iterable[T]) -> tuple[T, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence, got {values!r}; put one in a tuple")
+    return tuple(values)
 
 
 def _default_budget(cost: Callable[[DilatedPattern], int], num_tokens: int, measure: Measure) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.fronts import MAX_FOLLOWED, MAX_STEPS, MOST_RESIDUES, layers_at_most, layers_of, layers_of_hull
-from flexdilated.analysis.lattice import Integers, Together, borders, checked, each_block, together
+from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, together
 from flexdilated.analysis.reach import reachable
 from flexdilated.pattern import DilatedPattern
 
@@ -50,7 +50,8 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
         pattern: Which positions attend to which.
         num_heads: Heads H. Under grouped-query attention these are key/value heads.
     """
-    checked(pattern, 1, num_heads)
+    _, num_heads = checked(pattern, 1, num_heads)
+    check_listable(pattern)
     found = []
     for branch, rate in enumerate(pattern.dilation_rates):
         kept = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
@@ -71,7 +72,8 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
         TypeError: If an argument has the wrong type.
         NotImplementedError: If there are too many segments before their borders repeat.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
+    check_listable(pattern)
     branches = together(pattern, num_tokens, num_heads)
     if any(len(branch.offsets) == branch.rate for branch in branches):
         return 0
@@ -144,7 +146,7 @@ def bound_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is
         TypeError: If an argument has the wrong type.
         NotImplementedError: If the segments are too many even for bounds.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     if num_tokens == 1:
         return LayerBounds(0, 0)
     branches = together(pattern, num_tokens, num_heads)

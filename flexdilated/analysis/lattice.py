@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, at_least_one
 
 __all__ = [
     "Integers",
@@ -19,6 +19,7 @@ __all__ = [
     "alike",
     "ascending",
     "borders",
+    "check_listable",
     "checked",
     "each_block",
     "meet",
@@ -30,6 +31,7 @@ Integers = NDArray[np.int64]
 
 MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit integers
 MOST_RATE = 2**31  # likewise: two of them are multiplied
+MOST_LISTED = 2**20  # residues
 MOST_CELLS = 2**22  # looked at for each set of branches: a few arrays of 32 MB
 
 
@@ -54,21 +56,30 @@ class Together(NamedTuple):
         return len(self.offsets) == self.rate
 
 
-def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
-    """Refuse what has no answer.
+def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
+    """The numbers as Python's integers; what has no answer is refused.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If the pattern is none.
+        TypeError: If an argument has the wrong type.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-    for name, value in (("num_tokens", num_tokens), ("num_heads", num_heads)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
     pattern.check_heads(num_heads)
+    return num_tokens, num_heads
+
+
+def check_listable(pattern: DilatedPattern) -> None:
+    """Refuse rates whose residues are too many to look at one by one.
+
+    Raises:
+        NotImplementedError: If they are.
+    """
+    if max(pattern.dilation_rates) > MOST_LISTED:
+        raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
 
 
 def alike(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:

@@ -7,7 +7,7 @@ from math import comb
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import Kept, alike, checked, each_block, meet, sum_exact
-from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
 
 __all__ = ["MAX_BRANCHES", "Balance", "balance", "count_flops", "count_multiplicities", "count_pairs"]
 
@@ -49,7 +49,7 @@ def count_pairs(
         ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
         TypeError: If an argument has the wrong type.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts = []
     for branch, (length, rate) in enumerate(pattern.branches):
         by_offset: dict[int, int] = {}
@@ -99,9 +99,7 @@ def count_flops(
     Raises:
         ValueError: As in `count_pairs`, or if head_dim is below 1.
     """
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
-    each = (FORWARD + BACKWARD * with_backward) * head_dim
+    each = (FORWARD + BACKWARD * with_backward) * at_least_one("head_dim", head_dim)
     counts = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
     return tuple(tuple(each * pairs for pairs in row) for row in counts)
 
@@ -138,7 +136,7 @@ def count_multiplicities(
         ValueError: As in `count_pairs`.
         NotImplementedError: If a head runs more than 12 branches, or rates have a least common multiple of 2**62 or more.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     found: list[dict[int, int]] = [{}] * num_heads
     known: dict[tuple[Kept, ...], int] = {}
     for kept, heads in alike(pattern, num_tokens, num_heads).items():

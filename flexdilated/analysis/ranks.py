@@ -7,10 +7,11 @@ from typing import NamedTuple
 from flexdilated.analysis.lattice import checked
 from flexdilated.distributed import cost
 from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, at_least_one
 
 __all__ = ["DTYPES", "RankCost", "count_rank_costs"]
 
+MOST_HEAD_DIM, MOST_BATCH = 2**12, 2**16  # bytes are 64-bit integers
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -45,9 +46,9 @@ def count_rank_costs(
         num_heads: Key/value heads.
         num_ranks: Ranks P that share the sequence.
         group: Query heads per key/value head.
-        head_dim: Elements per head.
+        head_dim: Elements per head, up to 4096.
         dtype: Of q, k and v: float32, bfloat16, float16 or float64.
-        batch: Sequences.
+        batch: Sequences, up to 65536.
         is_causal: Whether a query sees only keys at its own position and before.
 
     Returns:
@@ -58,10 +59,12 @@ def count_rank_costs(
         ValueError: If a number is below 1, a dtype is unknown, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    checked(pattern, num_tokens, num_heads)
-    for name, value in (("num_ranks", num_ranks), ("group", group), ("head_dim", head_dim), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    num_ranks, group = at_least_one("num_ranks", num_ranks), at_least_one("group", group)
+    head_dim, batch = at_least_one("head_dim", head_dim), at_least_one("batch", batch)
+    for name, value, most in (("head_dim", head_dim, MOST_HEAD_DIM), ("batch", batch, MOST_BATCH)):
+        if value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
     layer = Layer(pattern, num_tokens, num_ranks, num_heads * group, num_heads, head_dim, dtype, batch, is_causal=is_causal)

@@ -35,7 +35,7 @@ def farthest_keys(
         ValueError: If a position is outside the sequence, a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     at = _positions(queries, num_tokens)
     found = np.full((num_heads, len(at)), -1, np.int64)
     for kept, heads in alike(pattern, num_tokens, num_heads).items():
@@ -61,7 +61,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
         num_tokens: As in `farthest_keys`; of any size.
         num_heads: As in `farthest_keys`.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     found = [-1] * num_heads
     for kept, heads in alike(pattern, num_tokens, num_heads).items():
         most = max(((length - 1 - offset) // rate * rate if offset < length else -1) for length, rate, offset in kept)
@@ -91,7 +91,7 @@ def reachable(
     Raises:
         ValueError: As in `farthest_keys`, or if layers is below 0 or num_tokens above 4,096.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     _check_layers(layers)
     if num_tokens > MAX_MATRIX:
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
@@ -130,7 +130,7 @@ def keys_seen(
         ValueError: As in `farthest_keys`, or if layers is below 0.
         NotImplementedError: If more than 2**26 tokens could have been seen.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     _check_layers(layers)
     (at,) = _positions([query], num_tokens).tolist()
     branches = _branches(pattern, num_tokens, num_heads)

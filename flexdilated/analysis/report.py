@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexdilated.analysis.coverage import LayerBounds, bound_layers, count_uncovered, missing_residues
+from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, at_least_one
 
 __all__ = ["Analysis", "analyse"]
 
@@ -50,7 +51,7 @@ class Analysis:
 
     def flops(self, head_dim: int, *, with_backward: bool = False) -> int:
         """Floating-point operations over all heads, as `count_flops` counts them."""
-        return (14 if with_backward else 4) * head_dim * self.total_pairs
+        return (14 if with_backward else 4) * at_least_one("head_dim", head_dim) * self.total_pairs
 
 
 def analyse(
@@ -72,6 +73,7 @@ def analyse(
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     pairs = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
     not_counted: dict[str, str] = {}
     multiplicities = uncovered = bounds = tiles = None

@@ -10,11 +10,12 @@ import numpy as np
 
 from flexdilated.analysis.lattice import Integers, Kept, alike, ascending, checked, each_block
 from flexdilated.analysis.pairs import count_pairs
-from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
 
 __all__ = ["BLOCK_SIZE", "TileCount", "count_tiles"]
 
 BLOCK_SIZE = 128
+MOST_BLOCK_SIZE = 2**31  # rows of tiles are counted in 64-bit integers
 MAX_ROWS = 2**24  # of tiles in which a segment begins, looked at for each branch
 MAX_TILES = 2**62  # that there are: counts are 64-bit integers
 AT_ONCE = 2**19  # rows: a few arrays of 4 MB
@@ -59,9 +60,10 @@ def count_tiles(
         TypeError: If an argument has the wrong type.
         NotImplementedError: If a rate exceeds the block size, or more than 2**24 rows of tiles would have to be looked at.
     """
-    checked(pattern, num_tokens, num_heads)
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    block_size = at_least_one("block_size", block_size)
+    if block_size > MOST_BLOCK_SIZE:
+        raise ValueError(f"block_size must be at most {MOST_BLOCK_SIZE}, got {block_size}")
     if max(pattern.dilation_rates) > block_size:
         raise NotImplementedError(
             f"block_size must be at least the largest dilation rate={max(pattern.dilation_rates)} to count tiles without listing "

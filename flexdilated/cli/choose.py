@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flexdilated.analysis.choice import UNITS, Choices, choose_pattern
+from flexdilated.analysis.choice import MOST_HEADS, MOST_RANKS, UNITS, Choices, choose_pattern
+from flexdilated.analysis.ranks import MOST_HEAD_DIM
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.draw.choices import draw_choices
 
 __all__ = ["choose"]
 
-MAX_HEADS, MAX_RANKS = 1024, 64
 LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
 EXPLANATION = """\
 rows: whether each branch keeps all of its rows in some head, or only some: rates beyond the heads leave rows out
@@ -53,7 +53,7 @@ def choose(
             "or of dense attention if fewer; the memory of dense attention; a tenth of its traffic."
         ),
     ] = None,
-    heads: Annotated[int, typer.Option(help=f"Heads H, 1 to {MAX_HEADS}; of grouped-query attention the key/value heads.")] = 12,
+    heads: Annotated[int, typer.Option(help=f"Heads H, 1 to {MOST_HEADS}; of grouped-query attention the key/value heads.")] = 12,
     measure: Annotated[
         MeasureName,
         typer.Option(
@@ -74,8 +74,8 @@ def choose(
         int | None, typer.Option("--within-layers", help="The most layers for the goal reach. Default: any number.")
     ] = None,
     causal: options.CausalOption = False,
-    ranks: Annotated[int, typer.Option("--context-parallel", help=f"Ranks that share the sequence, 1 to {MAX_RANKS}.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Elements per head, for memory and traffic.")] = 64,
+    ranks: Annotated[int, typer.Option("--context-parallel", help=f"Ranks that share the sequence, 1 to {MOST_RANKS}.")] = 1,
+    head_dim: Annotated[int, typer.Option(help=f"Elements per head, 1 to {MOST_HEAD_DIM}, for memory and traffic.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
     segment_lengths: Annotated[
         str | None, typer.Option(help="A pattern of yours to place among the others: tokens per segment, comma separated.")
@@ -93,8 +93,19 @@ def choose(
     options.check_range("--tokens", tokens, options.MAX_LENGTH)
     if budget is not None:
         options.check_range("--budget", budget, LIMIT)
-    options.check_range("--heads", heads, MAX_HEADS)
-    options.check_range("--context-parallel", ranks, MAX_RANKS)
+    for option, value, limit in (
+        ("--heads", heads, MOST_HEADS),
+        ("--context-parallel", ranks, MOST_RANKS),
+        ("--head-dim", head_dim, MOST_HEAD_DIM),
+        ("--within-layers", layers, LIMIT),
+        ("--most", most, LIMIT),
+    ):
+        if value is not None:
+            options.check_range(option, value, limit)
+    if causal and goal is not None and GoalName.REACH in goal:
+        refuse("--goal must not be reach with --causal: a token meets the one before it in one layer or never; leave it out")
+    if layers is not None and (causal or (goal is not None and GoalName.REACH not in goal)):
+        refuse(f"--within-layers must come with the goal reach, got {layers}; --goal reach asks for it, without --causal")
     options.dtype_named(dtype)
     patterns = []
     if preset is not None or segment_lengths is not None:

@@ -142,8 +142,12 @@ def spelled(*dtypes: torch.dtype) -> str:
 
 def check_picture(output: Path | None) -> None:
     """Refuse a name that is not one of a picture."""
-    if output is not None and output.suffix.lower() != ".png":
+    if output is None:
+        return
+    if output.suffix.lower() != ".png":
         refuse(f"--output must end in .png, got '{output}'")
+    if not output.parent.exists():
+        refuse(f"--output must be a file that can be written, got '{output}': No such file or directory")
 
 
 def save_picture(figure: Figure, output: Path) -> None:

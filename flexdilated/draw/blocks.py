@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from flexdilated.analysis.lattice import checked
+from flexdilated.analysis.tiles import MOST_BLOCK_SIZE
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, at_least_one
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,9 +49,10 @@ def draw_blocks(
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
     """
-    checked(pattern, num_tokens, num_heads)
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    block_size = at_least_one("block_size", block_size)
+    if block_size > MOST_BLOCK_SIZE:
+        raise ValueError(f"block_size must be at most {MOST_BLOCK_SIZE}, got {block_size}")
     picture, _ = block_panels(pattern, num_tokens, num_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
     return figure_of(picture)
 

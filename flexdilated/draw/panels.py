@@ -76,6 +76,8 @@ def pattern_title(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None, density: str
 ) -> list[str]:
     """What is drawn, in lines."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {name!r}")
     lengths, rates = (", ".join(map(str, values)) for values in (pattern.segment_lengths, pattern.dilation_rates))
     rule = " grouped by branch" if pattern.heads == "grouped" else f", {pattern.offsets} offsets"
     heads = "1 head" if num_heads == 1 else f"{num_heads} heads"

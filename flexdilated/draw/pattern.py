@@ -41,6 +41,7 @@ def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is
     position = np.arange(num_tokens)
     counts = np.zeros((num_heads, num_tokens, num_tokens), dtype=np.int64)
     for branch, (length, rate) in enumerate(pattern.branches):
+        length, rate = min(length, num_tokens), min(rate, num_tokens)
         same_segment = position[:, None] // length == position // length
         for head in pattern.head_range(branch, num_heads):
             kept = position % length % rate == pattern.offset(branch, head, num_heads)
@@ -65,7 +66,7 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
             sequences.
         TypeError: If an argument has the wrong type.
     """
-    checked(pattern, num_tokens, num_heads)
+    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     for what, value, most in (("num_tokens", num_tokens, MAX_TOKENS), ("num_heads", num_heads, MAX_HEADS)):
         if not 1 <= value <= most:
             advice = "; divide all segment lengths and the tokens by one number, or use flexdilated.draw.blocks.draw_blocks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flexdilated import DilatedPattern
@@ -167,3 +168,39 @@ def test_the_picture_has_a_legend_entry_for_everything_in_it(goals: tuple[Goal, 
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.texts] == [str(i + 1) for i in range(len(found.shown))]
     assert (axes.get_xlabel(), axes.get_title()) == ("pairs", "307 tokens, 5 heads, not causal")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 1e6}, r"budget must be an integer, got 1000000\.0"),
+        ({"layers": "2"}, "layers must be an integer, got '2'"),
+        ({"most": 2.5}, r"most must be an integer, got 2\.5"),
+        ({"head_dim": True}, "head_dim must be an integer, got True"),
+        ({"num_ranks": 2.0}, r"num_ranks must be an integer, got 2\.0"),
+        ({"is_causal": "no"}, "is_causal must be a bool, got 'no'"),
+        ({"goals": "reach"}, "goals must be a sequence, got 'reach'; put one in a tuple"),
+        ({"goals": 5}, "goals must be a sequence, got 5"),
+        ({"patterns": DilatedPattern((4,), (1,))}, r"patterns must be a sequence, got DilatedPattern\(.*; put one in a tuple"),
+    ],
+)
+def test_refuses_other_types_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        choose_pattern(11, 2, **options)  # type: ignore[arg-type]
+
+
+def test_refuses_what_would_take_minutes_or_leave_64_bits() -> None:
+    with pytest.raises(ValueError, match=r"^num_heads must be at most 1024, got 1025"):
+        choose_pattern(11, 1025)
+    with pytest.raises(ValueError, match=r"^num_ranks must be at most 64, got 65"):
+        choose_pattern(11, 2, num_ranks=65, measure="traffic")
+    with pytest.raises(ValueError, match=r"^head_dim must be at most 4096, got 1000"):
+        choose_pattern(11, 2, head_dim=10**30, measure="memory")
+    with pytest.raises(NotImplementedError, match=r"^dilation_rates must be at most 1048576 to list residues, got"):
+        choose_pattern(11, 2, patterns=[DilatedPattern((10**30,), (10**29,))])
+
+
+def test_takes_integers_of_numpy_and_names_a_goal_once() -> None:
+    expected = choose_pattern(1009, 3, budget=10**6, goals=["cover"])
+    found = choose_pattern(np.int16(1009), np.int8(3), budget=np.int32(10**6), goals=["cover", "cover"])  # type: ignore[arg-type]
+    assert found == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,9 +85,33 @@ def test_refuses_numbers_and_types_without_an_answer() -> None:
         analyse(pattern, 0, 3)
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         analyse(pattern, 3, 0)
-    with pytest.raises(TypeError, match=r"num_tokens must be an int, got 3\.0"):
+    with pytest.raises(TypeError, match=r"num_tokens must be an integer, got 3\.0"):
         analyse(pattern, 3.0, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got tuple"):
         analyse((5, 7), 3, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pattern must have at most one branch per key/value head=2"):
         analyse(pattern, 3, 2)
+
+
+def test_integers_of_numpy_do_not_overflow() -> None:
+    pattern = DilatedPattern((1009, 4001), (1, 3))
+    expected = analyse(pattern, 32003, 7)
+    found = analyse(pattern, np.int16(32003), np.int8(7))  # type: ignore[arg-type]
+    assert found == expected
+    assert pattern.count_pairs(np.int16(32003), np.int8(7)) == expected.total_pairs  # type: ignore[arg-type]
+
+
+def test_numbers_of_other_types_are_refused_by_name() -> None:
+    pattern = DilatedPattern((11, 23), (1, 3))
+    with pytest.raises(TypeError, match=r"^num_tokens must be an integer, got 64\.5"):
+        pattern.count_pairs(64.5, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^num_heads must be at least 1, got -4"):
+        pattern.count_pairs(64, -4)
+    with pytest.raises(TypeError, match=r"^block_size must be an integer, got 1\.5"):
+        analyse(pattern, 61, 3, block_size=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^block_size must be at most 2147483648, got"):
+        analyse(pattern, 61, 3, block_size=2**70)
+    with pytest.raises(TypeError, match=r"^is_causal must be a bool, got 'no'"):
+        analyse(pattern, 61, 3, is_causal="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^head_dim must be an integer, got '64'"):
+        analyse(pattern, 61, 3).flops("64")  # type: ignore[arg-type]

@@ -52,7 +52,16 @@ def test_says_that_no_pattern_meets_the_goals() -> None:
         (("--tokens", 9, "--budget", 0), "--budget must be in [1, "),
         (("--tokens", 9, "--budget", 9, "--heads", 0), "--heads must be in [1, 1024], got 0"),
         (("--tokens", 9, "--budget", 9, "--context-parallel", 65), "--context-parallel must be in [1, 64], got 65"),
-        (("--tokens", 9, "--budget", 9, "--causal", "--goal", "reach"), "goals must not hold 'reach' with"),
+        (("--tokens", 9, "--budget", 9, "--causal", "--goal", "reach"), "--goal must not be reach with --causal: "),
+        (("--tokens", 9, "--causal", "--within-layers", 2), "--within-layers must come with the goal reach, got 2"),
+        (("--tokens", 9, "--within-layers", 0), "--within-layers must be in [1, "),
+        (("--tokens", 9, "--most", 0), "--most must be in [1, "),
+        (("--tokens", 9, "--head-dim", 10**27, "--measure", "memory"), "--head-dim must be in [1, 4096], got 1000"),
+        (
+            ("--tokens", 9, "--segment-lengths", 2**40, "--dilation-rates", 2**40),
+            "--dilation-rates must be at most 1048576 to list",
+        ),
+        (("--tokens", 9, "--output", "no/such/folder/a.png"), "--output must be a file that can be written, got 'no/such"),
         (("--tokens", 9, "--budget", 9, "--segment-lengths", "4"), "--dilation-rates must come with --segment-lengths, got none"),
         (
             ("--tokens", 9, "--budget", 9, "--dilation-rates", "4"),

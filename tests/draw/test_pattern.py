@@ -102,7 +102,7 @@ def test_pictures_refuse_numbers_and_types_without_an_answer() -> None:
             draw_it(THREE, 7, 0)
         with pytest.raises(ValueError, match="num_tokens must be at least 1, got -3"):
             draw_it(THREE, -3, 2)
-        with pytest.raises(TypeError, match="num_tokens must be an int, got '7'"):
+        with pytest.raises(TypeError, match="num_tokens must be an integer, got '7'"):
             draw_it(THREE, "7", 2)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got NoneType"):
             draw_it(None, 7, 2)  # type: ignore[arg-type]
@@ -119,3 +119,15 @@ def test_dollar_signs_in_names_are_dollar_signs() -> None:
     ]
     for figure in figures:
         figure.canvas.draw()
+
+
+def test_pictures_refuse_other_types_and_take_segments_beyond_the_sequence() -> None:
+    for draw_it in (draw, draw_blocks):
+        with pytest.raises(TypeError, match=r"^is_causal must be a bool, got 'x'"):
+            draw_it(THREE, 7, 2, is_causal="x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^name must be a str, got 5"):
+            draw_it(THREE, 7, 2, name=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^block_size must be at most 2147483648, got"):
+        draw_blocks(THREE, 7, 2, block_size=2**70)
+    beyond = multiplicity(DilatedPattern((10**30, 10**30), (1, 10**29)), 7, 3)
+    np.testing.assert_array_equal(beyond, multiplicity(DilatedPattern((7, 7), (1, 7)), 7, 3))
