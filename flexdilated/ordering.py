@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.pattern import is_integer
+
 __all__ = ["ORDERS", "Order", "coordinate_order", "grid_order", "reorder", "restore"]
 
 Curve = Literal["hilbert", "serpentine", "row_major"]
@@ -126,7 +128,7 @@ def check_grid(grid: Sequence[int]) -> tuple[int, int]:
     if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
         raise ValueError(f"grid must be (height, width), got {grid!r}; {ONE_DIMENSIONAL}")
     for name, size in zip(("height", "width"), grid):
-        if isinstance(size, bool) or not isinstance(size, int):
+        if not is_integer(size):
             raise TypeError(f"grid {name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"grid {name} must be at least 1, got {size}")

@@ -241,6 +241,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def is_integer(x: object) -> bool:
+    """Whether x is an int of Python, and no bool."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def at_least_one(name: str, value: object) -> int:
     """An integer of at least 1, as Python's: numpy's overflow.
 

@@ -14,8 +14,6 @@ from flexdilated.analysis.pairs import balance
 from flexdilated.analysis.ranks import DTYPES, count_rank_costs
 from flexdilated.pattern import Branch, DilatedPattern, at_least_one
 
-__all__ = ["GOALS", "MEASURES", "Choice", "Choices", "Goal", "Measure", "choose_pattern"]
-
 Goal = Literal["reach", "cover", "balance"]
 Measure = Literal["pairs", "memory", "traffic"]
 GOALS: tuple[Goal, ...] = get_args(Goal)

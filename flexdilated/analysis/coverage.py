@@ -22,8 +22,6 @@ from flexdilated.analysis.lattice import Integers, Together, borders, check_list
 from flexdilated.analysis.reach import reachable
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["LayerBounds", "bound_layers", "count_uncovered", "layers_to_cover", "missing_residues"]
-
 MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise
 MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer

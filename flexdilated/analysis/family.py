@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["family"]
-
 SHORTEST, MOST_RATE = 32, 1024
 MOST_BRANCHES = 5
 MOST_KINDS = 2048  # kinds of tokens to look at, of each pattern

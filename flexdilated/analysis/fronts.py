@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, Together, borders
 
-__all__ = ["MAX_FOLLOWED", "MAX_STEPS", "MOST_RESIDUES", "layers_at_most", "layers_of", "layers_of_hull"]
-
 MAX_FOLLOWED = 2**13  # layers that one token is followed through
 MAX_STEPS = 2**20  # layers that a bound is followed through
 MOST_RESIDUES = 64  # modulo the least common multiple of the rates: a bit each

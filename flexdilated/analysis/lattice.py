@@ -12,21 +12,6 @@ from numpy.typing import NDArray
 
 from flexdilated.pattern import DilatedPattern, at_least_one
 
-__all__ = [
-    "Integers",
-    "Kept",
-    "Together",
-    "alike",
-    "ascending",
-    "borders",
-    "check_listable",
-    "checked",
-    "each_block",
-    "meet",
-    "sum_exact",
-    "together",
-]
-
 Integers = NDArray[np.int64]
 
 MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit integers

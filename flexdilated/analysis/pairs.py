@@ -9,8 +9,6 @@ from typing import NamedTuple
 from flexdilated.analysis.lattice import Kept, alike, checked, each_block, meet, sum_exact
 from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
 
-__all__ = ["MAX_BRANCHES", "Balance", "balance", "count_flops", "count_multiplicities", "count_pairs"]
-
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 

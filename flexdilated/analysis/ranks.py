@@ -9,8 +9,6 @@ from flexdilated.distributed import cost
 from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
 from flexdilated.pattern import DilatedPattern, at_least_one
 
-__all__ = ["DTYPES", "RankCost", "count_rank_costs"]
-
 MOST_HEAD_DIM, MOST_BATCH = 2**12, 2**16  # bytes are 64-bit integers
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, alike, checked
-from flexdilated.pattern import DilatedPattern
-
-__all__ = ["MAX_WINDOW", "farthest_keys", "keys_seen", "longest_reach", "reachable"]
+from flexdilated.pattern import DilatedPattern, is_integer
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
@@ -182,7 +180,7 @@ def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[
 
 
 def _check_layers(layers: int) -> None:
-    if isinstance(layers, bool) or not isinstance(layers, int):
+    if not is_integer(layers):
         raise TypeError(f"layers must be an int, got {layers!r}")
     if layers < 0:
         raise ValueError(f"layers must be at least 0, got {layers}")

@@ -11,8 +11,6 @@ from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
 from flexdilated.pattern import DilatedPattern, at_least_one
 
-__all__ = ["Analysis", "analyse"]
-
 
 @dataclass(frozen=True)
 class Analysis:

@@ -12,8 +12,6 @@ from flexdilated.analysis.lattice import Integers, Kept, alike, ascending, check
 from flexdilated.analysis.pairs import count_pairs
 from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
 
-__all__ = ["BLOCK_SIZE", "TileCount", "count_tiles"]
-
 BLOCK_SIZE = 128
 MOST_BLOCK_SIZE = 2**31  # rows of tiles are counted in 64-bit integers
 MAX_ROWS = 2**24  # of tiles in which a segment begins, looked at for each branch

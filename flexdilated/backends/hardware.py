@@ -18,6 +18,9 @@ TRACES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.11"
 TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 
+# Whether torch was built for AMD's GPUs, which call themselves CUDA too.
+ON_ROCM = torch.version.hip is not None
+
 AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(name))
 
 

@@ -32,8 +32,6 @@ from flexdilated.backends.traffic import (
 )
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["DEVICES", "ENGINES", "Device", "Engine", "Work", "seconds", "useful_flops", "work"]
-
 
 class Work(NamedTuple):
     """The steps of one direction of a call."""

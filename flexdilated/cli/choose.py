@@ -18,8 +18,6 @@ from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.draw.choices import draw_choices
 
-__all__ = ["choose"]
-
 LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
 EXPLANATION = """\
 rows: whether each branch keeps all of its rows in some head, or only some: rates beyond the heads leave rows out

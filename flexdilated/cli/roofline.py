@@ -16,8 +16,6 @@ from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.roofline import DEVICES, ENGINES, Device, Engine, Work, seconds, useful_flops, work
 from flexdilated.pattern import DilatedPattern
 
-__all__ = ["roofline"]
-
 # As the benchmarks take them: GigaPath's branches without torchscale's zero keys and constant weights.
 PATTERNS = {
     "longnet": DilatedPattern.longnet(),

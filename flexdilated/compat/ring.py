@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
 from flexdilated.nn.attention import DilatedAttention
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 
 SAMPLES = 256  # elements of a tensor that ranks compare
 TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by
@@ -142,7 +142,7 @@ class _Shard(torch.autograd.Function):
 
 def _find_ring(ring_size: int | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group whose ranks share a sequence, None where this rank is alone."""
-    if ring_size is not None and (isinstance(ring_size, bool) or not isinstance(ring_size, int)):
+    if ring_size is not None and not is_integer(ring_size):
         raise TypeError(f"ring_size must be an integer or None, got {ring_size!r}")
     if group is None:
         if ring_size == 1:

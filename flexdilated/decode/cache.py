@@ -16,7 +16,7 @@ from flexdilated.backends.hardware import holds_values, without_autocast
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import DTYPES, check_dense, check_scale
 from flexdilated.decode.store import BLOCK, Store, Tokens, marked
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 
 
 class DilatedKVCache:
@@ -63,7 +63,7 @@ class DilatedKVCache:
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, value in (sizes if max_length is None else sizes | {"max_length": max_length}).items():
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not is_integer(value):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -238,7 +238,7 @@ class DilatedKVCache:
                 raise ValueError(f"length must have shape (B,)=({self.batch_size},), got {tuple(length.shape)}")
             wanted = length.tolist()
         else:
-            if isinstance(length, bool) or not isinstance(length, int):
+            if not is_integer(length):
                 raise TypeError(f"length must be an integer or a tensor, got {length!r}")
             wanted = [length] * self.batch_size
         for b, (new, old) in enumerate(zip(wanted, self._lengths.tolist())):

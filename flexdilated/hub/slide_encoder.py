@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.hub.encoder import LongNetEncoder
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 
 
 class LongNetViT(nn.Module):
@@ -56,7 +56,7 @@ class LongNetViT(nn.Module):
         super().__init__()
         sizes = {"in_chans": in_chans, "depth": depth, "slide_ngrids": slide_ngrids}
         for name, value in {**sizes, "tile_size": tile_size, "max_wsi_size": max_wsi_size}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if embed_dim < 4 or embed_dim % 4:
             raise ValueError(f"embed_dim must be a multiple of 4, got {embed_dim}")

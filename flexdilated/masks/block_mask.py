@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexdilated.backends.pieces import uncached
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 from flexdilated.reference import MaskMod
 
 LARGE = 1 << 22  # entries: 16 MiB
@@ -237,7 +237,7 @@ def _shaped(
 
 def _block_sizes(size: int | tuple[int, int]) -> tuple[int, int]:
     sizes = size if isinstance(size, tuple) else (size, size)
-    if len(sizes) != 2 or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
+    if len(sizes) != 2 or any(not is_integer(s) for s in sizes):
         raise TypeError(f"BLOCK_SIZE must be an integer or a pair of them, got {size!r}")
     if min(sizes) < 1:
         raise ValueError(f"BLOCK_SIZE must be at least 1, got {size}")

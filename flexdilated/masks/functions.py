@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.pieces import plan_pieces, uncached
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 from flexdilated.reference import MaskMod, ScoreMod
 
 
@@ -147,7 +147,7 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     for name, value in (("num_heads", num_heads), ("seq_len", seq_len), ("num_kv_heads", kv_heads)):
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_integer(value):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

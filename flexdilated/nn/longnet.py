@@ -25,7 +25,7 @@ from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import Sampler
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, is_integer
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDICES = (torch.int64, torch.int32)  # what an embedding takes
@@ -71,7 +71,7 @@ class LongNetConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (not is_integer(value) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not isinstance(self.pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(self.pattern).__name__}")
@@ -340,7 +340,7 @@ class LongNetLM(nn.Module):
             raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")
         if not (holds_values(tokens) and holds_values(next(self.parameters()))):
             raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not is_integer(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
         if isinstance(stop_tokens, (int, str)) or not isinstance(stop_tokens, Iterable):
             raise TypeError(f"stop_tokens must be a sequence of tokens, got {stop_tokens!r}")

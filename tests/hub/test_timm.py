@@ -14,23 +14,10 @@ from flexdilated import DilatedPattern, MultiheadDilatedAttention, convert, refe
 from flexdilated.hub.timm import TimmAttention
 from tests.tolerances import EXACT
 
-REGISTER_FAKE = torch.library.register_fake
+pytest.importorskip("docs.vision", reason="needs torchvision: nox -s tests_timm", exc_type=ImportError)
+timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
 
-
-def _register_fake(name: Any, *arguments: Any, **options: Any) -> Any:
-    """torchvision describes operators that its wheel for another torch does not bring; none of them is used here."""
-    if isinstance(name, str) and name.startswith("torchvision::"):
-        return lambda function: function
-    return REGISTER_FAKE(name, *arguments, **options)
-
-
-torch.library.register_fake = _register_fake  # type: ignore[assignment]
-try:
-    timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
-    torchvision = pytest.importorskip("torchvision", reason="needs torchvision: nox -s tests_timm")
-finally:
-    torch.library.register_fake = REGISTER_FAKE
-
+import torchvision  # noqa: E402
 from timm.layers import Attention, AttentionRope, RotaryEmbeddingCat  # noqa: E402
 from timm.models.eva import EvaAttention  # noqa: E402
 

@@ -19,8 +19,6 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.request import Request
 from flexdilated.reference import ScoreMod
 
-__all__ = ["call", "why_not"]
-
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 INT32_LIMIT = 1 << 31

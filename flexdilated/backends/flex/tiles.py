@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-ON_ROCM = torch.version.hip is not None
+from flexdilated.backends.hardware import ON_ROCM
 
 
 def _forward(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:

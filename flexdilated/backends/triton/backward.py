@@ -16,8 +16,6 @@ from flexdilated.backends.triton.places import (
     strides,
 )
 
-__all__ = ["differentiate_keys", "differentiate_queries", "prepare"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
 ROWS_AND_MASK = ("rows_batch", "rows_head", "ignored_batch", "ignored_token")

@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import ON_ROCM
 from flexdilated.backends.kernel import InPlace, Kernel, Options
 from flexdilated.backends.request import Request
 
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
 MOST_HEAD_DIM = 256
-
 
 # One module under several names: of releases, of torch's nightly builds, and of Windows.
 DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
@@ -39,7 +39,6 @@ def _wanted() -> str:
 # Asked once: metadata cannot be traced by torch.compile.
 INSTALLED = _installed()
 WANTED = _wanted()
-ON_ROCM = torch.version.hip is not None
 # Triton's own switch, which it reads when it is imported: kernels then run on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
 INTERPRETED_DTYPES = (torch.float32, torch.float16)  # it multiplies bfloat16 as the integers of its bits

@@ -16,8 +16,6 @@ from flexdilated.backends.triton.places import (
     strides,
 )
 
-__all__ = ["attend"]
-
 LN2 = tl.constexpr(0.6931471805599453)
 INFINITY = tl.constexpr(float("inf"))
 SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once

@@ -18,8 +18,6 @@ from flexdilated.backends.triton.backward import differentiate_keys, differentia
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
 
-__all__ = ["backward", "dense_backward", "dense_forward", "forward", "options_of"]
-
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 

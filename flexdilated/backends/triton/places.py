@@ -3,19 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = [
-    "PIECE",
-    "load_described",
-    "load_rows",
-    "load_seen",
-    "place",
-    "row_pointers",
-    "rows_of",
-    "seen_range",
-    "step_of",
-    "strides",
-]
-
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
 PIECE = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "first_out", "out_segment_stride",

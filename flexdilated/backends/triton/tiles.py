@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Tiles", "padded", "tiles_of"]
-
 
 class Tiles(NamedTuple):
     """Queries and keys that a program takes at once, its warps, and how many tiles it loads ahead."""
