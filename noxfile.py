@@ -67,9 +67,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types, strictly."""
+    """Types: of the package strictly, of the benchmarks so that a name that is gone is found."""
     session.install(f"torch=={TORCH}")
-    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1")
+    session.install("-e", ".[test]", f"torch=={TORCH}", "mypy==2.4.1")
     session.run("mypy")
 
 

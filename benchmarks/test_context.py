@@ -50,6 +50,7 @@ from flexdilated.distributed import cost
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from tests.distributed.cases import executors
 
 MILLION = 1 << 20
 GIGAPATH = DilatedPattern(DilatedPattern.gigapath().segment_lengths, DilatedPattern.gigapath().dilation_rates)
@@ -156,7 +157,7 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
         for branch, (w, r) in enumerate(plan.pattern.branches):
             offset = plan.pattern.offset(branch, head, plan.num_heads)
             cut = [s for s in range(0, plan.num_tokens, w) if s // length != (min(s + w, plan.num_tokens) - 1) // length]
-            takers = plan.executors(branch, head) if exchange == "heads" else np.full(len(cut), -1)
+            takers = executors(plan, branch, head) if exchange == "heads" else [-1] * len(cut)
             assert len(takers) == len(cut)
             for start, taker in zip(cut, takers):
                 end = min(start + w, plan.num_tokens)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -160,3 +161,11 @@ def grid(size: int) -> DeviceMesh:
     """Ranks in two axes of two or more where their number allows it."""
     rows = 2 if size % 2 == 0 else 1
     return init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
+
+
+def executors(plan: ContextPlan, branch: int, head: int) -> list[int]:
+    """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
+    place = [each for each, _ in plan.kept[branch].heads].index(head)
+    takers, chosen = np.full(len(plan.cut[branch]), -1), np.flatnonzero(plan.by_heads[branch])
+    takers[chosen] = plan.deal(branch, chosen)[:, place]
+    return takers.tolist()

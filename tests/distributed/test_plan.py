@@ -22,6 +22,7 @@ from flexdilated.distributed.spans import Kept, Spans, count_rows
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
 from flexdilated.reference import _rows
 from tests.cases import least_heads
+from tests.distributed.cases import executors
 
 # -- the definition -----------------------------------------------------------------------------------------------------------
 
@@ -187,14 +188,6 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
     """`(peer, head, token)` of each row."""
     messages = plan.messages(exchange, kind, rank, sent=sent)
     return [(peer, head, token) for peer, *rows in messages for head, token in zip(*(x.tolist() for x in rows))]
-
-
-def executors(plan: ContextPlan, branch: int, head: int) -> list[int]:
-    """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
-    place = [each for each, _ in plan.kept[branch].heads].index(head)
-    takers, chosen = np.full(len(plan.cut[branch]), -1), np.flatnonzero(plan.by_heads[branch])
-    takers[chosen] = plan.deal(branch, chosen)[:, place]
-    return takers.tolist()
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------------
