@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
@@ -59,6 +60,7 @@ class LongNetEncoder(nn.Module):
         drop_path_rate: Probability, in training, that the last layer's branches are dropped for a whole sample.
         layer_norm_eps: Epsilon of the LayerNorms.
         backend: Engine of the attention: `"auto"` or a name.
+        mesh: A 1-D `DeviceMesh` over which the sequence is sharded: calls take and give this rank's shard. Default: it is whole.
 
     Raises:
         ValueError: If a number is below 1 or does not divide, or a probability is outside [0, 1).
@@ -77,8 +79,10 @@ class LongNetEncoder(nn.Module):
         drop_path_rate: float = 0.0,
         layer_norm_eps: float = 1e-5,
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        self.pattern = pattern
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         for name, value in (("num_layers", num_layers), ("ffn_dim", ffn_dim)):
             if value < 1:
@@ -97,6 +101,7 @@ class LongNetEncoder(nn.Module):
                 layer_norm_eps=layer_norm_eps,
                 gamma_init=gamma,
                 backend=backend,
+                mesh=mesh,
             )
             ffn = FeedForward(embed_dim, ffn_dim, gamma_init=gamma, layer_norm_eps=layer_norm_eps)
             layer = Block(attention, ffn, dropout_p=dropout_p, layer_norm_eps=layer_norm_eps)
@@ -108,7 +113,14 @@ class LongNetEncoder(nn.Module):
         self.layers = nn.ModuleList(block(i) for i in range(num_layers))
         self.layer_norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps)
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """`(B, N, embed_dim)` to the same.
 
         Args:
@@ -116,13 +128,20 @@ class LongNetEncoder(nn.Module):
             key_padding_mask: `(B, N)` bool, True where a token is ignored by the others. Under `zero_padding` the number of zero
                 keys still follows N: for what each sequence gives alone, pack them and pass `cu_seqlens`.
             cu_seqlens: `(num_sequences + 1,)` borders of packed sequences, for B = 1. A dropped path is then dropped for all.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
         """
-        for state in self.hidden_states(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens):
+        states = self.hidden_states(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, shard_lengths=shard_lengths)
+        for state in states:
             last = state
         return self.layer_norm(last)
 
     def hidden_states(
-        self, x: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Iterator[Tensor]:
         """The input after dropout, then each layer's output, `num_layers + 1` tensors `(B, N, embed_dim)`.
 
@@ -132,5 +151,5 @@ class LongNetEncoder(nn.Module):
         x = self.dropout(x)
         yield x
         for layer in self.layers:
-            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=None)
+            x = layer(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, rotation=None, shard_lengths=shard_lengths)
             yield x

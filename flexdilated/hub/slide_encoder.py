@@ -1,14 +1,20 @@
-"""Prov-GigaPath's slide encoder: tile embeddings and coordinates in, slide embedding out."""
+"""Prov-GigaPath's slide encoder: tile embeddings and coordinates in, slide embedding out. Long: each argument and its refusals."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.backends.hardware import autocast_dtype
+from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
 from flexdilated.hub.encoder import LongNetEncoder
+from flexdilated.ordering import ORDERS, Curve, coordinate_order
 from flexdilated.pattern import DilatedPattern, is_integer
 
 
@@ -27,14 +33,21 @@ class LongNetViT(nn.Module):
         slide_ngrids: Cells along each side of the grid that coordinates must lie in. The positions do not depend on it.
         tile_size: Side of a cell, in the pixels of the coordinates.
         max_wsi_size: Side of the largest slide, in pixels; with `tile_size` it sets the segments, `DilatedPattern.gigapath`.
+        pattern: Which tokens attend to which, in place of that pattern.
+        order: The curve along which the tiles of a slide become a sequence: one of `flexdilated.ordering.ORDERS`. None: as they
+            are given, which is the order of the published weights. It changes what the model computes: weights belong to an order.
+        mlp_ratio: Elements inside the feed-forward networks, per element of a token.
         global_pool: Whether the tiles are averaged, instead of taking the class token.
         dropout: Probability, in training, of dropping an element of the tokens and of every branch.
         drop_path_rate: Probability, in training, that the last layer's branches are dropped for a whole slide.
         norm_eps: Epsilon of `norm`; those of the encoder are 1e-5.
         backend: Engine of the attention: `"auto"` or a name.
+        mesh: A 1-D `DeviceMesh` over which the tiles of one slide are sharded. Default: slides are whole.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, or a probability is outside [0, 1).
+        ValueError: If a number is below 1 or does not divide, a probability is outside [0, 1), or the order is unknown.
+        TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
+        NotImplementedError: If an order comes with a mesh.
     """
 
     def __init__(
@@ -47,11 +60,15 @@ class LongNetViT(nn.Module):
         slide_ngrids: int = 1000,
         tile_size: int = 256,
         max_wsi_size: int = 262144,
+        pattern: DilatedPattern | None = None,
+        order: Curve | None = None,
+        mlp_ratio: float = 4.0,
         global_pool: bool = False,
         dropout: float = 0.25,
         drop_path_rate: float = 0.1,
         norm_eps: float = 1e-6,
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         sizes = {"in_chans": in_chans, "depth": depth, "slide_ngrids": slide_ngrids}
@@ -62,6 +79,13 @@ class LongNetViT(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of 4, got {embed_dim}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if int(embed_dim * mlp_ratio) < 1:
+            raise ValueError(f"mlp_ratio must leave an element of embed_dim={embed_dim}, got {mlp_ratio}")
+        if order is not None and order not in ORDERS:
+            raise ValueError(f"order must be None or one of {ORDERS}, got {order!r}")
+        if order is not None and mesh is not None:
+            raise NotImplementedError(f"order must be None with mesh, got {order!r}: a rank holds a part of the slide alone")
+        self.order, self.mesh, self.drop_path_rate = order, mesh, drop_path_rate
         self.in_chans, self.embed_dim, self.global_pool = in_chans, embed_dim, global_pool
         self.slide_ngrids, self.tile_size = slide_ngrids, tile_size
         self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Linear(in_chans, embed_dim)))
@@ -70,10 +94,12 @@ class LongNetViT(nn.Module):
             embed_dim,
             depth,
             num_heads,
-            DilatedPattern.gigapath(max_wsi_size, tile_size),
+            DilatedPattern.gigapath(max_wsi_size, tile_size) if pattern is None else pattern,
+            ffn_dim=int(embed_dim * mlp_ratio),
             dropout_p=dropout,
             drop_path_rate=drop_path_rate,
             backend=backend,
+            mesh=mesh,
         )
         self.norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.reset_parameters()
@@ -88,6 +114,11 @@ class LongNetViT(nn.Module):
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
 
+    @property
+    def pattern(self) -> DilatedPattern:
+        """Which tokens attend to which."""
+        return self.encoder.pattern
+
     def forward(
         self,
         x: Tensor,
@@ -95,7 +126,9 @@ class LongNetViT(nn.Module):
         all_layer_embed: bool = False,
         *,
         padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         return_tokens: bool = False,
+        shard_lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Embeddings of a batch of slides.
 
@@ -107,24 +140,37 @@ class LongNetViT(nn.Module):
             padding_mask: `(B, N)` bool, True where there is no tile. What x and coords hold there has no effect: a slide with
                 padding is encoded without it, by itself, so it gives what it gives alone. (The zero keys of the pattern follow
                 the number of tiles, so a mask on the keys would not.)
+            cu_seqlens: `(S + 1,)` integers, for B = 1: the tiles are those of S slides, one after another, which begin and end at
+                these tiles. Each slide gets a class token and gives what it gives alone.
             return_tokens: Whether to return the tokens that are pooled, instead of the pooled embedding.
+            shard_lengths: With a mesh, where x and coords are this rank's tiles of one slide: the tiles of each rank, the same on
+                every rank. Default: equally many. Each rank gets the result of the whole slide; in training each must call
+                backward, and gradients of parameters are to be summed over the ranks.
 
         Returns:
             One tensor, or `depth + 1`, in a list: `(B, embed_dim)`, or with `return_tokens` `(B, 1 + N, embed_dim)`, the class
-            token first, zero at padding. The single one has passed the encoder's `layer_norm`, those of the layers have not;
-            `pool` makes the embedding of either.
+            token first, zero at padding. With `cu_seqlens`, `(S, embed_dim)`, or `(1, S + N, embed_dim)`, where each slide's tiles
+            follow its class token. The single one has passed the encoder's `layer_norm`, those of the layers have not; `pool` makes
+            the embedding of either.
 
         Raises:
             ValueError: If a shape or device is wrong, a coordinate lies outside the grid, or a slide has no tile.
             TypeError: If a dtype is wrong.
+            NotImplementedError: If packed or padded slides come with a mesh.
         """
         self._check(x, coords, padding_mask)
+        borders = self._borders(x, padding_mask, cu_seqlens)
         cells = self._cells(coords, padding_mask)
+        if self.mesh is not None:
+            return self._encode_shard(x, cells, all_layer_embed, return_tokens, shard_lengths)
+        if shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
         if padding_mask is None or not bool(padding_mask.any()):
-            return self._encode(x, cells, all_layer_embed, return_tokens)
+            return self._encode(x, cells, borders, all_layer_embed, return_tokens)
         real = ~padding_mask
         slides = [
-            self._encode(x[b, kept][None], cells[b, kept][None], all_layer_embed, return_tokens) for b, kept in enumerate(real)
+            self._encode(x[b, kept][None], cells[b, kept][None], None, all_layer_embed, return_tokens)
+            for b, kept in enumerate(real)
         ]
         layers = list(zip(*slides))
         if not return_tokens:
@@ -132,19 +178,95 @@ class LongNetViT(nn.Module):
         kept = torch.cat([real.new_ones(x.shape[0], 1), real], dim=1)  # (B, 1 + N)
         return [_spread(torch.cat(layer, dim=1)[0], kept) for layer in layers]
 
-    def pool(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`."""
+    def pool(self, tokens: Tensor, padding_mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`.
+
+        With `cu_seqlens` `(S + 1,)`, the borders of packed slides in tiles: `(S, embed_dim)` of tokens `(1, S + N, embed_dim)`.
+        """
+        if cu_seqlens is not None:
+            borders = [border + slide for slide, border in enumerate(cu_seqlens.tolist())]
+            if not self.global_pool:
+                return self.norm(tokens[0, borders[:-1]])
+            return self.norm(torch.stack([tokens[0, start + 1 : end].mean(dim=0) for start, end in pairwise(borders)]))
         if not self.global_pool:
             return self.norm(tokens[:, 0])
         if padding_mask is None:
             return self.norm(tokens[:, 1:].mean(dim=1))
         return self.norm(torch.stack([slide[1:][kept].mean(dim=0) for slide, kept in zip(tokens, ~padding_mask)]))
 
-    def _encode(self, x: Tensor, cells: Tensor, all_layer_embed: bool, return_tokens: bool) -> list[Tensor]:
-        x = self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
-        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        states = self.encoder.hidden_states(x) if all_layer_embed else (self.encoder(x),)
-        return [state if return_tokens else self.pool(state) for state in states]
+    def _embed(self, x: Tensor, cells: Tensor) -> Tensor:
+        return self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
+
+    def _encode(
+        self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, all_layer_embed: bool, return_tokens: bool
+    ) -> list[Tensor]:
+        batch, num_tiles, _ = x.shape
+        inverse = None
+        if self.order is not None:
+            borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
+            orders = [self._along(slide[start:end]) + start for slide in cells for start, end in pairwise(borders)]
+            places = torch.cat(orders).reshape(batch, num_tiles, 1)
+            x, cells, inverse = x.take_along_dim(places, 1), cells.take_along_dim(places, 1), places.argsort(dim=1)
+        x = self._embed(x, cells)
+        class_token = self.cls_token.expand(batch, -1, -1)
+        options: dict[str, Any] = {}
+        if cu_seqlens is None:
+            x = torch.cat([class_token, x], dim=1)
+        else:
+            slides = x.split(cu_seqlens.diff().tolist(), dim=1)
+            x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
+            options["cu_seqlens"] = cu_seqlens + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
+        states = self.encoder.hidden_states(x, **options) if all_layer_embed else (self.encoder(x, **options),)
+        if not return_tokens:
+            return [self.pool(state, cu_seqlens=cu_seqlens) for state in states]
+        if inverse is None:
+            return list(states)
+        # Where each tile stands behind the class tokens of its slide and those before it.
+        shift = torch.zeros(num_tiles, dtype=torch.int64, device=x.device)
+        if cu_seqlens is not None:
+            shift[cu_seqlens[1:-1]] = 1
+        tiles = torch.arange(num_tiles, device=x.device) + 1 + shift.cumsum(0)
+        return [state.index_copy(1, tiles, state[:, tiles].take_along_dim(inverse, 1)) for state in states]
+
+    def _along(self, cells: Tensor) -> Tensor:
+        """The tiles of a slide along the curve, `(N,)`."""
+        assert self.order is not None
+        return coordinate_order(cells.flip(-1), order=self.order).permutation
+
+    def _encode_shard(
+        self, x: Tensor, cells: Tensor, all_layer_embed: bool, return_tokens: bool, shard_lengths: Sequence[int] | None
+    ) -> list[Tensor]:
+        assert self.mesh is not None
+        if self.training and self.drop_path_rate:
+            raise NotImplementedError("drop_path_rate must be 0 in training with mesh, got more: ranks would drop different layers")
+        rank, lengths = local_shard_lengths(self.mesh, x.shape[1], shard_lengths)
+        tokens = self._embed(x, cells)
+        if rank == 0:
+            tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
+        lengths = (lengths[0] + 1, *lengths[1:])
+        encode = self.encoder.hidden_states if all_layer_embed else lambda *args, **options: [self.encoder(*args, **options)]
+        whole = (unshard_sequence(state, self.mesh, shard_lengths=lengths) for state in encode(tokens, shard_lengths=lengths))
+        return [state if return_tokens else self.pool(state) for state in whole]
+
+    def _borders(self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+        """The borders of packed slides, int64, checked."""
+        given = [name for name, value in (("padding_mask", padding_mask), ("cu_seqlens", cu_seqlens)) if value is not None]
+        if self.mesh is not None and given:
+            raise NotImplementedError(f"{given[0]} must be None with mesh, got a tensor; encode slides one by one")
+        if cu_seqlens is None:
+            return None
+        if padding_mask is not None:
+            raise ValueError("cu_seqlens must come without padding_mask, got both")
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be a tensor of int32 or int64, got {got}")
+        if x.shape[0] != 1 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            got_shapes = f"{tuple(cu_seqlens.shape)} and x of shape {tuple(x.shape)}"
+            raise ValueError(f"cu_seqlens must have shape (S + 1,) with S at least 1, and x B = 1, got {got_shapes}")
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0 or borders[-1] != x.shape[1] or any(a >= b for a, b in pairwise(borders)):
+            raise ValueError(f"cu_seqlens must rise from 0 to N={x.shape[1]}, with a tile for every slide, got {borders}")
+        return cu_seqlens.long()
 
     def _cells(self, coords: Tensor, padding_mask: Tensor | None) -> Tensor:
         """The grid cells of the tiles, `(B, N, 2)` int64, computed in integers so that no dtype can move a tile; 0 at padding."""

@@ -169,3 +169,38 @@ def test_import_of_the_package_leaves_published_models_out() -> None:
     models = ("encoder", "gigapath", "slide_encoder", "torchscale", "transformers")
     code = f"import sys, flexdilated; sys.exit(any(f'flexdilated.hub.{{name}}' in sys.modules for name in {models}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_architectures_have_torchscale_names_and_sizes() -> None:
+    assert {name: tuple(sizes) for name, sizes in ARCHITECTURES.items() if "512" in name or "mlp2" in name} == {
+        "LongNet_8_layers_256_dim_mlp2": (256, 8, 16, 2.0, 3),
+        "LongNet_12_layers_256_dim_mlp2": (256, 12, 16, 2.0, 3),
+        "LongNet_12_layers_512_dim": (512, 12, 8, 2.0, 3),
+    }
+    named = {name: sizes for name, sizes in ARCHITECTURES.items() if name.startswith("LongNet")}
+    assert len(named) == 18
+    for name, sizes in named.items():
+        depth, embed_dim = (int(part) for part in name.split("_")[1:4:2])
+        assert sizes[:2] == (embed_dim, depth)
+    model = create_model(None, "LongNet_8_layers_256_dim_mlp2", 5)
+    layer = model.encoder.layers[0]
+    assert (len(model.encoder.layers), layer.self_attn.num_heads, layer.ffn.fc1.out_features) == (8, 16, 512)
+    # torchscale pairs its segments with its rates, of which that configuration has three.
+    assert model.pattern == DilatedPattern.torchscale((1024, 5792, 32768), (1, 2, 4))
+
+
+def test_weights_belong_to_an_order_and_a_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "small", (32, 1))
+    curved = create_model(None, "small", 5, order="hilbert")
+    path = str(tmp_path / "weights.pth")
+    torch.save({"model": curved.state_dict()}, path)
+    with pytest.raises(ValueError, match="order must be that of the weights=None, got 'hilbert'; weights are trained in one order"):
+        create_model(path, "small", 5, order="hilbert")
+    pattern = DilatedPattern((7,), (1,))
+    torch.save({"model": curved.state_dict(), "order": "hilbert", "pattern": pattern.to_dict()}, path)
+    with pytest.raises(ValueError, match="order must be that of the weights='hilbert', got None"):
+        create_model(path, "small", 5)
+    with pytest.raises(ValueError, match=re.escape(f"pattern must be that of the weights={pattern}, got DilatedPattern(")):
+        create_model(path, "small", 5, order="hilbert")
+    loaded = create_model(path, "small", 5, order="hilbert", pattern=pattern)
+    assert (loaded.order, loaded.pattern) == ("hilbert", pattern)

@@ -1,0 +1,37 @@
+"""One slide over several ranks gives what it gives on one."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.distributed import even_shard_lengths, shard_sequence
+from tests.distributed.processes import Ranks
+from tests.hub.test_slide_encoder import draw_slides, encoder_model
+from tests.hub.test_slide_packing import encoder_model_like
+from tests.tolerances import EXACT, SINGLE
+
+
+def encode_over_ranks(rank: int, mesh: DeviceMesh, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(11)
+    alone, single = encoder_model(), encoder_model(global_pool=True)
+    sharded = encoder_model_like(alone, mesh=mesh)
+    x, coords = draw_slides(1, sum(counts))
+    shard, places = (shard_sequence(value, mesh, shard_lengths=counts) for value in (x, coords))
+    for actual, expected in zip(sharded(shard, places, True, shard_lengths=counts), alone(x, coords, True)):
+        torch.testing.assert_close(actual, expected, **EXACT)
+    (tokens,) = sharded(shard, places, return_tokens=True, shard_lengths=counts)
+    torch.testing.assert_close(tokens, alone(x, coords, return_tokens=True)[0], **EXACT)
+    pooled = encoder_model_like(single, mesh=mesh, global_pool=True)
+    torch.testing.assert_close(pooled(shard, places, shard_lengths=counts)[0], single(x, coords)[0], **EXACT)
+    with pytest.raises(NotImplementedError, match="cu_seqlens must be None with mesh, got a tensor; encode slides one by one"):
+        sharded(shard, places, cu_seqlens=torch.tensor([0, shard.shape[1]]))
+    with pytest.raises(NotImplementedError, match="drop_path_rate must be 0 in training with mesh"):
+        sharded.train()(shard, places, shard_lengths=counts)
+    (expected,) = alone.float()(x.float(), coords)
+    (actual,) = sharded.eval().float()(shard.float(), places, shard_lengths=counts)
+    torch.testing.assert_close(actual, expected, **SINGLE)
+
+
+@pytest.mark.ranks
+def test_a_slide_over_ranks_gives_what_it_gives_alone(ranks: Ranks) -> None:
+    ranks.run(encode_over_ranks, even_shard_lengths(131, ranks.world_size))
