@@ -52,7 +52,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def quick(session: nox.Session) -> None:
-    """The tests that take no longer than some seconds and start no processes, for trying a change."""
+    """The tests that take about a second at most and start no processes, for trying a change."""
     _install(session)
     _pytest(session, "-m", "not slow and not ranks and not gpu")
 

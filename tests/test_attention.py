@@ -26,6 +26,7 @@ SWITCHES = ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATT
 # -- the oracle ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(calls(), st.sampled_from(SWITCHES))
 @example(Case(THREE, num_tokens=1, kv_heads=1, head_dim=1), SWITCHES[0])
@@ -209,6 +210,7 @@ def test_rows_that_no_key_reaches_are_zero_with_zero_gradients(is_causal: bool) 
     assert all(x[1].isfinite().all() for x in (out, lse, dq, dk, dv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detach_weights", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "triton", "reference"])
 def test_a_nan_gradient_of_an_empty_rows_lse_goes_nowhere(backend: str, detach_weights: bool) -> None:
@@ -335,6 +337,7 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_inputs(dtype:
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out, leaves, dout.to(dtype)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(calls(), st.sampled_from(SWITCHES), st.sampled_from((0.0, 0.3)), st.sampled_from((torch.bfloat16, torch.float16)))
 @example(Case(THREE, group=2), [SDPBackend.MATH], 0.0, torch.bfloat16)

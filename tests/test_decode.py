@@ -287,6 +287,7 @@ def sees(inputs: tuple[Tensor, ...], pattern: DilatedPattern, poisoned: Tensor) 
     return weight[..., 0] > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_rows_that_take_no_part_never_reach_the_output(data: st.DataObject) -> None:

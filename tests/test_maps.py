@@ -149,6 +149,7 @@ def test_attention_map_of_ignored_nan_keys_and_graph_inputs_is_finite() -> None:
     assert not weights.requires_grad
 
 
+@pytest.mark.slow
 def test_attention_map_of_a_long_sequence_needs_no_square() -> None:
     num_tokens = 200_003  # N * N floats would take 160 GB
     q = torch.randn(1, num_tokens, 2, 4)

@@ -20,12 +20,14 @@ def run(program: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["flexdilated", "flexdilated.cli"])
 def test_import_loads_neither_the_compiler_nor_what_draws_or_shards_parameters(module: str) -> None:
     found = run(f"import sys, {module}; print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])")
     assert found == "[]"
 
 
+@pytest.mark.slow
 def test_import_star_gives_the_public_names_and_hides_none_of_torch() -> None:
     found = run(
         "from torch import nn, distributed\n"

@@ -73,6 +73,7 @@ def test_rows_that_no_head_keeps_are_told_and_never_come_first_where_coverage_is
     assert len(choose_pattern(4099, 6, budget=2_000_000, most=1).shown) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_who_gives_no_budget_gets_that_of_published_attention(is_causal: bool) -> None:
     for num_tokens, whose in ((2500, "as dense attention"), (8209, "as LongNet's published pattern")):

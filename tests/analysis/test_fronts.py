@@ -76,6 +76,7 @@ def test_bounds_hold_the_number_of_layers(question: Question) -> None:
         assert found.least <= expected <= found.most == most
 
 
+@pytest.mark.slow
 def test_published_patterns_are_counted_exactly_where_segments_do_not_nest() -> None:
     pattern = DilatedPattern.gigapath()
     assert layers_to_cover(pattern, 10**9, 16) == 1908

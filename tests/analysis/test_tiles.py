@@ -12,6 +12,7 @@ from flexdilated.draw.tiles import head_tiles
 from tests.analysis.definition import questions
 
 
+@pytest.mark.slow
 @given(questions(), st.integers(1, 9), st.booleans())
 @settings(deadline=None, max_examples=100)
 def test_counts_are_those_of_the_lists(question: tuple[DilatedPattern, int, int], block_size: int, is_causal: bool) -> None:
@@ -62,6 +63,7 @@ def test_rows_looked_at_some_at_once_are_all_of_them(monkeypatch: pytest.MonkeyP
         assert count_tiles(pattern, 5003, 4, block_size=8, is_causal=is_causal) == expected
 
 
+@pytest.mark.slow
 def test_gigapath_is_counted_at_a_thousand_million_tokens() -> None:
     found = count_tiles(DilatedPattern.gigapath(), 10**9, 16)
     assert (found[0].raw, found[15].raw) == (64652861784, 64652778524)  # the same row by row

@@ -263,6 +263,7 @@ def test_auto_never_takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backends.choose("auto", request(hardware=simulate(level))) != "flash"
 
 
+@pytest.mark.slow
 def test_import_of_the_library_leaves_the_package_alone(tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise AssertionError('imported')\n")

@@ -83,6 +83,7 @@ def test_compiled_flex_equals_the_oracle() -> None:
     assert_equals_the_oracle(case, {"score_mod": relative})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "functions", "graphs"),
     [
@@ -187,6 +188,7 @@ def test_numbers_may_change_from_call_to_call() -> None:
         attend_with(HELD["closure"](rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HELD)
 def test_functions_written_anew_are_compiled_once_per_number(name: str, eagerly: CompileCounter) -> None:
     for rate in (*CHANGING, *CHANGING):
@@ -217,6 +219,7 @@ def test_scales_do_not_wear_out_recompilations(eagerly: CompileCounter, monkeypa
         attend_with({"scale": scale})
 
 
+@pytest.mark.slow
 def test_kinds_do_not_wear_out_one_another_s_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
     x = torch.randn(3, 1, 40, 2, 16)
@@ -294,6 +297,7 @@ def test_traced_lists_mark_the_same_blocks(case: Case) -> None:
 # -- the layout -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(pattern=patterns(), num_tokens=st.integers(1, 900), kv_heads=st.integers(1, 4), is_causal=st.booleans())
 def test_packed_tiles_are_those_of_the_masks_that_run(
     pattern: DilatedPattern, num_tokens: int, kv_heads: int, is_causal: bool

@@ -161,6 +161,7 @@ def test_dropout_leaves_lse_alone(pattern: DilatedPattern) -> None:
     torch.testing.assert_close(dropped, lse, **EXACT)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_expectation() -> None:
     case = Case(PATTERN, num_tokens=29, kv_heads=2, group=2, ignored=0.2)
     q, k, v, _, _ = case.tensors()
@@ -183,6 +184,7 @@ def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monke
     assert len(kept.flatten(0, 2).unique(dim=0)) == 2 * 202 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [DilatedPattern((5, 7), (1, 3)), DilatedPattern.torchscale((5, 7), (1, 3))], ids=["exact", "detached"]
 )
@@ -279,6 +281,7 @@ def test_compiled_attention_equals_eager(case: Case, dynamic: bool) -> None:
         torch.testing.assert_close(a, e, **EXACT)
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_dynamic_graph_serves_every_length() -> None:
     torch._dynamo.reset()

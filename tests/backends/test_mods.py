@@ -98,6 +98,7 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 # -- the sdpa engine ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     whole = flexdilated.backends.materialised.SCORES
@@ -326,6 +327,7 @@ def _forget_graphs() -> Iterator[None]:
 needs_unknown_sizes = pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11: the functions are refused before")
 
 
+@pytest.mark.slow
 @needs_unknown_sizes
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> None:
@@ -459,6 +461,7 @@ def test_compiled_functions_of_documents_run_outside_of_the_graph() -> None:
         torch.compile(attend, fullgraph=True, backend="eager")(x, cu_seqlens)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a caller is left out of the graph, functions that it calls are compiled all the same."""
@@ -536,6 +539,7 @@ def assert_flex_engine_as_the_oracle(case: Case, mods: Mods) -> None:
         torch.testing.assert_close(a, e, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("packed")
 def test_packed_pieces_equal_the_oracle() -> None:
     @given(case=calls(), mods=MODS)

@@ -21,6 +21,7 @@ def portable(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options
     return attend(*check(q, k, v, Call(pattern, **options)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(calls())
 def test_portable_mixture_is_the_definition(case: Case) -> None:

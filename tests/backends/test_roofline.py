@@ -128,6 +128,7 @@ def kernel_that_counts(name: str, counter: Counter) -> Kernel:
     return Kernel(name, kernel.why_not, run_forward, run_backward, shares_kv=kernel.shares_kv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", LIBRARIES)
 @given(drawn=shapes())
 def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tuple[DilatedPattern, Shape]) -> None:
@@ -175,6 +176,7 @@ class Attention(torch.autograd.Function):
 BACKWARD = Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["packed", "fused"])
 @given(drawn=shapes())
 def test_flex_moves_and_launches_what_is_counted(layout: str, drawn: tuple[DilatedPattern, Shape]) -> None:

@@ -50,6 +50,7 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
 needs_functions = pytest.mark.skipif(not TRACES_FUNCTIONS, reason="torch 2.9 reads no integers under torch.func")
 
 
+@pytest.mark.slow
 @needs_functions
 @settings(max_examples=60)
 @given(calls(), st.sampled_from((SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)))
@@ -290,6 +291,7 @@ def test_functionalize_without_derivatives_changes_nothing() -> None:
 # -- compiled code, and what is refused ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_functions
 def test_compiled_code_never_drops_a_tangent() -> None:
     torch._dynamo.reset()
@@ -317,6 +319,7 @@ TRANSFORMED: dict[str, tuple[Callable[[Attend], Attend], bool]] = {
 ONE = DilatedPattern((7,), (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the tracer
 @pytest.mark.parametrize(
@@ -338,6 +341,7 @@ def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, 
         assert_close(torch.compile(call, backend="aot_eager")(q), call(q))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SCORED], ids=["operators", "materialised"])
 def test_compiled_jacobians_of_forward_mode_are_left_uncompiled(options: dict[str, Any]) -> None:
     torch._dynamo.reset()

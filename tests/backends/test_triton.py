@@ -82,6 +82,7 @@ def assert_oracle(case: Case) -> None:
 # -- numbers ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_option_equals_the_oracle(name: str) -> None:
     with poisoned_memory():
@@ -100,6 +101,7 @@ def test_a_scale_that_is_infinite_in_base_2_equals_the_oracle(scale: float) -> N
         torch.testing.assert_close(a.double() * unit, e * unit, **SINGLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (64, 64)], ids=str)
 @pytest.mark.parametrize("name", ["grouped_queries", "causal_mask", "shifted"])
 def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,7 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
     assert_oracle(CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped_queries", "grouped_heads", "shifted", "documents", "detached", "head_dim_48"])
 def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "DESCRIBES", True)
@@ -123,12 +126,14 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     assert described.count(False) == 1  # prepare reads every row once
 
 
+@pytest.mark.slow
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:
     assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "grouped_queries", "head_dim_24", "documents"])
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
@@ -148,6 +153,7 @@ def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:
     torch.testing.assert_close(bits, x.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_dense_rows_equal_the_math_kernel() -> None:
     """As the tasks of a rank call it: more keys than queries or fewer, ignored keys, a gradient of lse."""
     torch.manual_seed(0)
@@ -192,6 +198,7 @@ def poisoned(x: Tensor, kind: str) -> Tensor:
 KINDS = {"every other token": 0, "a slice of packed elements": 0, "an odd place": 1, "every third element": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["grouped_queries"]
@@ -221,12 +228,14 @@ def test_rows_far_apart_are_addressed_in_64_bits() -> None:
     assert launch._constants(far, far, piece=PIECE._replace(row_stride=16), options=Options(False, 1.0))["WIDE"] is True
 
 
+@pytest.mark.slow
 def test_wide_steps_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = launch._constants
     monkeypatch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "WIDE": True})
     assert_oracle(CASES["grouped_queries"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nan_in_ignored_keys_stays_there(is_causal: bool) -> None:
     case = replace(CASES["mask"], is_causal=is_causal)
@@ -279,6 +288,7 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- launches and memory ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_piece_is_one_launch_forward_and_two_or_three_backward(detaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(DilatedPattern((8, 16, 32), (1, 2, 4), detach_weights=detaches), num_tokens=32, kv_heads=4, head_dim=16)
@@ -330,6 +340,7 @@ def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> A
 PIECE = launch_pieces(DilatedPattern((8,), (2,)), 8, 1)[0]
 
 
+@pytest.mark.slow
 def test_runs_are_equal_in_every_bit() -> None:
     case = CASES["grouped_queries"]
     for a, b in zip(*(run_engine(case, "triton", torch.float16) for _ in range(2))):
@@ -425,6 +436,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_show(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)

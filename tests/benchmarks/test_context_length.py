@@ -46,6 +46,7 @@ def test_every_attention_sees_and_is_measured_on_as_many_bytes(text: Path) -> No
     assert len({entry["parameters"] for entry in report["runs"]}) == 1
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_run_again(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run(text)["runs"]
     after = run(text, "--seeds", "2")["runs"]
@@ -56,6 +57,7 @@ def test_what_is_kept_is_not_run_again(text: Path, monkeypatch: pytest.MonkeyPat
     assert run(text, "--seeds", "2")["runs"] == after
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(text)["runs"]
     text.with_name("results.json").unlink()
@@ -79,6 +81,7 @@ def test_nothing_begins_after_the_time_is_over(text: Path) -> None:
     assert not text.with_name("runs").exists()
 
 
+@pytest.mark.slow
 def test_results_of_other_settings_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(text)
     with pytest.raises(SystemExit):

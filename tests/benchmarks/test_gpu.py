@@ -36,6 +36,7 @@ def test_telling_settings_come_first() -> None:
     assert {s.num_tokens for s in order[:8]} == {1 << n for n in range(13, 21)}
 
 
+@pytest.mark.slow
 def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(tmp_path, "--engines", "sdpa", "flash", *ONE_GROUP, "--commit", "abc")
     assert report["commit"] == "abc"

@@ -39,6 +39,7 @@ def test_writes_the_trade_off(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_says_that_no_pattern_meets_the_goals() -> None:
     code, out, _ = invoke("choose", "--tokens", 1_000_003, "--heads", 3, "--budget", 10**9, "--within-layers", 1, "--goal", "reach")
     assert code == 0

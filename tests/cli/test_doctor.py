@@ -41,6 +41,7 @@ def report() -> dict[str, Any]:
     return json.loads(text)
 
 
+@pytest.mark.slow
 def test_doctor_names_the_machine(report: dict[str, Any]) -> None:
     machine = report["machine"]
     assert machine["torch"] == torch.__version__
@@ -51,6 +52,7 @@ def test_doctor_names_the_machine(report: dict[str, Any]) -> None:
     assert any(device.startswith("cpu") for device in machine["devices"])
 
 
+@pytest.mark.slow
 def test_doctor_lists_every_engine_in_every_dtype(report: dict[str, Any]) -> None:
     listed = {(row["backend"], row["kernel"], row["dtype"]) for row in report["engines"]}
     kernels = [("sdpa", kernel.name) for kernel in KERNELS] + [(name, None) for name in BACKENDS if name != "sdpa"]

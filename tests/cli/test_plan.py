@@ -134,6 +134,7 @@ def test_ulysses_says_why_it_cannot_be() -> None:
     assert rows["ulysses"]["why_not"] is None
 
 
+@pytest.mark.slow
 def test_a_billion_tokens_on_1024_ranks() -> None:
     answer, rows = ask("--tokens", "1_000_000_000", "--context-parallel", 1024, "--preset", "longnet")
     assert answer["shards"] == {"largest": 976_563, "smallest": 976_562}

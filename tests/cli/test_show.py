@@ -132,6 +132,7 @@ def test_show_rejects_values_of_the_wrong_type(arguments: tuple[str, str]) -> No
     assert arguments[0] in err
 
 
+@pytest.mark.slow
 def test_show_accepts_the_limits(tmp_path: Path) -> None:
     assert show("--tokens", MAX_TOKENS, "--heads", 1, "-o", tmp_path / "a.png") == (0, "", "")
     assert show("--tokens", 1, "--heads", MAX_HEADS, "-o", tmp_path / "b.png") == (0, "", "")

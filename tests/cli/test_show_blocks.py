@@ -63,6 +63,7 @@ def test_table_of_one_head_has_no_sum() -> None:
     assert list(rows_of(show(*SMALL, "--heads", 1)[1])) == ["0"]
 
 
+@pytest.mark.slow
 def test_table_at_a_million_tokens_has_whole_numbers_at_80_columns() -> None:
     code, text, _ = show("--blocks", "--preset", "longnet", "--tokens", 2**20, "--heads", 64)
     assert code == 0

@@ -36,6 +36,7 @@ def test_train_writes_model_picture_and_sample(tmp_path: Path, text: Path) -> No
     assert len((tmp_path / "run" / "sample.txt").read_bytes()) == 64 + 240
 
 
+@pytest.mark.slow
 def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Path) -> None:
     assert train(tmp_path / "run", text)[0] == 0
     code, _, err = train(tmp_path / "run", text)
@@ -47,6 +48,7 @@ def test_earlier_run_is_neither_overwritten_nor_ignored(tmp_path: Path, text: Pa
     assert (code, err) == (2, f"error: --resume must use the checkpoint's seed=0, got 3; {RESUMED}\n")
 
 
+@pytest.mark.slow
 def test_overwrite_empties_a_folder_behind_a_link(tmp_path: Path, text: Path) -> None:
     assert train(tmp_path / "run", text)[0] == 0
     (tmp_path / "run" / "dilated").rename(tmp_path / "disk")
@@ -57,6 +59,7 @@ def test_overwrite_empties_a_folder_behind_a_link(tmp_path: Path, text: Path) ->
     assert checkpoint.latest(tmp_path / "disk") == tmp_path / "disk" / "checkpoint-4"
 
 
+@pytest.mark.slow
 def test_resume_if_any_starts_and_goes_on(tmp_path: Path, text: Path) -> None:
     assert "step 0 of 4" in train(tmp_path / "run", text, "--resume-if-any")[1]
     assert "step 4 of 4" in train(tmp_path / "run", text, "--resume-if-any", "--dense")[1]

@@ -90,6 +90,7 @@ def test_docs_name_every_class() -> None:
     assert set(re.findall(r"`(\w+)`", MIGRATION.read_text())) >= set(compat.__all__) - {"ARGUMENTS", "Argument"}
 
 
+@pytest.mark.slow
 def test_import_of_the_package_does_not_import_these_names() -> None:
     code = "import sys, flexdilated; print([m for m in ('compat', 'ordering') if f'flexdilated.{m}' in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -193,6 +193,7 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
 # -- what travels -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(plan=plans())
 @example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
@@ -316,6 +317,7 @@ def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softma
                 yield rank, Softmax(task.branch, head, out_token + row * task.stride, query, tuple(keys), zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(plan=plans())
 def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(plan: ContextPlan, exchange: str) -> None:
@@ -332,6 +334,7 @@ def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(pl
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(plan=plans())
 def test_tasks_find_their_rows_here_or_among_those_received_and_say_whose_they_are(plan: ContextPlan, exchange: str) -> None:
@@ -589,6 +592,7 @@ def test_buffers_hold_all_messages_of_gather_and_heads_but_three_of_the_ring(pla
     assert cost.buffer_bytes(plan, "ring", **sizes).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @given(plans(), SIZES, st.data())
 def test_choice_is_the_least_bytes_within_the_budget(plan: ContextPlan, sizes: dict[str, Any], data: st.DataObject) -> None:
     allowed = [

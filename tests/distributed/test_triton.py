@@ -44,6 +44,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_parallel, "share_of", share)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of pairs that do not see each other
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_shards_give_what_the_whole_gives(exchange: str) -> None:

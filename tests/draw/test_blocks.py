@@ -24,6 +24,7 @@ def test_heads_are_named_briefly(heads: tuple[int, ...], text: str) -> None:
     assert describe_heads(heads) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "num_tokens", "num_heads", "block_size", "is_causal"),
     [

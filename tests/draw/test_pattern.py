@@ -40,6 +40,7 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
     assert counts.sum() == pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "num_tokens", "num_heads", "is_causal"),
     [

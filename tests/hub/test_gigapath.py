@@ -137,6 +137,7 @@ def test_create_model_lists_the_weights_that_do_not_fit(small: dict[str, Tensor]
         create_model(file, "small", IN_CHANS + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "found"), [({"state_dict": {}, "args": 1}, "['args', 'state_dict']"), ([1], "list"), ({"model": 3}, "['model']")]
 )
@@ -165,6 +166,7 @@ def test_create_model_refuses_what_it_cannot_find() -> None:
         create_model(None, "gigapath_slide_enc12l512d", 1536)
 
 
+@pytest.mark.slow
 def test_import_of_the_package_leaves_published_models_out() -> None:
     models = ("encoder", "gigapath", "slide_encoder", "torchscale", "transformers")
     code = f"import sys, flexdilated; sys.exit(any(f'flexdilated.hub.{{name}}' in sys.modules for name in {models}))"

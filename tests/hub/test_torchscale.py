@@ -252,6 +252,7 @@ def test_replacement_keeps_the_parameters_their_names_and_their_order(changes: d
     model.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_replacement_compiles_as_one_graph() -> None:
     model, x = build(options(xpos_rel_pos=True)).eval(), tokens()
     replace_attention(model)

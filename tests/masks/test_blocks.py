@@ -79,6 +79,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     patterns(),
@@ -162,6 +163,7 @@ def head_branch(draw: st.DrawFn) -> HeadBranch:
     return HeadBranch(draw(st.integers(1, 60)), rate, draw(st.integers(0, rate - 1)))
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     st.lists(head_branch(), min_size=2, max_size=6),
@@ -197,6 +199,7 @@ print(peak() - before, *blocks)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc/self/status")
 def test_lists_of_a_million_tokens_take_memory_of_the_listed_blocks_alone() -> None:
     root = Path(__file__).parents[2]

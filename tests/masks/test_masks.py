@@ -109,6 +109,7 @@ def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
     assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(calls(), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
 def test_score_mod_adds_the_log_of_how_many_branches_join_the_pair(case: Case, dtype: torch.dtype) -> None:
@@ -132,6 +133,7 @@ def test_functions_are_named_after_branches_and_rule(make: Callable[..., Mod]) -
 # -- against the oracle -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(calls())
 def test_flex_attention_under_both_functions_equals_the_reference(case: Case) -> None:
@@ -159,6 +161,7 @@ def test_traced_flex_attention_equals_the_reference(case: Case) -> None:
     assert_close(attend_by_flex(q, k, v, **options), attend_by_reference(case)(q, k, v))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(calls(), st.booleans())
 def test_softmax_under_the_functions_has_the_gradients_of_the_reference(case: Case, masked: bool) -> None:
@@ -259,6 +262,7 @@ def test_block_mask_lists_the_blocks_that_torch_finds(name: str, size: int | tup
     assert_same_blocks(ours, theirs)
 
 
+@pytest.mark.slow
 @given(calls(), st.integers(1, 11), st.integers(1, 11))
 def test_block_mask_of_any_call_lists_the_blocks_that_torch_finds(case: Case, q_size: int, kv_size: int) -> None:
     size, n = (q_size, kv_size), case.num_tokens

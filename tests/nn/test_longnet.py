@@ -363,6 +363,7 @@ def test_longnet_compiles_without_a_graph_break_and_gives_the_same(position: str
     torch.testing.assert_close(gradients(lm, actual.square().mean()), gradients(lm, expected.square().mean()), **SINGLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", POSITIONS)
 def test_longnet_compiles_for_documents_and_other_lengths(position: str) -> None:
     lm, tokens = model(position=position, num_layers=1), draw_tokens(batch=1)

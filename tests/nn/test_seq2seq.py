@@ -149,6 +149,7 @@ def test_longnet_has_no_sub_layer_norm_in_cross_attention() -> None:
     assert not any("encoder_attn.inner_attn_ln" in name for name in names)
 
 
+@pytest.mark.slow
 def test_longnet_defaults_are_the_base_model_of_the_paper() -> None:
     module = LongNet(device="meta")
     assert module.pattern == DilatedPattern.longnet()

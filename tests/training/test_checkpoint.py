@@ -93,6 +93,7 @@ def test_latest_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path, 
     assert sorted(path.name for path in trainer.folder.iterdir()) == ["checkpoint-9", "checkpoint-eleven"]
 
 
+@pytest.mark.slow
 def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, text: Path) -> None:
     plain, saved = make_trainer(tmp_path / "plain", text), make_trainer(tmp_path / "saved", text)
     saved.save()

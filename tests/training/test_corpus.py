@@ -55,6 +55,7 @@ def test_only_what_is_hidden_below_the_given_folder_is_left_out(tmp_path: Path, 
         assert corpus.train.numel() + corpus.held_out.numel() == 211 + 227
 
 
+@pytest.mark.slow
 def test_default_corpus_is_the_standard_library() -> None:
     corpus = load_corpus([], 4096)
     assert corpus.train.numel() > 3_000_000

@@ -265,6 +265,7 @@ def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code", "told"),
     [("sys.exit(0)", 0, ""), ("sys.exit(3)", 3, ""), ("raise ValueError('planted')", 1, "ValueError: planted")],
@@ -401,6 +402,7 @@ def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monke
     assert [ranks.tells(store, rank, error) for rank in (2, 1, 0)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
     script = """
 import os, signal, time

@@ -23,6 +23,7 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth(tmp_path: Path, text: Path) 
     assert 0.1 * 3e-3 <= rates[-1] < 0.15 * 3e-3
 
 
+@pytest.mark.slow
 def test_loss_falls_and_is_in_bits_per_byte(tmp_path: Path, text: Path) -> None:
     trainer = make_trainer(tmp_path / "run", text, steps=40, eval_every=40, learning_rate=1e-2)
     assert trainer.run(lambda _: None)
