@@ -108,7 +108,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
     if call.mesh is None:
         if call.shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got {tuple(call.shard_lengths)} and no mesh")
+            raise ValueError(f"shard_lengths must come with mesh, got {call.shard_lengths} and no mesh")
         if call.exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
     check_tensors(q, k, v, call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import SupportsIndex
 
@@ -14,7 +13,7 @@ from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check_dtypes, check_tensors
-from flexdilated.pattern import DilatedPattern, num_kept
+from flexdilated.pattern import DilatedPattern, as_integer, num_kept
 
 
 @torch.no_grad()
@@ -67,7 +66,7 @@ def attention_map(
     q = q.unflatten(2, (kv_heads, -1))  # (B, N, Hkv, group, D)
 
     mixed = torch.full((*q.shape[:1], *q.shape[2:4], len(positions), num_tokens), -math.inf, dtype=dtype, device=q.device)
-    zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype)
+    zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
         for branch, (length, rate) in enumerate(pattern.branches):
@@ -114,10 +113,7 @@ def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_to
         if not single and (isinstance(queries, (str, bytes)) or not isinstance(queries, Sequence)):
             raise TypeError(f"queries must be an integer, a sequence or a tensor of integers, got {queries!r}")
         values: Sequence[SupportsIndex] = [queries] if single else queries  # type: ignore[assignment, list-item]
-        for value in values:
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise TypeError(f"queries must hold integers, got {value!r}")
-        positions = [operator.index(value) for value in values]
+        positions = [as_integer("queries" if single else f"queries[{i}]", value) for i, value in enumerate(values)]
     if not positions:
         raise ValueError("queries must hold at least one position, got none")
     for i, position in enumerate(positions):

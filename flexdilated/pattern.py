@@ -246,19 +246,30 @@ def is_integer(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+def as_integer(name: str, value: object) -> int:
+    """An integer as Python's: numpy's overflow.
+
+    Raises:
+        TypeError: If it is no integer.
+    """
+    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
+    try:
+        number = None if is_bool else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # a float, in a tensor too; an array of several
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return number
+
+
 def at_least_one(name: str, value: object) -> int:
-    """An integer of at least 1, as Python's: numpy's overflow.
+    """As `as_integer`, of at least 1.
 
     Raises:
         ValueError: If it is less.
         TypeError: If it is no integer.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # a float; an array of several
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+    number = as_integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
@@ -267,9 +278,4 @@ def at_least_one(name: str, value: object) -> int:
 def _integers(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
-    result = []
-    for i, value in enumerate(values):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}[{i}] must be an integer, got {value!r}")
-        result.append(operator.index(value))
-    return tuple(result)
+    return tuple(as_integer(f"{name}[{i}]", value) for i, value in enumerate(values))

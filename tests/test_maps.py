@@ -175,9 +175,9 @@ def test_attention_map_rejects_what_are_no_positions() -> None:
         attention_map(q, k, PATTERN, queries=torch.tensor([[1, 2]]))
     with pytest.raises(TypeError, match=r"^queries must hold integers, got torch.bool$"):
         attention_map(q, k, PATTERN, queries=torch.ones(43, dtype=torch.bool))
-    for wrong in ([True], [1.0]):
-        with pytest.raises(TypeError, match=r"^queries must hold integers, got"):
-            attention_map(q, k, PATTERN, queries=wrong)
+    for wrong in (True, 1.0, torch.tensor(1.5), torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"^queries\[1\] must be an integer, got"):
+            attention_map(q, k, PATTERN, queries=[0, wrong])
     for wrong in ("12", None, 1.0):
         with pytest.raises(TypeError, match=r"^queries must be an integer, a sequence or a tensor of integers, got"):
             attention_map(q, k, PATTERN, queries=wrong)

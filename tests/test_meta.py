@@ -19,7 +19,10 @@ from flexdilated import (
     LongNetConfig,
     LongNetLM,
     MultiheadDilatedAttention,
+    attention_map,
+    create_dilated_block_mask,
     dilated_attention,
+    masks,
 )
 from flexdilated.backends.hardware import Hardware, detect, holds_values
 
@@ -127,6 +130,38 @@ def test_a_cache_says_its_shapes(kind: str) -> None:
             assert model(tokens, caches=caches, lengths=lengths).shape == (2, num_tokens, VOCAB)
         caches[0].reorder(torch.zeros(2, dtype=torch.int64))
         assert caches[0].lengths.shape == (2,)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_do_not_depend_on_the_default_device(name: str) -> None:
+    cpu = torch.device("cpu")
+    q, k, v = (torch.randn(2, 31, heads, 7, requires_grad=True) for heads in (6, 3, 3))
+    options = {"pattern": PATTERN, "return_lse": True, **CALLS[name](cpu)}
+
+    def run() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        out, lse = dilated_attention(q, k, v, **options)
+        return out, lse, *torch.autograd.grad((out * out).sum() + lse.sum(), (q, k, v))
+
+    expected = run()
+    with torch.device("meta"):
+        actual = run()
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected))
+
+
+def test_maps_and_masks_do_not_depend_on_the_default_device() -> None:
+    q = torch.randn(2, 31, 6, 7)
+    pattern = DilatedPattern((150, 300, 300), (1, 3, 2))
+
+    def run() -> tuple[Tensor, ...]:
+        mask = create_dilated_block_mask(pattern, 6, seq_len=700, device="cpu")
+        return attention_map(q, q, PATTERN, queries=[3, 30]), *mask.as_tuple()[2:4], mask.kv_indices
+
+    expected = run()
+    masks.block_mask._find_lists.cache_clear()
+    with torch.device("meta"):
+        actual = run()
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def draw_seed(dropout_p: float, first_sequence: int) -> Tensor | None:
 
     Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
     """
-    return torch.randint(1 << 62, (1,)) ^ spread(0, first_sequence) if dropout_p > 0.0 else None
+    return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence) if dropout_p > 0.0 else None
 
 
 def spread(seed: int, ordinal: int) -> int:

@@ -72,7 +72,7 @@ class RingAttention(DilatedAttention):
             if self.mesh is None or self.mesh.device_type != q.device.type:
                 self.mesh = self._mesh(q.device.type)
             mesh = self.mesh
-            lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else tuple(shard_lengths)
+            lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else shard_lengths
             shards = {name: _Shard.apply(x, mesh, lengths) for name, x in whole.items()}
         except (TypeError, ValueError) as error:
             withdraw_from(self.group_name, str(error))  # the other ranks would wait for this one

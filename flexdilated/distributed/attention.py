@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             )
         request = call.request(q, k, v)
         call = call._replace(backend=choose(call.backend, request, divided=True))
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # of a score or mask function too
         if num_ranks > 1 and not torch.compiler.is_compiling():
             withdraw_from(group_name, str(error))  # the other ranks would wait for this one
         raise

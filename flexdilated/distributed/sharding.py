@@ -119,6 +119,8 @@ def declared_lengths(rank: int, num_ranks: int, num_tokens_local: int, shard_len
 
 
 def _check_lengths(shard_lengths: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    if not isinstance(shard_lengths, Sequence):
+        raise TypeError(f"shard_lengths must be a sequence of integers, got {shard_lengths!r}")
     lengths = tuple(shard_lengths)
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):

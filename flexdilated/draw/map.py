@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from flexdilated.draw.figure import INK, new, plain, write
 from flexdilated.draw.places import Places, check_numbers, places_of
+from flexdilated.pattern import as_integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,11 +200,7 @@ def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tens
         return None
     count, num_tokens = panels.shape
     given: Sequence[SupportsIndex] = queries if isinstance(queries, Sequence) else [queries] * count
-    found = []
-    for value in given:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"queries must hold integers, got {value!r}")
-        found.append(operator.index(value))
+    found = [as_integer(f"queries[{i}]", value) for i, value in enumerate(given)]
     if len(found) != count:
         raise ValueError(f"queries must be one position, or one per panel={count}, got {len(found)}")
     for position in found:

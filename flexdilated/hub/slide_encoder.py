@@ -71,11 +71,11 @@ class LongNetViT(nn.Module):
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"in_chans": in_chans, "depth": depth, "slide_ngrids": slide_ngrids}
+        sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
         for name, value in {**sizes, "tile_size": tile_size, "max_wsi_size": max_wsi_size}.items():
             if not is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if embed_dim < 4 or embed_dim % 4:
+        if embed_dim % 4:
             raise ValueError(f"embed_dim must be a multiple of 4, got {embed_dim}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")

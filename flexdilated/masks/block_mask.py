@@ -152,7 +152,7 @@ def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device
         width = max(part.shape[1] for part in parts)
         stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
     alike = len(parts) == 1
-    lists = (stacked if alike else stacked[torch.tensor(of_head)]).to(device)
+    lists = (stacked if alike else stacked[torch.tensor(of_head, device="cpu")]).to(device)
     if lists.dim() == 3 and device.type == "cpu":
         # One more where they fill the rows, so that the strides never look contiguous: the compiler would make two graphs of it.
         lists = torch.nn.functional.pad(lists, (0, 1)) if lists.shape[2] == columns else lists

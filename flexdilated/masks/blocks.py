@@ -64,20 +64,21 @@ def block_lists(
     is listed as partial.
     """
     rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
-    runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
-    if not runs:
-        none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
-        return BlockLists(none, empty, none, empty)
-    row, first, last = (torch.cat(parts) for parts in zip(*runs))
-    row, first, last = _union(row, first, last, columns)
-    row, column = _expand(row, first, last)
-    if not separate_full:
-        return BlockLists(*_pack(row, column, rows), *_pack(row[:0], column[:0], rows))
+    with torch.device("cpu"):  # whatever torch's default device is
+        runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
+        if not runs:
+            none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
+            return BlockLists(none, empty, none, empty)
+        row, first, last = (torch.cat(parts) for parts in zip(*runs))
+        row, first, last = _union(row, first, last, columns)
+        row, column = _expand(row, first, last)
+        if not separate_full:
+            return BlockLists(*_pack(row, column, rows), *_pack(row[:0], column[:0], rows))
 
-    full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
-    full = (column >= full_first[row]) & (column <= full_last[row])
-    full[list(_completed(branches, seq_len, row_size, column_size, order, row, column, full))] = True
-    return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
+        full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
+        full = (column >= full_first[row]) & (column <= full_last[row])
+        full[list(_completed(branches, seq_len, row_size, column_size, order, row, column, full))] = True
+        return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 
 def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:

@@ -98,8 +98,6 @@ class DilatedAttention(nn.Module):
         Raises:
             ValueError: If shard lengths come without a mesh; and as `flexdilated.dilated_attention`.
         """
-        if self.mesh is None and shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
         return dilated_attention(
             q,
             k,

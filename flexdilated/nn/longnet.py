@@ -25,7 +25,7 @@ from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import Sampler
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import DilatedPattern, is_integer
+from flexdilated.pattern import DilatedPattern, as_integer, is_integer
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDICES = (torch.int64, torch.int32)  # what an embedding takes
@@ -203,6 +203,8 @@ class LongNetLM(nn.Module):
     def _check_forward(
         self, tokens: Tensor, caches: Sequence[DilatedKVCache] | None, lengths: Tensor | None, last_only: bool
     ) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
         if tokens.dtype not in INDICES:
@@ -316,8 +318,10 @@ class LongNetLM(nn.Module):
             NotImplementedError: If the pattern cannot be decoded, or tokens or model hold no values (meta and fake tensors).
         """
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        lengths = self._check_generate(tokens, max_new_tokens, lengths, stop_tokens, pad_token)
-        stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
+        stop_tokens = self._check_stop_tokens(stop_tokens)
+        lengths = self._check_generate(tokens, max_new_tokens, lengths)
+        pad_token = self._check_token("pad_token", pad_token)
+        stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
         with evaluating(self):
             # The last token drawn is not read.
             caches = self.make_caches(tokens.shape[0], max_length=tokens.shape[1] + max_new_tokens - 1)
@@ -332,25 +336,29 @@ class LongNetLM(nn.Module):
                     return torch.stack(drawn, dim=1)
                 logits = self(following[:, None], caches=caches)
 
-    def _check_generate(
-        self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, stop_tokens: Sequence[int], pad_token: int
-    ) -> Tensor:
+    def _check_stop_tokens(self, stop_tokens: Iterable[int]) -> tuple[int, ...]:
+        if isinstance(stop_tokens, (int, str)) or not isinstance(stop_tokens, Iterable):
+            raise TypeError(f"stop_tokens must be a sequence of tokens, got {stop_tokens!r}")
+        return tuple(self._check_token(f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))
+
+    def _check_token(self, name: str, token: int) -> int:
+        token = as_integer(name, token)
+        if not 0 <= token < self.config.vocab_size:
+            raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")
+        return token
+
+    def _check_generate(self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None) -> Tensor:
         """The lengths of the prompts."""
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
         if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")
         if not (holds_values(tokens) and holds_values(next(self.parameters()))):
             raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
         if not is_integer(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
-        if isinstance(stop_tokens, (int, str)) or not isinstance(stop_tokens, Iterable):
-            raise TypeError(f"stop_tokens must be a sequence of tokens, got {stop_tokens!r}")
         if lengths is not None and not isinstance(lengths, Tensor):
             raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
-        for name, token in [("pad_token", pad_token), *((f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))]:
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise TypeError(f"{name} must be an integer, got {token!r}")
-            if not 0 <= token < self.config.vocab_size:
-                raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")
         if lengths is None:
             return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
         if lengths.dtype not in INDICES:

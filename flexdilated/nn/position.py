@@ -113,10 +113,13 @@ class XPos(Rotary):
 
     Raises:
         ValueError: As `Rotary`, or if `scale_base` is not above 0.
+        TypeError: If the pattern is no `DilatedPattern`.
     """
 
     def __init__(self, head_dim: int, pattern: DilatedPattern, *, base: float = 10000.0, scale_base: float = 512.0) -> None:
         super().__init__(head_dim, base=base)
+        if not isinstance(pattern, DilatedPattern):
+            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         if not scale_base > 0.0:
             raise ValueError(f"scale_base must be above 0, got {scale_base}")
         longest = max(pattern.segment_lengths)

@@ -215,6 +215,10 @@ def caught_refusals(rank: int, mesh: DeviceMesh) -> None:
     scale, match = (float("nan"), "scale must be finite") if rank == 1 else (1.25, "rank 1 refused: scale must be finite")
     with pytest.raises(ValueError, match=match):
         dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+    # So does an error that is a function's own.
+    options, error = ({"score_mod": lambda *pair: {}[17]}, KeyError) if rank == 1 else ({"scale": 1.5}, ValueError)
+    with pytest.raises(error, match="^17" if rank == 1 else "^rank 1 refused: 17$"):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, **options)
     for seed in (7, 8):
         check_step(rank, mesh, seed)
 

@@ -47,6 +47,7 @@ def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
     refuses(ValueError, r"shard_lengths must hold at least 1 token in all, got \(0", *nothing, shard_lengths=(0,) * size)
     refuses(TypeError, r"shard_lengths must hold integers, got \(11\.0", shard_lengths=(11.0, *lengths[1:]))
     refuses(TypeError, r"shard_lengths must hold integers, got \(True", shard_lengths=(True, *lengths[1:]))
+    refuses(TypeError, "shard_lengths must be a sequence of integers, got 7$", shard_lengths=7)
     refuses(
         ValueError,
         rf"shard_lengths\[{rank}\] must be the number of tokens of this rank={lengths[rank]}, got \(.*{lengths[rank] + 1}.*\)$",
@@ -95,7 +96,8 @@ def test_bad_input_is_one_error_on_every_rank(ranks: Ranks) -> None:
     [
         ({"exchange": "ring"}, "exchange must come with mesh, got 'ring' and no mesh"),
         ({"exchange": "all"}, r"exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'all'"),
-        ({"shard_lengths": [5, 2]}, r"shard_lengths must come with mesh, got \(5, 2\) and no mesh"),
+        ({"shard_lengths": (5, 2)}, r"shard_lengths must come with mesh, got \(5, 2\) and no mesh"),
+        ({"shard_lengths": 7}, "shard_lengths must come with mesh, got 7 and no mesh"),
     ],
 )
 def test_arguments_of_a_mesh_without_one_are_refused(options: dict[str, Any], match: str) -> None:

@@ -199,6 +199,8 @@ def test_shard_lengths_that_do_not_tile_are_refused(mesh: DeviceMesh) -> None:
     for lengths in ((3.0, 2, 2), (True, 3, 3)):
         with pytest.raises(TypeError, match=r"^shard_lengths must hold integers, got \("):
             shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=lengths)
+    with pytest.raises(TypeError, match=r"^shard_lengths must be a sequence of integers, got 7$"):
+        shard_sequence(torch.zeros(2, 7), mesh, shard_lengths=7)
 
 
 def test_unshard_refuses_a_shard_of_another_length(mesh: DeviceMesh) -> None:

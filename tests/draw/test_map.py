@@ -145,7 +145,7 @@ def test_colours_follow_logarithms_where_one_weight_would_hide_the_others() -> N
 def test_picture_rejects_options_of_different_kinds(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         draw_attention_map(torch.ones(35), **options)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^queries must hold integers, got 1\.5$"):
+    with pytest.raises(TypeError, match=r"^queries\[0\] must be an integer, got 1\.5$"):
         draw_attention_map(torch.ones(35), queries=[1.5])  # type: ignore[list-item]
 
 

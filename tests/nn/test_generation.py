@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -188,6 +190,15 @@ def test_generate_stops_each_sequence_at_a_stop_token_and_ends_early() -> None:
         assert (row[end + 1 :] == VOCAB - 1).all()
 
 
+@pytest.mark.parametrize("held_in", [iter, set, np.array, torch.tensor])
+def test_generate_takes_stop_tokens_of_every_iterable(held_in: Callable[[list[int]], Any]) -> None:
+    lm, tokens = model(tie_embeddings=False), draw_tokens(2, 5)
+    stops = lm.generate(tokens, max_new_tokens=7, temperature=0)[:, 3].tolist()
+    expected = lm.generate(tokens, max_new_tokens=7, temperature=0, stop_tokens=stops)
+    assert expected.shape[1] < 7
+    assert torch.equal(lm.generate(tokens, max_new_tokens=7, temperature=0, stop_tokens=held_in(stops)), expected)
+
+
 def test_generate_calls_the_model_as_a_module() -> None:
     lm, tokens, seen = model(), draw_tokens(), []
     expected = lm.generate(tokens, max_new_tokens=7, temperature=0)
@@ -255,7 +266,10 @@ def test_generate_leaves_the_mode_of_every_module(seed: int, fails: bool) -> Non
         ({"pad_token": -1}, ValueError, "pad_token must be in [0, vocab_size=17), got -1"),
         ({"stop_tokens": (1, 1.5)}, TypeError, "stop_tokens[1] must be an integer, got 1.5"),
         ({"pad_token": True}, TypeError, "pad_token must be an integer, got True"),
+        ({"pad_token": torch.tensor(1.5)}, TypeError, "pad_token must be an integer, got tensor(1.5000)"),
+        ({"stop_tokens": torch.tensor([True])}, TypeError, "stop_tokens[0] must be an integer, got tensor(True)"),
         ({"stop_tokens": 1}, TypeError, "stop_tokens must be a sequence of tokens, got 1"),
+        ({"tokens": [[1, 2]]}, TypeError, "tokens must be a tensor, got list"),
         ({"lengths": [3, 2, 1]}, TypeError, "lengths must be a tensor, got list"),
         ({"lengths": torch.tensor([1.0, 2.5, 5.0])}, TypeError, "lengths must be of int64 or int32, got float32"),
         ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape (B,)=(3,), got (2,)"),

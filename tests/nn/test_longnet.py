@@ -616,6 +616,8 @@ def test_longnet_rejects_tokens_that_are_no_indices(dtype: torch.dtype) -> None:
     message = rf"^tokens must be of int64 or int32, got {str(dtype).removeprefix('torch.')}$"
     with pytest.raises(TypeError, match=message):
         lm(tokens.to(dtype))
+    with pytest.raises(TypeError, match=r"^tokens must be a tensor, got list$"):
+        lm([[1, 2]])
     with pytest.raises(TypeError, match=message):
         lm.generate(tokens.to(dtype), max_new_tokens=2)
     torch.testing.assert_close(lm(tokens.to(torch.int32)), lm(tokens), rtol=0, atol=0)

@@ -235,6 +235,11 @@ def test_xpos_rejects_scale_base_that_is_not_positive(scale_base: float) -> None
         XPos(HEAD_DIM, NESTED, scale_base=scale_base)
 
 
+def test_xpos_rejects_what_is_no_pattern() -> None:
+    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got int$"):
+        XPos(HEAD_DIM, 7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("pattern", [RAGGED, DilatedPattern((1_000_000,), (1,))], ids=["ragged", "long"])
 def test_xpos_of_positions_far_from_zero_is_the_same_as_near_zero(pattern: DilatedPattern) -> None:
     q, k = draw(5), draw(5)
