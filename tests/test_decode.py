@@ -566,3 +566,65 @@ def test_reorder_and_crop_reject_wrong_arguments() -> None:
     ):
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
             call()
+
+
+# -- calls that are taken back, and parts of a model's heads ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_recorded_calls_are_taken_back_wherever_segments_end(pattern: DilatedPattern) -> None:
+    inputs, wrong = draw(), draw()
+    expected, cache = full(inputs, pattern), make(pattern)
+    cache.records_past = True
+    done = 0
+    for kept, rejected in ((0, 9), (13, 0), (2, 6), (1, 1), (0, 31), (7, 3), (4, 0)):
+        chunk = tuple(torch.cat([x[:, done : done + kept], y[:, :rejected]], dim=1) for x, y in zip(inputs, wrong))
+        out = torch.cat(
+            [feed(cache, chunk, i, i + 1) for i in range(kept + rejected)] if rejected == 3 else [cache.attend(*chunk)], 1
+        )
+        torch.testing.assert_close(out[:, :kept], expected[:, done : done + kept], **EXACT)
+        done += kept
+        cache.crop(torch.tensor([done] * BATCH))
+    torch.testing.assert_close(feed(cache, inputs, done, TOKENS), expected[:, done:], **EXACT)
+
+
+def test_what_was_not_recorded_is_not_taken_back() -> None:
+    inputs, cache = draw(), make(LONGNET)
+    feed(cache, inputs, 0, 29)
+    cache.records_past = True
+    feed(cache, inputs, 29, 36)
+    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+        cache.crop(27)
+    cache.crop(33)
+    torch.testing.assert_close(feed(cache, inputs, 33, 61), full(inputs, LONGNET)[:, 33:], **EXACT)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_part_of_the_heads_gives_that_part_of_the_outputs(pattern: DilatedPattern) -> None:
+    inputs = draw()
+    q, k, v = inputs
+    parts = []
+    for first, held in ((0, 2), (2, 3)):
+        cache = make(pattern, num_kv_heads=held, first_head=first, total_kv_heads=HEADS)
+        mine = (q[:, :, first * GROUP : (first + held) * GROUP], *(x[:, :, first : first + held] for x in (k, v)))
+        parts.append(torch.cat([feed(cache, mine, start, end) for start, end in ((0, 17), (17, 18), (18, 61))], dim=1))
+    torch.testing.assert_close(torch.cat(parts, dim=2), full(inputs, pattern), **EXACT)
+    with pytest.raises(ValueError, match=r"first_head must leave room for num_kv_heads=3 of total_kv_heads=5 heads, got 3"):
+        make(pattern, num_kv_heads=3, first_head=3, total_kv_heads=HEADS)
+    with pytest.raises(TypeError, match=r"first_head must be an integer, got 1\.5"):
+        make(pattern, first_head=1.5)
+
+
+def test_selected_sequences_go_on_alone() -> None:
+    inputs = draw()
+    expected, cache, rows = full(inputs, RAGGED), make(RAGGED), torch.tensor([2, 0, 2, 2])
+    feed(cache, inputs, 0, 17)
+    cache.select(rows)
+    assert cache.batch_size == 4
+    torch.testing.assert_close(cache.attend(*(x[rows, 17:] for x in inputs)), expected[rows, 17:], **EXACT)
+    with pytest.raises(ValueError, match=r"indices must have shape \(new batch size,\), at least \(1,\), got \(0,\)"):
+        cache.select(rows[:0])
+    with pytest.raises(ValueError, match=r"indices must be in \[0, B=4\), got \[4\]"):
+        cache.select(torch.tensor([4]))
+    with pytest.raises(TypeError, match="indices must be int64, got list"):
+        cache.select([0])  # type: ignore[arg-type]

@@ -6,17 +6,27 @@ Causal decoding in memory that does not grow with the context.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexdilated.attention import dilated_attention
+from flexdilated.attention import attend
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.hardware import holds_values, without_autocast
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import DTYPES, check_dense, check_scale
-from flexdilated.decode.store import BLOCK, Store, Tokens, marked
+from flexdilated.call import DTYPES, Call, check_dense, check_scale
+from flexdilated.decode.store import BLOCK, Overwritten, Store, Tokens, marked
 from flexdilated.pattern import DilatedPattern, is_integer
+
+
+class Past(NamedTuple):
+    """One call of `attend`: the state before it, and what it stored. `lengths`, `added` `(B,)`."""
+
+    lengths: Tensor
+    stores: tuple[Overwritten, ...]
+    new: Tokens
+    added: Tensor
 
 
 class DilatedKVCache:
@@ -39,6 +49,8 @@ class DilatedKVCache:
         num_kv_heads: Key/value heads.
         head_dim: Elements per head.
         max_length: Positions that will be reached at most; longer segments then take no more rows than that. Default: any number.
+        first_head: Index in the model of the first key/value head held here, where heads are shared out over ranks.
+        total_kv_heads: Key/value heads of the whole model, by which heads find their offsets. Default: all are held here.
         dtype: Of keys and values. Default: torch's default dtype.
         device: Where they lie.
 
@@ -56,6 +68,8 @@ class DilatedKVCache:
         num_kv_heads: int,
         head_dim: int,
         max_length: int | None = None,
+        first_head: int = 0,
+        total_kv_heads: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -67,7 +81,15 @@ class DilatedKVCache:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        pattern.check_heads(num_kv_heads)
+        total = num_kv_heads if total_kv_heads is None else total_kv_heads
+        for name, value in (("first_head", first_head), ("total_kv_heads", total)):
+            if not is_integer(value):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        if not 0 <= first_head <= total - num_kv_heads:
+            raise ValueError(
+                f"first_head must leave room for num_kv_heads={num_kv_heads} of total_kv_heads={total} heads, got {first_head}"
+            )
+        pattern.check_heads(total)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
@@ -76,13 +98,18 @@ class DilatedKVCache:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length = pattern, max_length
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
+        self.first_head, self.total_kv_heads = first_head, total
+        self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite
+        self._past: list[Past] = []
         self._is_empty = True
         branches = range(len(pattern.branches))
         runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
         with torch.inference_mode(False):  # what is allocated inside could not be written to outside
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
-            self._stores = tuple(Store(pattern, branches, num_kv_heads, max_length, like) for branches in runs)
+            heads = range(first_head, first_head + num_kv_heads)
+            held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
+            self._stores = tuple(Store(pattern, branches, heads, total, max_length, like) for branches in held)
 
     @property
     def lengths(self) -> Tensor:
@@ -154,10 +181,12 @@ class DilatedKVCache:
             is_real = torch.arange(num_tokens, device=q.device) < lengths[:, None]  # (B, T)
             k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
         new = marked(k, v)
+        past = self._state_before(new, added) if self.records_past else None
         if num_tokens == 1:
             out = self._attend_one(q, new, added, scale)
         elif self._is_empty:
-            out = dilated_attention(q, new.k, new.v, self.pattern, is_causal=True, scale=scale, backend=backend)
+            call = Call(self.pattern, True, scale, backend=backend, first_head=self.first_head, num_heads=self.total_kv_heads)
+            out = attend(q, new.k, new.v, call)[0]
             if not new.is_plain:
                 sees_mark = torch.cat([store.first_marks(new) for store in self._stores], dim=1)  # (B, Hkv, T)
                 out = out.masked_fill(sees_mark.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None], math.nan)
@@ -165,7 +194,15 @@ class DilatedKVCache:
         else:
             out = self._attend_blocks(q, new, added, scale)
         self._is_empty = False
+        if past is not None:
+            self._past.append(past)
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
+
+    def _state_before(self, new: Tokens, added: Tensor) -> Past:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("records_past must be False under torch.compile, got True: its list grows with every call")
+        positions = self.new_positions(new.k.shape[1])
+        return Past(self.lengths, tuple(store.overwritten(positions) for store in self._stores), new, added)
 
     def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
         """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
@@ -202,24 +239,53 @@ class DilatedKVCache:
             ValueError: If the shape is wrong or an index is out of range.
             TypeError: If the dtype is not int64.
         """
-        if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
-            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-            raise TypeError(f"indices must be int64, got {got}")
-        if indices.shape != (self.batch_size,):
+        if isinstance(indices, Tensor) and indices.dtype == torch.int64 and indices.shape != (self.batch_size,):
             raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
-        reads = not torch.compiler.is_compiling() and holds_values(indices)
-        if reads and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
-            raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
-        indices = indices.to(self.device)
+        indices = self._checked(indices)
         tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
         for x in tensors:
             x.copy_(x.index_select(0, indices))
+        self._past.clear()
+
+    def select(self, indices: Tensor) -> None:
+        """Go on with the sequences `indices` alone, in that order, each as often as it occurs; their number is the new batch size.
+
+        Allocates anew; `reorder` does not.
+
+        Args:
+            indices: `(new batch size,)` int64 in `[0, B)`, at least one.
+
+        Raises:
+            ValueError: If the shape is wrong or an index is out of range.
+            TypeError: If the dtype is not int64.
+        """
+        if isinstance(indices, Tensor) and (indices.dim() != 1 or indices.shape[0] < 1):
+            raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
+        indices = self._checked(indices)
+        with torch.inference_mode(False):
+            self._lengths = self._lengths.index_select(0, indices)
+            for store in self._stores:
+                store.select(indices)
+        self.batch_size = indices.shape[0]
+        self._past.clear()
+
+    def _checked(self, indices: Tensor) -> Tensor:
+        """Indices of sequences, on the cache's device."""
+        if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"indices must be int64, got {got}")
+        reads = not torch.compiler.is_compiling() and holds_values(indices)
+        if reads and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
+            raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
+        return indices.to(self.device)
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
 
         What a branch stored of an earlier segment is gone, so the new end must lie in the segment that each branch holds, or at
-        the beginning of a segment, where nothing is needed. Either every sequence is cut or none. Waits for the device.
+        the beginning of a segment, where nothing is needed; or at a token of the calls since `records_past` was set or the last
+        `crop`, whichever is later: what those overwrote is kept until then. Either every sequence is cut or none. Waits for the
+        device.
 
         Args:
             length: Tokens that stay: one number, or `(B,)` integers.
@@ -241,21 +307,38 @@ class DilatedKVCache:
             if not is_integer(length):
                 raise TypeError(f"length must be an integer or a tensor, got {length!r}")
             wanted = [length] * self.batch_size
-        for b, (new, old) in enumerate(zip(wanted, self._lengths.tolist())):
-            if new < 0:
-                raise ValueError(f"length must be at least 0, got {new}")
-            if new < old:
-                self._check_held(b, new, old)
-        self._lengths.copy_(torch.minimum(self._lengths, torch.tensor(wanted, device=self.device)))
+        lengths = self._lengths.tolist()
+        if min(wanted) < 0:
+            raise ValueError(f"length must be at least 0, got {min(wanted)}")
+        refusals = [self._why_lost(b, new, old) for b, (new, old) in enumerate(zip(wanted, lengths)) if new < old]
+        refusal = next(filter(None, refusals), None)
+        kept = torch.minimum(self._lengths, torch.tensor(wanted, device=self.device))
+        if refusal is not None:
+            if not self._past or bool((kept < self._past[0].lengths).any()):
+                raise ValueError(refusal)
+            self._go_back(kept)
+        self._lengths.copy_(kept)
+        self._past.clear()
 
-    def _check_held(self, sequence: int, new: int, old: int) -> None:
+    def _go_back(self, kept: Tensor) -> None:
+        """To before the calls that are recorded, and then to `kept` `(B,)` tokens, by storing theirs again."""
+        for past in reversed(self._past):
+            for store, overwritten in zip(self._stores, past.stores):
+                store.put_back(overwritten)
+        self._lengths.copy_(self._past[0].lengths)
+        for past in self._past:
+            self._store(past.new, (kept - self._lengths).clamp(min=0).minimum(past.added))
+
+    def _why_lost(self, sequence: int, new: int, old: int) -> str | None:
+        """Why a sequence cannot be cut to `new` tokens by its stored rows alone; None if it can."""
         for store in self._stores:
             for (w, _), held in zip(store.branches, store.held[sequence].tolist()):
                 if new % w and held != new // w:
-                    raise ValueError(
+                    return (
                         f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
                         f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
                     )
+        return None
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
@@ -264,6 +347,7 @@ class DilatedKVCache:
             for x in store.rows_held:
                 x.zero_()
             store.held.fill_(-1)
+        self._past.clear()
         self._is_empty = True
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:

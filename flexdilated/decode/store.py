@@ -30,6 +30,17 @@ class Tokens(NamedTuple):
         return Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
 
 
+class Overwritten(NamedTuple):
+    """Rows of a store as they were before tokens took them.
+
+    `at` `(B, heads, R, 1)`: which; None: all. `rows`: what `rows_held` held there. `held`: as in `Store`.
+    """
+
+    at: Tensor | None
+    rows: tuple[Tensor, ...]
+    held: Tensor
+
+
 def marked(k: Tensor, v: Tensor) -> Tokens:
     """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
     # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
@@ -51,11 +62,22 @@ class Store:
     """
 
     def __init__(
-        self, pattern: DilatedPattern, branches: Sequence[int], num_heads: int, max_length: int | None, like: Tensor
+        self,
+        pattern: DilatedPattern,
+        branches: Sequence[int],
+        heads: range,
+        num_heads: int,
+        max_length: int | None,
+        like: Tensor,
     ) -> None:
-        """Of sequences of at most `max_length` tokens; `like` `(B, ..., D)` has the batch size, head dim, dtype and device."""
+        """Of those of `heads` that run the branches, of `num_heads` in the model, and sequences of at most `max_length` tokens.
+
+        `like` `(B, ..., D)` has the batch size, head dim, dtype and device. `self.heads` are counted from the first of `heads`.
+        """
         device, batch_size, head_dim = like.device, like.shape[0], like.shape[-1]
-        self.num_kv_heads, self.heads = num_heads, pattern.head_range(branches[0], num_heads)
+        of_model = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
+        first = of_model[0] - heads.start
+        self.num_kv_heads, self.heads = len(heads), range(first, first + len(of_model))
         self.branches = [pattern.branches[i] for i in branches]
         longest = math.inf if max_length is None else max_length
         self.rows = [num_kept(int(min(w, longest)), r, 0) for w, r in self.branches]
@@ -64,7 +86,7 @@ class Store:
         self.k, self.v = (torch.zeros(shape, dtype=like.dtype, device=device) for _ in range(2))
         self.is_marked = torch.zeros(*shape[:3], 1, dtype=torch.bool, device=device)
         self.held = torch.full((batch_size, len(branches)), -1, dtype=torch.int64, device=device)
-        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in self.heads]
+        offsets = [[pattern.offset(i, head, num_heads) for i in branches] for head in of_model]
         self.offsets = torch.tensor(offsets, device=device)  # (heads, branches)
         self.lengths_of_segments, self.rates, self.first_rows, self.last_rows = (
             torch.tensor(values, device=device)
@@ -174,6 +196,30 @@ class Store:
                 part = stored[:, :, start : start + rows]
                 part.copy_(torch.where(is_new, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), part))
         self.held.copy_(segments)
+
+    def overwritten(self, positions: Tensor) -> Overwritten:
+        """The rows that tokens at `positions` `(B, T)` may take, as they are now."""
+        if positions.shape[1] * len(self.branches) >= sum(self.rows):
+            return Overwritten(None, tuple(x.clone() for x in self.rows_held), self.held.clone())
+        rows = (positions[..., None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
+        index = rows.flatten(1)[:, None, :, None].expand(-1, self.k.shape[1], -1, 1)
+        return Overwritten(
+            index, tuple(x.gather(2, index.expand(*index.shape[:3], x.shape[3])) for x in self.rows_held), self.held.clone()
+        )
+
+    def put_back(self, overwritten: Overwritten) -> None:
+        """Store what `overwritten` gave."""
+        index = overwritten.at
+        for stored, x in zip(self.rows_held, overwritten.rows):
+            if index is None:
+                stored.copy_(x)
+            else:
+                stored.scatter_(2, index.expand(*index.shape[:3], x.shape[3]), x)
+        self.held.copy_(overwritten.held)
+
+    def select(self, indices: Tensor) -> None:
+        """Hold what the sequences `indices` hold, in that order; their number may change."""
+        self.k, self.v, self.is_marked, self.held = (x.index_select(0, indices) for x in (*self.rows_held, self.held))
 
     def _own_rows(self, new: Tokens) -> tuple[Tensor, ...]:
         """What `rows_held` holds of new tokens, `(B, heads, T, D)` and `(B, heads, T, 1)`: the heads of this store."""

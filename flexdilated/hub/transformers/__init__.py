@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
+from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
 from flexdilated.hub.transformers.interface import dilated_attention_forward as dilated_attention_forward
 from flexdilated.hub.transformers.longnet import LongNetForCausalLM as LongNetForCausalLM
 from flexdilated.hub.transformers.longnet import LongNetHFConfig as LongNetHFConfig
@@ -21,7 +22,15 @@ from flexdilated.hub.transformers.patterns import NAME as NAME
 from flexdilated.hub.transformers.patterns import extend_configs_and_models
 from flexdilated.hub.transformers.positions import dilated_attention_positions as dilated_attention_positions
 
-__all__ = ["NAME", "LongNetForCausalLM", "LongNetHFConfig", "dilated_attention_forward", "dilated_attention_positions", "register"]
+__all__ = [
+    "NAME",
+    "DilatedCache",
+    "LongNetForCausalLM",
+    "LongNetHFConfig",
+    "dilated_attention_forward",
+    "dilated_attention_positions",
+    "register",
+]
 
 
 def register() -> None:

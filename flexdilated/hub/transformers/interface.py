@@ -12,6 +12,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flexdilated.attention import attend
 from flexdilated.call import Call
+from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import find_head_shard
 from flexdilated.hub.transformers.patterns import NAME
@@ -66,7 +67,8 @@ def dilated_attention_forward(
 ) -> tuple[Tensor, None]:
     """The library's attention function, under the pattern of `module.config.dilated_pattern`.
 
-    Training, prefill and encoders run `dilated_attention`. Where a cache holds more keys than there are queries, the queries are
+    Training, prefill and encoders run `dilated_attention`. With a `DilatedCache` the queries are scored against the rows that the
+    pattern can still reach. Where another cache holds more keys than there are queries, the queries are
     scored against all its rows, O(queries * keys), with the pattern's rule as a mask; the result is that of the full forward.
     The signature, and that options which change no attention are dropped, are the library's; an option that is not known to be
     such is refused.
@@ -106,7 +108,8 @@ def dilated_attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True)) and getattr(config, "is_causal", None) is not False
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    num_keys = _num_keys(query, key, attention_mask)
+    layer = layer_of(key)
+    num_keys = _num_keys(query, key, attention_mask, layer)
     shard = find_head_shard(module, query.shape[1], key.shape[1], first_head)
     if shard is not None:
         key, value = key[:, shard.held], value[:, shard.held]
@@ -116,6 +119,15 @@ def dilated_attention_forward(
         raise ValueError(
             "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
         )
+    if layer is not None:
+        if borders is not None:
+            raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
+        if not is_causal:
+            raise NotImplementedError("is_causal must be True with a DilatedCache, got False")
+        if dropout:
+            raise NotImplementedError(f"dropout must be 0 with a DilatedCache, got {dropout}")
+        seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
+        return layer.attend(q, k, v, seen, pattern, shard, scaling).contiguous(), None
     if num_keys != q.shape[1]:
         if borders is not None:
             raise NotImplementedError(
@@ -177,9 +189,15 @@ def _pattern_of(config: Any) -> DilatedPattern:
     return DilatedPattern(**values) if torch.compiler.is_compiling() else DilatedPattern.from_dict(values)
 
 
-def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
-    """How many keys, from the first, the call is about."""
+def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCacheLayer | None) -> int:
+    """How many keys, from the first, the call is about; with a bounded cache those of its queries."""
     num_queries = query.shape[2]
+    if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 0), (1, 1, num_queries)):
+        if layer is None:
+            raise NotImplementedError(
+                "the cache must hold every token from the first, or be a DilatedCache, got one that has forgotten some"
+            )
+        return num_queries
     if mask is None:
         if key.shape[2] != num_queries:
             raise NotImplementedError(

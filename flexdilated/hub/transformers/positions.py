@@ -48,7 +48,8 @@ def dilated_attention_positions(
         None where queries and keys are the same real tokens of one document. Otherwise `(B, 1, 1, keys + q_length)` int64: the
         position of every key, then of every query; -1 at keys to ignore. Keys after the last query are left out where none was
         written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document. `(B, 1, 0, local_size)`
-        where there is a window: models make such masks whether or not a layer reads them.
+        where there is a window: models make such masks whether or not a layer reads them. Behind tokens that a `DilatedCache` has
+        seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
 
     Raises:
         NotImplementedError: If the model asks for a mask function of its own.
@@ -59,7 +60,9 @@ def dilated_attention_positions(
     if use_vmap:
         raise NotImplementedError(f"mask functions of a model's own must be absent with {NAME!r} attention, got one")
     if kv_offset:
-        raise NotImplementedError(f"the cache must hold every token from the first, got a first key at {kv_offset}")
+        if kv_length != q_length:
+            raise NotImplementedError(f"the cache must hold every token from the first, got a first key at {kv_offset}")
+        return _new_tokens(attention_mask, batch_size, q_length, kv_offset, device)
     packed = mask_function not in (causal_mask_function, bidirectional_mask_function)
     compiling = torch.compiler.is_compiling()
     documents = _documents(mask_function, batch_size, kv_length, device) if packed else None
@@ -89,6 +92,17 @@ def dilated_attention_positions(
         return None
     first = first_real(real)[:, None]
     return torch.cat((torch.where(real, keys - first, -1), queries - first), dim=-1)[:, None, None]
+
+
+def _new_tokens(attention_mask: Tensor | None, batch_size: int, num_tokens: int, seen: int, device: torch.device | str) -> Tensor:
+    none = torch.empty(batch_size, 1, 1, 0, dtype=torch.int64, device=device)
+    if attention_mask is None:
+        return none
+    real = attention_mask.to(device=device, dtype=torch.bool)[:, seen : seen + num_tokens]
+    real = F.pad(real, (0, num_tokens - real.shape[1]))
+    if not torch.compiler.is_compiling() and bool(real.all()):
+        return none
+    return torch.where(real, 0, -1)[:, None, None]
 
 
 def _documents(mask_function: Callable[..., Tensor], batch_size: int, num_tokens: int, device: torch.device | str) -> Tensor:

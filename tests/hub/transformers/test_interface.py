@@ -284,7 +284,11 @@ def test_mask_functions_of_other_kinds_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="mask functions must be causal or bidirectional"):
         hub.dilated_attention_positions(**sizes, mask_function=lambda b, h, q, k: (q >= k) | (k < 5))
     with pytest.raises(NotImplementedError, match="the cache must hold every token from the first, got a first key at 3"):
-        hub.dilated_attention_positions(**sizes, kv_offset=3)
+        hub.dilated_attention_positions(**{**sizes, "kv_length": TOKENS + 2}, kv_offset=3)
+    mask = hub.dilated_attention_positions(**sizes, kv_offset=3)  # as a DilatedCache asks
+    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match="the cache must hold every token from the first, or be a DilatedCache"):
+        hub.dilated_attention_forward(build("Llama").model.layers[0].self_attn, q, k, v, mask)
     assert hub.dilated_attention_positions(**sizes) is None
 
 

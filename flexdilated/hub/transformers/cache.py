@@ -1,0 +1,229 @@
+"""The library's `Cache`, in memory that the pattern alone determines."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from flexdilated.decode import DilatedKVCache
+from flexdilated.hub.transformers.heads import HeadShard
+from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.hub.transformers.positions import first_real, shifted
+from flexdilated.pattern import DilatedPattern, is_integer
+
+LAYER = "_dilated_layer"  # the attribute by which the attention function finds the layer of the keys that it is given
+
+
+class DilatedCacheLayer(CacheLayerMixin):
+    """One layer's `DilatedKVCache`, as the library calls it.
+
+    `update` gives the new keys and values back, and the attention function, which alone knows pattern, heads and padding, attends
+    and stores. The `DilatedKVCache` is made by the first call.
+    """
+
+    is_compileable = False  # the library would compile of itself: calls must be recorded, for it to crop
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, max_length: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.kv: DilatedKVCache | None = None
+        self.seen = 0  # tokens, padding included
+        self._is_waiting = False  # for the attention of the last update
+        # Before `activate_past_recording` came the library did not tell that it would crop.
+        self.record_past = not hasattr(Cache, "activate_past_recording")
+
+    def activate_past_recording(self) -> None:
+        """Keep what the calls until the next `crop` overwrite."""
+        self.record_past = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first attention makes the store, in the pattern of its module."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values given, `(B, Hkv, T, D)`, bound to this layer.
+
+        Raises:
+            NotImplementedError: If the last update was not followed by dilated attention.
+        """
+        self._check_attended()
+        self._is_waiting = True
+        self.seen += key_states.shape[-2]
+        keys = key_states.view_as(key_states)  # the attribute belongs to this call alone
+        setattr(keys, LAYER, self)
+        return keys, value_states
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, pattern: DilatedPattern, shard: HeadShard | None, scale: float
+    ) -> Tensor:
+        """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
+
+        Args:
+            q: `(B, T, H, D)`, like k and v, of this rank's heads.
+            k: `(B, T, Hkv, D)`.
+            v: As k.
+            real: `(B, T)` bool: which tokens are no padding, which stands before a sequence. None: all.
+            pattern: Of the module's config.
+            shard: Which heads these are.
+            scale: Multiplies the scores.
+
+        Raises:
+            NotImplementedError: If another layer was given the same keys, or the first call is compiled.
+            ValueError: If padding follows a token, or the pattern is not that of earlier calls.
+        """
+        if not self._is_waiting:
+            raise NotImplementedError(
+                f"keys must be those of one layer with a DilatedCache and {NAME!r} attention, got those of a layer shared"
+            )
+        if self.kv is None:
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(
+                    "the first call with a DilatedCache must not be compiled, got torch.compile: it allocates; read the prompt "
+                    "with the model as it is"
+                )
+            self.kv = DilatedKVCache(
+                pattern,
+                batch_size=q.shape[0],
+                num_kv_heads=k.shape[2],
+                head_dim=k.shape[3],
+                max_length=self.max_length,
+                first_head=0 if shard is None else shard.first_key,
+                total_kv_heads=None if shard is None else shard.total_key,
+                dtype=k.dtype,
+                device=k.device,
+            )
+            self.is_initialized = True
+        elif not torch.compiler.is_compiling() and self.kv.pattern != pattern:
+            raise ValueError(f"config.dilated_pattern must stay {self.kv.pattern} while a DilatedCache is in use, got {pattern}")
+        self.kv.records_past = self.record_past
+        self._is_waiting = False
+        if real is None:
+            return self.kv.attend(q, k, v, scale=scale)
+        return attend_padded(self.kv, q, k, v, real, scale)
+
+    def _check_attended(self) -> None:
+        if self._is_waiting:
+            raise NotImplementedError(
+                f"attn_implementation must be {NAME!r} with a DilatedCache, in a model that hands on the keys of its cache as they "
+                "are, got an attention that did not ask the cache"
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the mask: the new tokens alone."""
+        self._check_attended()
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """As told to the cache; -1 where nothing was."""
+        return -1 if self.max_length is None else self.max_length
+
+    get_max_cache_shape = get_max_length  # its name in older versions
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; or, as older versions ask, all from `tokens_to_remove` on, if above 0."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if self.kv is not None:
+            self.kv.crop((self.kv.lengths - removed).clamp(min=0))
+        self.seen = max(0, self.seen - removed)
+
+    def reset(self) -> None:
+        if self.kv is not None:
+            self.kv.reset()
+        self.seen, self._is_waiting = 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.kv is not None:
+            self.kv.reorder(beam_idx.long())  # int32 in some searches
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.kv is not None:
+            self.kv.select(torch.arange(self.kv.batch_size, device=self.kv.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.kv is not None:
+            self.kv.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices.long())
+
+    def offload(self) -> NoReturn:
+        raise NotImplementedError(
+            "offloading must be False with a DilatedCache, got True: it is small, and stays where the model's layer is"
+        )
+
+    def prefetch(self) -> NoReturn:
+        self.offload()
+
+
+class DilatedCache(Cache):
+    """The library's cache for models with `attn_implementation="flexdilated"`, in bounded memory.
+
+    Each layer holds a `flexdilated.DilatedKVCache`: of every head and branch the keys and values of the current segment, so that
+    neither bytes nor time per token grow with the context. Outputs are those of the full forward, to rounding, in chunks of any
+    size; padding stands on the left. Beams, drafted tokens that are rejected, and several sequences of one prompt are followed.
+    Keys and values that the library crops away (assisted generation) leave rows in their place that were overwritten: they are kept
+    from call to `crop`. For inference: no gradients.
+
+        model.generate(tokens, past_key_values=DilatedCache())
+
+    `torch.compile(fullgraph=True)` may compile all calls but the first, which allocates.
+
+    Args:
+        max_length: Tokens that will be seen at most, which saves memory where that is less than a segment. Default: any number.
+
+    Raises:
+        TypeError: If `max_length` is no integer.
+        ValueError: If it is below 1.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        if max_length is not None and not is_integer(max_length):
+            raise TypeError(f"max_length must be an integer, got {max_length!r}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        super().__init__(layer_class_to_replicate=functools.partial(DilatedCacheLayer, max_length))
+        self.max_length = max_length
+        self._records_past = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """As the library's; a layer that appears late records as those before it."""
+        known = len(self.layers)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **options)
+        if self._records_past:
+            for layer in self.layers[known:]:
+                layer.record_past = True
+        return keys, values
+
+    def activate_past_recording(self) -> None:
+        """Keep what the calls until the next `crop` overwrite, in all layers."""
+        self._records_past = True
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values allocated in all layers."""
+        return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
+
+
+def layer_of(key: Tensor) -> DilatedCacheLayer | None:
+    """The layer that a cache bound to its keys, if it is ours."""
+    return getattr(key, LAYER, None)
+
+
+def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> Tensor:
+    """`kv.attend` of tokens whose sequences begin where `real` `(B, T)` does."""
+    inside = (real[:, 1:] | ~real[:, :-1]).all() & (real[:, 0] | (kv.lengths == 0)).all()
+    if real.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
+        torch._assert_async(inside, "attention_mask must have its padding before the tokens of a sequence with a DilatedCache")
+    elif not bool(inside):
+        raise ValueError("attention_mask must have its padding before the tokens of a sequence with a DilatedCache, got it behind")
+    shift = first_real(real)
+    q, k, v = (shifted(x, shift) for x in (q, k, v))
+    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale), -shift)

@@ -1,0 +1,184 @@
+"""Decoding in bounded memory equals the full forward."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from flexdilated import DilatedPattern
+from tests.hub.transformers.models import (
+    BATCH,
+    DECODERS,
+    GROUPED,
+    INTERLEAVED,
+    PATTERNS,
+    RAGGED,
+    TOKENS,
+    build,
+    draw_tokens,
+    make_dense,
+    mask_of,
+)
+from tests.hub.transformers.test_decoding import decode
+from tests.tolerances import EXACT
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+from flexdilated.hub.transformers import DilatedCache  # noqa: E402
+
+CHUNKS = [9, 1, 1, 4, 5, 1, 1, 1]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> object:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_decoding_equals_the_full_forward(pattern: DilatedPattern, side: str) -> None:
+    model, tokens = build("Llama", pattern).double(), draw_tokens()
+    mask = None if side == "none" else mask_of([TOKENS, 17, 5], side)
+    options = {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    expected = model(tokens, **options, use_cache=False).logits
+    cache = DilatedCache()
+    logits = decode(model, tokens, cache, CHUNKS, mask)
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(logits[real], expected[real], **EXACT)
+    assert cache.get_seq_length() == TOKENS
+    assert cache.nbytes == sum(layer.kv.nbytes for layer in cache.layers) > 0
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "Gemma"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_generate_equals_generate_without_a_cache(name: str, options: dict[str, Any]) -> None:
+    model, tokens, mask = build(name, INTERLEAVED), draw_tokens(), mask_of([TOKENS, 17, 5], "left")
+    options = {"max_new_tokens": 19, "do_sample": False, "attention_mask": mask, **options}
+    torch.manual_seed(3)
+    generated = model.generate(tokens, past_key_values=DilatedCache(), **options)
+    torch.manual_seed(3)
+    expected = model.generate(tokens, use_cache=False, **options)
+    assert generated.shape == (BATCH * options.get("num_return_sequences", 1), TOKENS + 19)
+    torch.testing.assert_close(generated, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 4}])
+def test_drafted_and_chunked_generation_equals_generation_without_a_cache(options: dict[str, Any]) -> None:
+    model, tokens = build("Llama", INTERLEAVED), draw_tokens(1)
+    options = {**options, "assistant_model": build("Llama", RAGGED)} if "assistant_model" in options else options
+    length = {"max_new_tokens": 19, "do_sample": False}
+    cache = DilatedCache()
+    generated = model.generate(tokens, past_key_values=cache, **length, **options)
+    torch.testing.assert_close(generated, model.generate(tokens, **length, use_cache=False), rtol=0, atol=0)
+    assert cache.get_seq_length() == TOKENS + 18  # the last token is not read
+
+
+def test_rejected_tokens_leave_no_trace() -> None:
+    """They overwrite what the tokens before them still see; segments end inside them."""
+    model, tokens = build("Llama", GROUPED).double(), draw_tokens()
+    expected, cache = model(tokens, use_cache=False).logits, DilatedCache()
+    cache.activate_past_recording()
+    done, drafts = 0, [13, 5, 4, 7, 3, 6]
+    for length, rejected in zip(drafts, [0, 4, 2, 3, 3, 5]):
+        wrong = torch.cat([tokens[:, done : done + length - rejected], draw_tokens(num_tokens=rejected)], dim=1)
+        logits = model(wrong, past_key_values=cache, use_cache=True).logits
+        kept = length - rejected
+        torch.testing.assert_close(logits[:, :kept], expected[:, done : done + kept], **EXACT)
+        cache.crop(-rejected)
+        done += kept
+        assert cache.get_seq_length() == done
+    torch.testing.assert_close(decode_rest(model, tokens, cache, done), expected[:, done:], **EXACT)
+
+
+def decode_rest(model: Any, tokens: Tensor, cache: Any, done: int) -> Tensor:
+    return model(tokens[:, done:], past_key_values=cache, use_cache=True).logits
+
+
+def test_sequences_are_selected_and_repeated() -> None:
+    model, tokens = build("Llama", RAGGED).double(), draw_tokens()
+    expected, cache = model(tokens, use_cache=False).logits, DilatedCache()
+    decode(model, tokens[:, :14], cache, [14])
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    torch.testing.assert_close(
+        model(tokens[[2, 0], 14:17], past_key_values=cache, use_cache=True).logits, expected[[2, 0], 14:17], **EXACT
+    )
+    cache.batch_repeat_interleave(2)
+    rows = [2, 2, 0, 0]
+    torch.testing.assert_close(
+        model(tokens[rows, 17:20], past_key_values=cache, use_cache=True).logits, expected[rows, 17:20], **EXACT
+    )
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(decode(model, tokens[rows], cache, [14, 9]), expected[rows], **EXACT)
+
+
+def test_memory_does_not_grow_with_the_context() -> None:
+    model = build("Llama", RAGGED, max_position_embeddings=1024)
+    cache, sizes = DilatedCache(), []
+    for _ in range(4):
+        decode(model, draw_tokens(1, 130), cache, [130])
+        sizes.append(cache.nbytes)
+    assert cache.get_seq_length() == 520
+    assert len(set(sizes)) == 1
+    rows = sum(math.ceil(w / r) for w, r in RAGGED.branches)
+    assert sizes[0] == 2 * 2 * 2 * rows * 8 * 4  # layers, keys and values, key/value heads, rows, elements, bytes
+
+
+def test_calls_after_the_first_compile_once() -> None:
+    model, tokens = build("Llama", RAGGED).double(), draw_tokens()
+    expected, cache = model(tokens, use_cache=False).logits, DilatedCache()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="the first call with a DilatedCache must not be compiled"):
+        compiled(tokens[:, :9], past_key_values=DilatedCache(), use_cache=True)
+    decode(model, tokens[:, :9], cache, [9])
+    counter.clear()
+    for at in range(9, TOKENS):
+        logits = compiled(tokens[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(logits, expected[:, at : at + 1], **EXACT)
+    assert counter.frame_count <= 2  # a number of tokens seen, then any number
+
+
+def test_what_a_cache_cannot_hold_is_refused() -> None:
+    model, tokens = build("Llama", RAGGED), draw_tokens()
+    with pytest.raises(TypeError, match=r"max_length must be an integer, got 2\.5"):
+        DilatedCache(2.5)
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        DilatedCache(0)
+    cache = DilatedCache()
+    for mask in (mask_of([TOKENS, 17, 11], "right"), mask_of([TOKENS] * 3, "left").index_fill(1, torch.tensor([5]), 0)):
+        with pytest.raises(ValueError, match="attention_mask must have its padding before the tokens of a sequence"):
+            model(tokens, attention_mask=mask, past_key_values=DilatedCache(), use_cache=True)
+    decode(model, tokens[:, :14], cache, [14])
+    with pytest.raises(NotImplementedError, match="offloading must be False with a DilatedCache, got True"):
+        cache.layers[0].offload()
+    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+        cache.crop(-6)
+    model.config.dilated_pattern = INTERLEAVED
+    with pytest.raises(ValueError, match=r"config\.dilated_pattern must stay .* while a DilatedCache is in use"):
+        model(tokens[:, 14:], past_key_values=cache, use_cache=True)
+    model.config.dilated_pattern = RAGGED
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="q must not require a gradient"):
+        model(tokens, past_key_values=DilatedCache(), use_cache=True)
+
+
+def test_attention_that_does_not_ask_the_cache_is_refused() -> None:
+    """Its first outputs are right, since all keys are in the call; later ones would miss those before."""
+    model, tokens, cache = build("Llama", RAGGED), draw_tokens(), DilatedCache()
+    make_dense(model)
+    model(tokens[:, :14], past_key_values=cache, use_cache=True)
+    with pytest.raises(NotImplementedError, match="attn_implementation must be 'flexdilated' with a DilatedCache"):
+        model(tokens[:, 14:], past_key_values=cache, use_cache=True)
+
+
+def test_keys_that_two_layers_share_are_refused() -> None:
+    module, q, kv = build("Llama", RAGGED).model.layers[0].self_attn, torch.randn(1, 6, 3, 8), torch.randn(1, 2, 3, 8)
+    keys, values = DilatedCache().update(kv, kv, 0)
+    hub.dilated_attention_forward(module, q, keys, values, None)
+    with pytest.raises(NotImplementedError, match="keys must be those of one layer with a DilatedCache"):
+        hub.dilated_attention_forward(module, q, keys, values, None)
