@@ -22,6 +22,7 @@ PUBLIC = (
     "flexdilated.export",
     "flexdilated.hub.encoder",
     "flexdilated.hub.gigapath",
+    "flexdilated.hub.slides",
     "flexdilated.hub.timm",
     "flexdilated.hub.torchscale",
     "flexdilated.hub.transformers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -144,8 +144,8 @@ class LongNetViT(nn.Module):
                 these tiles. Each slide gets a class token and gives what it gives alone.
             return_tokens: Whether to return the tokens that are pooled, instead of the pooled embedding.
             shard_lengths: With a mesh, where x and coords are this rank's tiles of one slide: the tiles of each rank, the same on
-                every rank. Default: equally many. Each rank gets the result of the whole slide; in training each must call
-                backward, and gradients of parameters are to be summed over the ranks.
+                every rank. Default: equally many. Each rank gets the result of the whole slide. In training each must call
+                backward; gradients of parameters are then to be summed over ranks, but for those of `norm`, which each has whole.
 
         Returns:
             One tensor, or `depth + 1`, in a list: `(B, embed_dim)`, or with `return_tokens` `(B, 1 + N, embed_dim)`, the class
@@ -158,25 +158,30 @@ class LongNetViT(nn.Module):
             TypeError: If a dtype is wrong.
             NotImplementedError: If packed or padded slides come with a mesh.
         """
-        self._check(x, coords, padding_mask)
-        borders = self._borders(x, padding_mask, cu_seqlens)
-        cells = self._cells(coords, padding_mask)
-        if self.mesh is not None:
-            return self._encode_shard(x, cells, all_layer_embed, return_tokens, shard_lengths)
-        if shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
+        borders, cells = self._checked(x, coords, padding_mask, cu_seqlens, shard_lengths)
+
+        def encode(x: Tensor, cells: Tensor) -> list[Tensor]:
+            states = self._states(x, cells, borders, shard_lengths, every=all_layer_embed)
+            return [state if return_tokens else self.pool(state, cu_seqlens=borders) for state in states]
+
         if padding_mask is None or not bool(padding_mask.any()):
-            return self._encode(x, cells, borders, all_layer_embed, return_tokens)
+            return encode(x, cells)
         real = ~padding_mask
-        slides = [
-            self._encode(x[b, kept][None], cells[b, kept][None], None, all_layer_embed, return_tokens)
-            for b, kept in enumerate(real)
-        ]
-        layers = list(zip(*slides))
+        layers = list(zip(*(encode(x[b, kept][None], cells[b, kept][None]) for b, kept in enumerate(real))))
         if not return_tokens:
             return [torch.cat(layer) for layer in layers]
         kept = torch.cat([real.new_ones(x.shape[0], 1), real], dim=1)  # (B, 1 + N)
         return [_spread(torch.cat(layer, dim=1)[0], kept) for layer in layers]
+
+    def hidden_states(
+        self, x: Tensor, coords: Tensor, *, cu_seqlens: Tensor | None = None, shard_lengths: Sequence[int] | None = None
+    ) -> Iterator[Tensor]:
+        """The tokens of every layer, as the call gives them with `all_layer_embed` and `return_tokens`, computed one by one.
+
+        Who keeps none of them needs no memory for all. The arguments are those of the call.
+        """
+        borders, cells = self._checked(x, coords, None, cu_seqlens, shard_lengths)
+        return self._states(x, cells, borders, shard_lengths, every=True)
 
     def pool(self, tokens: Tensor, padding_mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`.
@@ -197,9 +202,13 @@ class LongNetViT(nn.Module):
     def _embed(self, x: Tensor, cells: Tensor) -> Tensor:
         return self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
 
-    def _encode(
-        self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, all_layer_embed: bool, return_tokens: bool
-    ) -> list[Tensor]:
+    def _states(
+        self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, every: bool
+    ) -> Iterator[Tensor]:
+        """The tokens behind every layer, or behind the encoder."""
+        if self.mesh is not None:
+            yield from self._states_of_shard(x, cells, shard_lengths, every=every)
+            return
         batch, num_tiles, _ = x.shape
         inverse = None
         if self.order is not None:
@@ -216,37 +225,47 @@ class LongNetViT(nn.Module):
             slides = x.split(cu_seqlens.diff().tolist(), dim=1)
             x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
             options["cu_seqlens"] = cu_seqlens + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
-        states = self.encoder.hidden_states(x, **options) if all_layer_embed else (self.encoder(x, **options),)
-        if not return_tokens:
-            return [self.pool(state, cu_seqlens=cu_seqlens) for state in states]
-        if inverse is None:
-            return list(states)
-        # Where each tile stands behind the class tokens of its slide and those before it.
+        # Where each tile stands, behind the class tokens of its slide and those before it.
         shift = torch.zeros(num_tiles, dtype=torch.int64, device=x.device)
         if cu_seqlens is not None:
             shift[cu_seqlens[1:-1]] = 1
         tiles = torch.arange(num_tiles, device=x.device) + 1 + shift.cumsum(0)
-        return [state.index_copy(1, tiles, state[:, tiles].take_along_dim(inverse, 1)) for state in states]
+        for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
+            yield state if inverse is None else state.index_copy(1, tiles, state[:, tiles].take_along_dim(inverse, 1))
 
     def _along(self, cells: Tensor) -> Tensor:
         """The tiles of a slide along the curve, `(N,)`."""
         assert self.order is not None
         return coordinate_order(cells.flip(-1), order=self.order).permutation
 
-    def _encode_shard(
-        self, x: Tensor, cells: Tensor, all_layer_embed: bool, return_tokens: bool, shard_lengths: Sequence[int] | None
-    ) -> list[Tensor]:
+    def _states_of_shard(self, x: Tensor, cells: Tensor, shard_lengths: Sequence[int] | None, *, every: bool) -> Iterator[Tensor]:
+        """Those of the whole slide, on every rank."""
         assert self.mesh is not None
-        if self.training and self.drop_path_rate:
-            raise NotImplementedError("drop_path_rate must be 0 in training with mesh, got more: ranks would drop different layers")
         rank, lengths = local_shard_lengths(self.mesh, x.shape[1], shard_lengths)
         tokens = self._embed(x, cells)
         if rank == 0:
             tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
         lengths = (lengths[0] + 1, *lengths[1:])
-        encode = self.encoder.hidden_states if all_layer_embed else lambda *args, **options: [self.encoder(*args, **options)]
-        whole = (unshard_sequence(state, self.mesh, shard_lengths=lengths) for state in encode(tokens, shard_lengths=lengths))
-        return [state if return_tokens else self.pool(state) for state in whole]
+        encoder = self.encoder
+        states = encoder.hidden_states(tokens, shard_lengths=lengths) if every else (encoder(tokens, shard_lengths=lengths),)
+        for state in states:
+            yield unshard_sequence(state, self.mesh, shard_lengths=lengths)
+
+    def _checked(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        shard_lengths: Sequence[int] | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The borders of packed slides and the grid cells of tiles."""
+        self._check(x, coords, padding_mask)
+        if self.mesh is None and shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
+        if self.mesh is not None and self.training and self.drop_path_rate:
+            raise NotImplementedError("drop_path_rate must be 0 in training with mesh, got more: ranks would drop different layers")
+        return self._borders(x, padding_mask, cu_seqlens), self._cells(coords, padding_mask)
 
     def _borders(self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
         """The borders of packed slides, int64, checked."""

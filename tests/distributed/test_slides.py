@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import even_shard_lengths, shard_sequence
+from flexdilated.hub.gigapath import LongNetViT
 from tests.distributed.processes import Ranks
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
 from tests.hub.test_slide_packing import encoder_model_like
@@ -27,9 +29,23 @@ def encode_over_ranks(rank: int, mesh: DeviceMesh, counts: tuple[int, ...]) -> N
         sharded(shard, places, cu_seqlens=torch.tensor([0, shard.shape[1]]))
     with pytest.raises(NotImplementedError, match="drop_path_rate must be 0 in training with mesh"):
         sharded.train()(shard, places, shard_lengths=counts)
+    sharded.eval()
+    differentiate(rank, mesh, counts, alone, sharded)
     (expected,) = alone.float()(x.float(), coords)
     (actual,) = sharded.eval().float()(shard.float(), places, shard_lengths=counts)
     torch.testing.assert_close(actual, expected, **SINGLE)
+
+
+def differentiate(rank: int, mesh: DeviceMesh, counts: tuple[int, ...], alone: LongNetViT, sharded: LongNetViT) -> None:
+    x, coords = draw_slides(1, sum(counts))
+    shard, places = (shard_sequence(value, mesh, shard_lengths=counts) for value in (x, coords))
+    alone(x, coords)[0].square().sum().backward()
+    sharded(shard, places, shard_lengths=counts)[0].square().sum().backward()
+    for (name, actual), expected in zip(sharded.named_parameters(), alone.parameters()):
+        gradient = torch.zeros_like(actual) if actual.grad is None else actual.grad
+        if not name.startswith("norm."):
+            dist.all_reduce(gradient, group=mesh.get_group())
+        torch.testing.assert_close(gradient, expected.grad, **EXACT)
 
 
 @pytest.mark.ranks

@@ -1,0 +1,227 @@
+"""The run behind `flexdilated encode-slides`: which slides, on which rank, under a progress bar, into parts."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flexdilated import __version__
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.hub.slide_encoder import LongNetViT
+from flexdilated.hub.slides import encode, store
+from flexdilated.hub.slides.encode import Clock, EncodedSlide, FailedSlide
+from flexdilated.hub.slides.formats import count_tiles
+from flexdilated.hub.slides.ranks import sharded, spread
+
+if TYPE_CHECKING:  # one process needs no torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
+
+PART_SECONDS, PART_BYTES = 2.0, 2**28  # after which what is encoded is written
+SOME_FAILED = 1  # the exit code
+
+
+class Job(NamedTuple):
+    """What is to be done."""
+
+    model: LongNetViT
+    slides: Mapping[str, Path]
+    output: Path
+    options: Mapping[str, Any]  # of encode.encode_slides
+    split_above: int | None
+
+
+class Ranks(NamedTuple):
+    """This process among those of the run."""
+
+    rank: int
+    mesh: DeviceMesh | None
+    counters: Store | None
+
+
+@dataclass
+class _Kept:
+    """What a run has encoded: written in parts, every few seconds."""
+
+    output: Path
+    slides: list[EncodedSlide] = field(default_factory=list)
+    seconds: float = 0.0  # of writing
+    since: float = field(default_factory=time.perf_counter)
+    encoded: int = 0
+    tiles: int = 0
+
+    def add(self, slide: EncodedSlide) -> None:
+        self.slides.append(slide)
+        self.encoded += 1
+        self.tiles += len(slide.coords)
+        held = sum(kept.tiles.nbytes for kept in self.slides if kept.tiles is not None)
+        if time.perf_counter() - self.since > PART_SECONDS or held > PART_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        start = time.perf_counter()
+        store.write_part(self.output, self.slides)
+        self.slides = []
+        self.since = time.perf_counter()
+        self.seconds += self.since - start
+
+
+def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
+    """Encode what is not done yet; the exit code."""
+    start = time.perf_counter()
+    clock, kept, failed = Clock(), _Kept(job.output), []
+    with ExitStack() as stack:
+        plan: list[Any] = []
+        if ranks.rank == 0:
+            with _writing(job.output):
+                stack.enter_context(store.locked(job.output))
+                done = store.begin(job.output, settings, _versions(), resume=resume, overwrite=overwrite)
+            plan = [*_left(job, done, 1 if ranks.mesh is None else ranks.mesh.size()), len(done)]
+        changed, together, shares, num_done = _told(ranks, plan)
+        if ranks.rank == 0:
+            failed += [_echoed(failure) for failure in changed]
+        own = shares[ranks.rank]
+        total = num_done + len(together) + sum(len(share) for share in shares)
+        results = encode.encode_slides(job.model, {name: job.slides[name] for name in own}, clock=clock, **job.options)
+        if together:
+            assert ranks.mesh is not None
+            large = {name: job.slides[name] for name in together}
+            results = chain(encode.encode_slides(sharded(job.model, ranks.mesh), large, clock=clock, **job.options), results)
+        try:
+            for i, result in enumerate(_shown(results, ranks, total, num_done)):
+                is_shared = i < len(together) and ranks.rank > 0  # rank 0 has it too
+                if isinstance(result, FailedSlide):
+                    failed += [] if is_shared else [_echoed(result)]
+                elif not is_shared:
+                    with _writing(job.output):
+                        kept.add(result)
+                    if result.note is not None:
+                        typer.echo(f"note: '{result.path}': {result.note}", err=True)
+        except KeyboardInterrupt:
+            with _writing(job.output):
+                kept.write()
+            typer.echo("what is done is kept: the same command with --resume goes on", err=True)
+            raise
+        with _writing(job.output):
+            kept.write()
+        everything = _gathered(ranks, (failed, kept.encoded, kept.tiles))
+        if ranks.rank > 0:
+            return SOME_FAILED if any(part[0] for part in everything) else 0
+        failures = [failure for part in everything for failure in part[0]]
+        encoded, tiles = (sum(part[i] for part in everything) for i in (1, 2))
+        if num_done + encoded == 0:
+            store.discard(job.output)
+            typer.echo("no slide could be encoded, and nothing is written", err=True)
+            return SOME_FAILED
+        finishing = time.perf_counter()
+        with _writing(job.output):
+            written = store.finish(job.output, job.slides, failures)
+        end = time.perf_counter()
+        kept.seconds += end - finishing
+        seconds = end - start
+        typer.echo(
+            f"encoded {encoded:,} slides of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
+            f"{tiles / seconds:,.0f} tiles/s; waited {clock.reading / seconds:.1%} for files, wrote {kept.seconds / seconds:.1%}"
+        )
+        typer.echo(f"wrote {written:,} slides to '{job.output}'" + (f", {len(failures):,} failed" if failures else ""))
+        return SOME_FAILED if failures else 0
+
+
+def _left(job: Job, done: Mapping[str, tuple[str, int]], count: int) -> tuple[list[FailedSlide], list[str], list[list[str]]]:
+    """Slides whose file has changed since they were encoded; those for all ranks together; those of each rank."""
+    changed = [
+        FailedSlide(name, path, "is not the file that was encoded under its name; use --overwrite or another output")
+        for name, path in job.slides.items()
+        if name in done and done[name] != (str(path), store.size_of(path))
+    ]
+    left = [name for name in job.slides if name not in done]
+    if count == 1:
+        return changed, [], [left]
+    sizes = {name: count_tiles(job.slides[name], job.options["reading"].table) for name in left}
+    together = [name for name in left if job.split_above is not None and sizes[name] > job.split_above]
+    return changed, together, spread({name: sizes[name] for name in left if name not in together}, count)
+
+
+def _told(ranks: Ranks, plan: list[Any]) -> list[Any]:
+    """What rank 0 says."""
+    if ranks.mesh is None:
+        return plan
+    import torch.distributed as dist
+
+    box = [plan]
+    dist.broadcast_object_list(box, src=0, group=ranks.mesh.get_group())
+    return box[0]
+
+
+def _gathered(ranks: Ranks, value: Any) -> list[Any]:
+    """Of every rank."""
+    if ranks.mesh is None:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * ranks.mesh.size()
+    dist.all_gather_object(values, value, group=ranks.mesh.get_group())
+    return values
+
+
+def _shown(
+    results: Iterator[EncodedSlide | FailedSlide], ranks: Ranks, total: int, done: int
+) -> Iterator[EncodedSlide | FailedSlide]:
+    """The results, under a bar that counts those of all ranks."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("slides"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    )
+    start, tiles, slides = time.perf_counter(), 0, 0
+    with Progress(*columns, console=console, disable=ranks.rank > 0 or not console.is_terminal) as progress:
+        task = progress.add_task("slides", total=total, completed=done, status="")
+        for result in results:
+            tiles += len(result.coords) if isinstance(result, EncodedSlide) else 0
+            slides += 1
+            if ranks.counters is not None:
+                size = len(result.coords) if isinstance(result, EncodedSlide) else 0
+                slides, tiles = ranks.counters.add("slides", 1), ranks.counters.add("tiles", size)
+            seconds = time.perf_counter() - start
+            status = f"{slides / seconds:.2f} slides/s  {tiles / seconds:,.0f} tiles/s"
+            progress.update(task, completed=min(total, done + slides), status=status)
+            yield result
+
+
+def _echoed(failure: FailedSlide) -> FailedSlide:
+    typer.echo(f"error: '{failure.path}' {failure.reason}", err=True)
+    return failure
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        refuse(f"--output must be a file that can be written, got '{output}': {reason}; what is done is kept for --resume")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "flexdilated": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }

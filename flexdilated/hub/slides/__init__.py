@@ -1,0 +1,23 @@
+"""Many slides: read as other tools store them, encoded in packs, kept in one file."""
+
+from flexdilated.hub.slides.encode import EncodedSlide as EncodedSlide
+from flexdilated.hub.slides.encode import FailedSlide as FailedSlide
+from flexdilated.hub.slides.encode import Reading as Reading
+from flexdilated.hub.slides.encode import encode_slides as encode_slides
+from flexdilated.hub.slides.formats import SlideError as SlideError
+from flexdilated.hub.slides.formats import Tiles as Tiles
+from flexdilated.hub.slides.formats import list_slides as list_slides
+from flexdilated.hub.slides.formats import read_tiles as read_tiles
+from flexdilated.hub.slides.grid import grid_cells as grid_cells
+
+__all__ = [
+    "EncodedSlide",
+    "FailedSlide",
+    "Reading",
+    "SlideError",
+    "Tiles",
+    "encode_slides",
+    "grid_cells",
+    "list_slides",
+    "read_tiles",
+]

@@ -1,0 +1,257 @@
+"""Slides in packs through the encoder: read ahead, encoded together, given one by one in their order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexdilated.distributed.sharding import even_shard_lengths, group_of
+from flexdilated.hub.slide_encoder import LongNetViT
+from flexdilated.hub.slides.formats import SlideError, Tiles, read_tiles
+from flexdilated.hub.slides.grid import grid_cells, neighbour_distance
+
+SPARSE = 1.5  # tiles between neighbours, from which a note asks whether the size of a tile is right
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How slides are read: the arguments of `read_tiles` and `grid_cells`."""
+
+    coords_folder: Path | None = None
+    table: str | None = None
+    tile_size_level0: float | None = None
+    magnification: float | None = 20.0
+    shared_cells: bool = False
+
+
+@dataclass(frozen=True)
+class EncodedSlide:
+    """A slide's embeddings, on the CPU.
+
+    Args:
+        name: As in the mapping.
+        path: Of its file.
+        embedding: `(embed_dim,)`, or for all layers `(depth + 1, embed_dim)`.
+        coords: Of its tiles, `(N, 2)` pixels of level 0.
+        tiles: `(N, embed_dim)`, the tiles in their context behind the last layer and its LayerNorm; None where not asked for.
+        note: What a user may want to check.
+    """
+
+    name: str
+    path: Path
+    embedding: Tensor
+    coords: Tensor
+    tiles: Tensor | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class FailedSlide:
+    """A slide that could not be encoded, and why, as the end of a sentence that begins with its path."""
+
+    name: str
+    path: Path
+    reason: str
+
+
+@dataclass
+class Clock:
+    """Where the seconds went: waiting for files, and encoding."""
+
+    reading: float = 0.0
+    encoding: float = 0.0
+
+
+class _Read(NamedTuple):
+    name: str
+    path: Path
+    tiles: Tiles
+    cells: Tensor
+    note: str | None
+
+
+def encode_slides(
+    model: LongNetViT,
+    slides: Mapping[str, Path],
+    *,
+    reading: Reading | None = None,
+    token_budget: int = 16384,
+    all_layers: bool = False,
+    tiles: bool = False,
+    storage: torch.dtype = torch.float32,
+    clock: Clock | None = None,
+) -> Iterator[EncodedSlide | FailedSlide]:
+    """Encode slides of any sizes, several in one call of the model: each gives what it gives alone.
+
+    The next pack is read while one is encoded. A slide that cannot be read or encoded becomes a `FailedSlide`, and the rest goes
+    on. A pack holds slides in their order, as many as the budget takes, and at least one.
+
+    Args:
+        model: The encoder, in evaluation mode, on its device and in its dtype. With a mesh every rank gives the same slides, which
+            are encoded one by one, each over all ranks; every rank gets the results.
+        slides: Paths by name, as `list_slides` gives them.
+        reading: What is asked of files.
+        token_budget: Most tiles in a pack of several slides.
+        all_layers: Whether embeddings are those of every layer, the embedded tiles first, as in `LongNetViT.forward`.
+        tiles: Whether the tiles' embeddings are given too.
+        storage: Of what is given, float32 or float16.
+        clock: Is told the seconds.
+
+    Yields:
+        A result per slide, in their order.
+
+    Raises:
+        ValueError: If the model is in training mode, the budget is below 1, or the dtype is another.
+    """
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    if storage not in (torch.float32, torch.float16):
+        raise ValueError(f"storage must be float32 or float16, got {storage}")
+    clock = Clock() if clock is None else clock
+    reads = (_read(model, name, path, reading or Reading()) for name, path in slides.items())
+    packs = _packs(reads, 1 if model.mesh is not None else token_budget)
+    with ThreadPoolExecutor(1, thread_name_prefix="slides") as reader:
+        ahead: Future[list[_Read | FailedSlide] | None] = reader.submit(next, packs, None)
+        while True:
+            start = time.perf_counter()
+            pack = ahead.result()
+            clock.reading += time.perf_counter() - start
+            if pack is None:
+                return
+            ahead = reader.submit(next, packs, None)
+            start = time.perf_counter()
+            results = _results(model, pack, all_layers, tiles, storage)
+            del pack  # its tiles need not wait for the consumer
+            clock.encoding += time.perf_counter() - start
+            yield from results
+
+
+def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
+    try:
+        found = read_tiles(path, coords_folder=reading.coords_folder, table=reading.table)
+        if found.x.shape[1] != model.in_chans:
+            raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {found.x.shape[1]}")
+        cells = grid_cells(
+            found,
+            tile_size_level0=reading.tile_size_level0,
+            magnification=reading.magnification,
+            slide_ngrids=model.slide_ngrids,
+            shared_cells=reading.shared_cells,
+        )
+    except SlideError as error:
+        return FailedSlide(name, path, str(error))
+    note = None
+    if found.tile_size_level0 is None and reading.tile_size_level0 is not None:
+        step = neighbour_distance(found.coords)
+        if step is not None and step > SPARSE * reading.tile_size_level0:
+            note = f"neighbours are {step:g} apart: is a tile {reading.tile_size_level0:g} pixels wide at level 0?"
+    return _Read(name, path, found, cells, note)
+
+
+def _packs(reads: Iterator[_Read | FailedSlide], token_budget: int) -> Iterator[list[_Read | FailedSlide]]:
+    pack: list[_Read | FailedSlide] = []
+    filled = 0
+    for read in reads:
+        size = len(read.cells) if isinstance(read, _Read) else 0
+        if filled and size and filled + size > token_budget:
+            yield pack
+            pack, filled = [], 0
+        pack.append(read)
+        filled += size
+    if pack:
+        yield pack
+
+
+def _results(
+    model: LongNetViT, pack: list[_Read | FailedSlide], all_layers: bool, tiles: bool, storage: torch.dtype
+) -> list[EncodedSlide | FailedSlide]:
+    """In the order of the pack."""
+    read = [slide for slide in pack if isinstance(slide, _Read)]
+    failures = {slide.name: slide for slide in pack if isinstance(slide, FailedSlide)}
+    if model.mesh is not None:  # a file may be there for some ranks alone
+        told: list[dict[str, FailedSlide]] = [{} for _ in range(model.mesh.size())]
+        dist.all_gather_object(told, failures, group=model.mesh.get_group())
+        failures = {name: failure for one in reversed(told) for name, failure in one.items()}
+        read = [slide for slide in read if slide.name not in failures]
+    encoded = {slide.name: result for slide, result in zip(read, _encoded(model, read, all_layers, tiles, storage))}
+    return [failures.get(slide.name) or encoded[slide.name] for slide in pack]
+
+
+def _encoded(
+    model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool, storage: torch.dtype
+) -> list[EncodedSlide | FailedSlide]:
+    """One result per slide; where memory does not hold them together, by halves."""
+    if not pack:
+        return []
+    message = None
+    try:
+        layers, last = _forward(model, pack, all_layers, tiles)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        message = str(error).strip().splitlines()[0]
+        is_memory = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or "memory" in message
+        if not is_memory or model.mesh is not None:  # other ranks wait
+            raise
+    if message is not None:  # outside the handler, whose traceback holds the tensors
+        if len(pack) == 1:
+            size = len(pack[0].cells)
+            return [FailedSlide(pack[0].name, pack[0].path, f"needs more memory than there is for {size:,} tiles: {message}")]
+        half = len(pack) // 2
+        return [result for part in (pack[:half], pack[half:]) for result in _encoded(model, part, all_layers, tiles, storage)]
+    results: list[EncodedSlide | FailedSlide] = []
+    borders = [0, *torch.tensor([len(slide.cells) for slide in pack]).cumsum(0).tolist()]
+    for i, (slide, (start, end)) in enumerate(zip(pack, pairwise(borders))):
+        embedding = layers[i] if all_layers else layers[i, 0]
+        context = None if last is None else last[start:end]
+        kept = [x.to(storage).cpu() if x is not None else None for x in (embedding, context)]
+        if not all(bool(x.isfinite().all()) for x in kept if x is not None):
+            where = "computed" if not bool(embedding.isfinite().all()) else "stored"
+            dtype = model.cls_token.dtype if where == "computed" else storage
+            reason = f"gives embeddings that are not finite, {where} in {str(dtype).removeprefix('torch.')}; use another dtype"
+            results.append(FailedSlide(slide.name, slide.path, reason))
+        else:
+            assert kept[0] is not None
+            results.append(EncodedSlide(slide.name, slide.path, kept[0], slide.tiles.coords, kept[1], slide.note))
+    return results
+
+
+@torch.inference_mode()
+def _forward(model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool) -> tuple[Tensor, Tensor | None]:
+    """Embeddings `(S, 1 or layers, embed_dim)`, and the tokens of all tiles `(N, embed_dim)`."""
+    weight = model.cls_token
+    sizes = [len(slide.cells) for slide in pack]
+    coords = torch.cat([slide.cells for slide in pack])[None] * model.tile_size
+    x = torch.cat([slide.tiles.x.to(weight.dtype) for slide in pack])[None]
+    shards = None
+    if model.mesh is not None:
+        _, rank, count = group_of(model.mesh)
+        shards = even_shard_lengths(sum(sizes), count)
+        own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
+        x, coords = x[:, own], coords[:, own]
+    x, coords = x.to(weight.device), coords.to(weight.device)
+    borders = torch.tensor([0, *sizes]).cumsum(0) if len(pack) > 1 else None
+    options: dict[str, Any] = {"cu_seqlens": borders, "shard_lengths": shards}
+    pooled = []
+    if all_layers:
+        for state in model.hidden_states(x, coords, **options):
+            pooled.append(model.pool(state, cu_seqlens=borders))
+        last = model.encoder.layer_norm(state)
+    else:
+        (last,) = model(x, coords, return_tokens=True, **options)
+        pooled.append(model.pool(last, cu_seqlens=borders))
+    if not tiles:
+        return torch.stack(pooled, dim=1), None
+    heads = torch.tensor([0, *sizes[:-1]]).cumsum(0) + torch.arange(len(sizes))
+    is_tile = torch.ones(last.shape[1], dtype=torch.bool)
+    is_tile[heads] = False
+    return torch.stack(pooled, dim=1), last[0, is_tile.to(last.device)]

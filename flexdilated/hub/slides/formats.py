@@ -1,0 +1,316 @@
+"""The tiles of a slide as CLAM, TRIDENT, slide2vec, LazySlide and plain files store them. Long: each tool has its own way."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexdilated.hub.slides import spatialdata
+
+# What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
+EMBEDDINGS = ("tile_embeds", "features", "embeddings")
+COORDINATES = "coords"
+SUFFIXES = (".pt", ".h5", ".npz")
+STORE_SUFFIX = ".zarr"
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Half precision does not hold the pixels of a slide: float16 ends at 65504, bfloat16 is exact to 256.
+PIXELS = (
+    *(torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+
+# What torch.load, np.load and h5py raise on files that are damaged, or are something else.
+DAMAGED = (
+    *(OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, OverflowError, MemoryError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+
+
+class SlideError(ValueError):
+    """What is wrong with one slide, in one line; the others go on."""
+
+
+class Tiles(NamedTuple):
+    """The tiles of a slide as stored.
+
+    Args:
+        x: Embeddings, `(N, C)`.
+        coords: Upper left corners in pixels of level 0, `(N, 2)` int64.
+        tile_size_level0: Side of a tile in those pixels, where the files say.
+        magnification: At which the tiles were embedded, where the files say: 20 is half a micrometre per pixel.
+    """
+
+    x: Tensor
+    coords: Tensor
+    tile_size_level0: float | None
+    magnification: float | None
+
+
+class _Found(NamedTuple):
+    """What one file holds."""
+
+    arrays: Mapping[str, Any]
+    attributes: Mapping[str, Any]  # of the coordinates
+
+
+def list_slides(folder: Path) -> dict[str, Path]:
+    """The slides in a folder and those below it, by name: the path without its ending, in the order of names.
+
+    What tools write beside embeddings is left out: hidden files, slide2vec's tables of coordinates.
+
+    Raises:
+        ValueError: If two files have one name, or there is none.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(_files(folder)):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name in found:
+            raise ValueError(f"FOLDER must hold one file of each slide, got '{found[name]}' and '{path}'")
+        found[name] = path
+    if not found:
+        raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        suffix = path.suffix.lower()
+        if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz")):
+            continue
+        if suffix == STORE_SUFFIX or (suffix in SUFFIXES and path.is_file()):
+            yield path
+        elif path.is_dir():
+            yield from _files(path)
+
+
+def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | None = None) -> Tiles:
+    """The tiles of a slide.
+
+    Args:
+        path: A .pt, .npz or .h5 file, or a .zarr folder of LazySlide's.
+        coords_folder: Where files of the same name hold coordinates: CLAM's `patches`, slide2vec's `tiles`. What the file of the
+            embeddings says as well must agree.
+        table: Which table of a .zarr holds the embeddings. Default: the only one.
+
+    Raises:
+        SlideError: If a file is damaged, something is missing, or shapes and dtypes are wrong.
+    """
+    try:
+        if path.suffix.lower() == STORE_SUFFIX:
+            features, corners, side, magnification = spatialdata.read(path, table)
+            return _checked(_tensor("X", features, FLOATS), torch.from_numpy(corners), side, magnification)
+        found = _open(path)
+    except ImportError as error:
+        raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'") from None
+    except SlideError:
+        raise
+    except DAMAGED as error:
+        raise SlideError(f"is damaged or no whole {path.suffix.lower()} file: {_first_line(error)}") from None
+    keys = [key for key in EMBEDDINGS if key in found.arrays]
+    if len(keys) != 1:
+        raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
+    x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
+    coords, attributes = _coordinates(path, found, coords_folder)
+    return _checked(x, coords, _tile_side(attributes), _magnification(attributes))
+
+
+def count_tiles(path: Path, table: str | None = None) -> int:
+    """How many tiles a slide has, without reading them; 0 where that cannot be seen, and `read_tiles` will say why."""
+    try:
+        if path.suffix.lower() == STORE_SUFFIX:
+            return spatialdata.count(path, table)
+        if path.suffix.lower() == ".pt":
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            arrays = {"features": loaded} if isinstance(loaded, Tensor) else loaded
+            shapes = {key: arrays[key].shape for key in EMBEDDINGS if key in arrays}
+        elif path.suffix.lower() == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                names = set(archive.namelist())
+                shapes = {key: _npy_shape(archive, f"{key}.npy") for key in EMBEDDINGS if f"{key}.npy" in names}
+        else:
+            import h5py  # an extra
+
+            with h5py.File(path, "r") as file:
+                shapes = {key: file[key].shape for key in EMBEDDINGS if key in file}
+    except (ImportError, *DAMAGED):
+        return 0
+    return max((shape[-2] for shape in shapes.values() if len(shape) >= 2), default=0)
+
+
+def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
+    with archive.open(name) as file:
+        read = (
+            np.lib.format.read_array_header_1_0 if np.lib.format.read_magic(file)[0] == 1 else np.lib.format.read_array_header_2_0
+        )
+        return read(file)[0]
+
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    """What a .pt, .npz or .h5 file holds by key, in its order; only what can be used is read, the rest is None.
+
+    Raises:
+        ImportError: If the file needs a library that is not installed.
+        OSError: If it is damaged, like the others of `DAMAGED`.
+    """
+    return dict(_open(path, plain=False).arrays)
+
+
+def _open(path: Path, *, plain: bool = True) -> _Found:
+    """A file's arrays and attributes; `plain`: a bare tensor counts as embeddings."""
+    wanted = (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
+    if path.suffix.lower() == ".pt":
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if plain and isinstance(loaded, Tensor):
+            return _Found({"features": loaded}, {})
+        if not isinstance(loaded, dict):
+            raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
+        return _Found(loaded, {})
+    if path.suffix.lower() == ".npz":
+        # np.load leaves a file that it opened itself open where it is damaged.
+        with path.open("rb") as opened:
+            archive = np.load(opened, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise TypeError("it holds a single array")
+            with archive:
+                return _Found({key: archive[key] if key in wanted else None for key in archive.files}, {})
+    import h5py  # an extra
+
+    with h5py.File(path, "r") as file:
+        # A group, which is no array, has no shape.
+        arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
+        return _Found(arrays, dict(file[COORDINATES].attrs) if COORDINATES in file else {})
+
+
+def _coordinates(path: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
+    """The coordinates, and what is said about them."""
+    attributes = dict(found.attributes)
+    own = _tensor(COORDINATES, found.arrays[COORDINATES], PIXELS) if COORDINATES in found.arrays else None
+    meta = path.with_name(f"{path.stem}.meta.json")
+    if own is None and meta.is_file():
+        return _of_slide2vec(meta, found, coords_folder)
+    beside = None
+    if coords_folder is not None:
+        beside = next((p for suffix in SUFFIXES if (p := coords_folder / f"{path.stem}{suffix}").is_file()), None)
+    if beside is None:
+        if own is None:
+            tried = "" if coords_folder is None else f", nor has '{coords_folder}' a file of that name"
+            raise SlideError(f"holds no {COORDINATES}{tried}; give the folder of files that do, as CLAM's patches, as --coords")
+        return own, attributes
+    try:
+        other = _open(beside)
+        if COORDINATES not in other.arrays:
+            raise SlideError(f"must have {COORDINATES} in '{beside}', got {', '.join(map(str, other.arrays)) or 'nothing'}")
+    except SlideError:
+        raise
+    except DAMAGED as error:
+        raise SlideError(f"must have a whole file of coordinates, got '{beside}': {_first_line(error)}") from None
+    coords = _tensor(COORDINATES, other.arrays[COORDINATES], PIXELS)
+    if own is not None and not torch.equal(_squeezed(own).double(), _squeezed(coords).double()):
+        raise SlideError(f"must have the coordinates of '{beside}', got others")
+    return coords, {**other.attributes, **attributes}
+
+
+def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
+    """slide2vec keeps coordinates in files of their own, which the embeddings' metadata name by the paths of the time."""
+    try:
+        said = json.loads(meta.read_text())
+        named = Path(str(said.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
+    except (ValueError, OSError, AttributeError) as error:
+        raise SlideError(f"must have whole metadata in '{meta.name}': {_first_line(error)}") from None
+    folders = [coords_folder, named.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
+    table = next((p for folder in folders if folder is not None and (p := folder / named.name).is_file()), None)
+    if table is None:
+        raise SlideError(
+            f"must have its coordinates where '{meta.name}' says, got no file '{named}'; give their folder as --coords"
+        )
+    try:
+        arrays = _open(table).arrays
+        coords = torch.from_numpy(np.stack([arrays["x"], arrays["y"]], axis=-1).astype(np.int64))
+        index = np.asarray(arrays["tile_index"]) if "tile_index" in arrays else np.arange(len(coords))
+    except DAMAGED as error:
+        raise SlideError(f"must have a whole file of coordinates, got '{table}': {_first_line(error)}") from None
+    if "tile_index" in found.arrays:
+        row_of = {int(tile): row for row, tile in enumerate(index)}
+        rows = [row_of.get(int(tile)) for tile in np.asarray(found.arrays["tile_index"]).reshape(-1)]
+        if None in rows:
+            raise SlideError(f"must hold tiles that '{table.name}' lists, got tile_index {rows.index(None)}, which it does not")
+        coords = coords[torch.tensor(rows, dtype=torch.int64)]
+    spacing = said.get("requested_spacing_um")
+    magnification = {} if spacing in (None, 0) else {"target_magnification": 10.0 / float(spacing)}
+    return coords, {"patch_size_level0": said.get("tile_size_lv0"), **magnification}
+
+
+def _number(value: object) -> float | None:
+    """A number above 0 of an attribute, which may be an array of equal ones, or TRIDENT's `'None'`."""
+    try:
+        values = set(np.asarray(value, dtype=np.float64).reshape(-1).tolist())
+    except (TypeError, ValueError):
+        return None
+    return values.pop() if len(values) == 1 and min(values) > 0 else None
+
+
+def _tile_side(attributes: Mapping[str, Any]) -> float | None:
+    """In pixels of level 0: as TRIDENT says it, or CLAM's size at the level of the patches times its downsample."""
+    side = _number(attributes.get("patch_size_level0"))
+    if side is not None:
+        return side
+    size, downsample = _number(attributes.get("patch_size")), _number(attributes.get("downsample"))
+    return None if size is None or downsample is None else size * downsample
+
+
+def _magnification(attributes: Mapping[str, Any]) -> float | None:
+    return _number(attributes.get("target_magnification"))
+
+
+def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of one of the dtypes, of an array or tensor."""
+    spelled = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if isinstance(value, np.ndarray):
+        try:
+            value = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))
+        except TypeError:
+            raise SlideError(f"{name} must be of {spelled}, got {value.dtype}") from None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        raise SlideError(f"{name} must be a dense array, got {'no array' if value is None else type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise SlideError(f"{name} must be of {spelled}, got {str(value.dtype).removeprefix('torch.')}")
+    return value.detach()
+
+
+def _squeezed(x: Tensor) -> Tensor:
+    return x[0] if x.dim() == 3 and x.shape[0] == 1 else x
+
+
+def _checked(x: Tensor, coords: Tensor, side: float | None, magnification: float | None) -> Tiles:
+    x, coords = _squeezed(x), _squeezed(coords)
+    if x.dim() == 3:
+        raise SlideError(f"embeddings must have shape (N, C), got {tuple(x.shape)}: regions of tiles, as hierarchical ones are")
+    if x.numel() == 0 or coords.numel() == 0:
+        raise SlideError(f"has no tiles: embeddings of shape {tuple(x.shape)}, coordinates of shape {tuple(coords.shape)}")
+    if x.dim() != 2 or coords.dim() != 2 or coords.shape[1] != 2:
+        raise SlideError(f"embeddings must be (N, C) and coordinates (N, 2), got {tuple(x.shape)} and {tuple(coords.shape)}")
+    if len(x) != len(coords):
+        raise SlideError(f"coordinates must be as many as embeddings={len(x)}, got {len(coords)}: one of the two is half written")
+    if not bool(x.isfinite().all()):
+        row = int((~x.isfinite()).any(dim=1).nonzero()[0])
+        raise SlideError(f"embeddings must be finite, got {x[row][~x[row].isfinite()][0].item()} in tile {row}")
+    if bool((unwritten := (x == 0).all(dim=1)).any()):
+        rows = unwritten.nonzero()[:, 0].tolist()
+        raise SlideError(f"embeddings must not be all 0, got {len(rows)} such tiles from tile {rows[0]} on, which nobody wrote")
+    if coords.is_floating_point() and not bool((coords == coords.floor()).all()):
+        raise SlideError("coordinates must be whole pixels, got others")
+    return Tiles(x, coords.to(torch.int64), side, magnification)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,88 @@
+"""Where the tiles of a slide lie in the grid that positions are made of, and what cannot be a place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexdilated.hub.slides.formats import SlideError, Tiles
+
+MAGNIFICATION_ERROR = 0.1  # relative: 0.47 micrometres per pixel are called 20 as 0.5 are
+
+
+def grid_cells(
+    tiles: Tiles,
+    *,
+    tile_size_level0: float | None = None,
+    magnification: float | None = None,
+    slide_ngrids: int = 1000,
+    shared_cells: bool = False,
+) -> Tensor:
+    """The cells of the tiles, `(N, 2)` int64: coordinates at level 0, divided by the side of a tile there, rounded down.
+
+    Tiles that do not overlap never share a cell, whatever their origin; coordinates in another unit, as those of another level or
+    tile numbers, all but always do.
+
+    Args:
+        tiles: The slide.
+        tile_size_level0: Side of a tile in pixels of level 0. Needed where the files do not say; where they do, it must agree.
+        magnification: At which the tiles must have been embedded, where the files say.
+        slide_ngrids: Cells along each side of the grid.
+        shared_cells: Whether tiles may share cells, as those that overlap do.
+
+    Raises:
+        SlideError: If the side is not known or two are, the magnification is another, two tiles have one place, tiles share cells,
+            or one lies outside the grid.
+    """
+    read, said = tiles.tile_size_level0, tiles.magnification
+    if read is None and tile_size_level0 is None:
+        raise SlideError("does not say how large a tile is at level 0; give it as --tile-size-level0")
+    if read is not None and tile_size_level0 is not None and abs(read - tile_size_level0) > 0.5:
+        raise SlideError(f"says that a tile has {read:g} pixels at level 0, --tile-size-level0 is {tile_size_level0:g}")
+    side = read if read is not None else tile_size_level0
+    assert side is not None
+    if said is not None and magnification is not None and abs(said / magnification - 1.0) > MAGNIFICATION_ERROR:
+        raise SlideError(f"says that its tiles were embedded at magnification {said:g}, --magnification is {magnification:g}")
+    coords = tiles.coords
+    if (twice := len(coords) - len(coords.unique(dim=0))) > 0:
+        raise SlideError(f"has {twice} tiles at coordinates that another tile has too")
+    cells = coords.double().div(side).floor().to(torch.int64)
+    outside = (cells < 0) | (cells >= slide_ngrids)
+    if bool(outside.any()):
+        row = int(outside.any(dim=1).nonzero()[0])
+        raise SlideError(
+            f"has tile {row} at {coords[row].tolist()}, outside the grid of {slide_ngrids} cells of {side:g} pixels from 0 on; "
+            "raise --slide-ngrids, or check --tile-size-level0"
+        )
+    occupied = len(cells.unique(dim=0))
+    if occupied < len(cells) and not shared_cells:
+        raise SlideError(
+            f"would put {len(cells)} tiles in {occupied} cells of {side:g} pixels, where tiles in one cell cannot be told apart; "
+            + _remedy(coords, side)
+        )
+    return cells
+
+
+def neighbour_distance(coords: Tensor) -> float | None:
+    """The most frequent distance between neighbours in a row or a column, or None where no two tiles share one."""
+    gaps = []
+    for along, across in ((0, 1), (1, 0)):
+        order = coords[:, along].argsort(stable=True)
+        order = order[coords[order, across].argsort(stable=True)]
+        ordered = coords[order]
+        steps = ordered.diff(dim=0)
+        gaps.append(steps[(steps[:, across] == 0) & (steps[:, along] > 0), along])
+    steps, counts = torch.cat(gaps).unique(return_counts=True)
+    return float(steps[counts.argmax()]) if len(steps) else None
+
+
+def _remedy(coords: Tensor, side: float) -> str:
+    step = neighbour_distance(coords)
+    if step is None or step >= side:
+        return "tiles of several pieces of tissue overlap; --shared-cells allows that"
+    if step == 1:
+        return "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them by the side of a tile"
+    return (
+        f"neighbours are {step:g} apart: if these are pixels of level 0, a tile is {step:g} wide (--tile-size-level0) or tiles "
+        "overlap (--shared-cells); if they are pixels of another level, multiply them by its downsample"
+    )

@@ -1,0 +1,79 @@
+"""LazySlide's store of a slide: a folder of Zarr arrays, with the tiles' places in a Parquet file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64], float | None, float | None]:
+    """Embeddings `(N, C)`, coordinates `(N, 2)` at level 0 in their order, side of a tile there, magnification of the tiles.
+
+    The features of `tiles` lie in the table `NAME_tiles`, which says what tiles it is of.
+
+    Raises:
+        ImportError: If zarr or pyarrow is not installed.
+        ValueError: If the store is none of LazySlide's, or has several tables and none is named.
+    """
+    import pyarrow.parquet as parquet  # an extra
+
+    group, key, spec, properties = _opened(path, table)
+    x = group["X"]
+    if not hasattr(x, "shape"):
+        raise ValueError(f"the table of {key} is sparse")
+    places = parquet.read_table(path / "shapes" / key / "shapes.parquet", columns=["tile_id", "x", "y"])
+    place_of = {tile: row for row, tile in enumerate(places["tile_id"].to_pylist())}
+    tiles = np.asarray(group["obs/tile_id"][:]).tolist()
+    if missing := [tile for tile in tiles if tile not in place_of]:
+        raise ValueError(f"the tile {missing[0]} of the table has no place in the shapes {key}")
+    corners = np.stack([places["x"].to_numpy(), places["y"].to_numpy()], axis=-1)
+    coords = corners[[place_of[tile] for tile in tiles]].astype(np.int64).reshape(-1, 2)
+    side, magnification = _geometry(spec, properties)
+    return np.asarray(x[:]), coords, side, magnification
+
+
+def count(path: Path, table: str | None) -> int:
+    """How many tiles the table has."""
+    return int(_opened(path, table)[0]["obs/tile_id"].shape[0])
+
+
+def _opened(path: Path, table: str | None) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    """The table's group, the tiles that it is of, how they were cut, and what is known of the slide."""
+    import zarr  # an extra
+
+    store = zarr.open_group(str(path), mode="r")
+    specs = dict(store.attrs.get("tile_spec") or {})
+    if not specs:
+        raise ValueError("it has no tile_spec, as LazySlide's stores have")
+    tables = sorted(store["tables"].group_keys()) if "tables" in store else []
+    candidates = {name: key for name in tables if (key := _tile_key(store[f"tables/{name}"], name, specs)) is not None}
+    if table is None and len(candidates) == 1:
+        table = next(iter(candidates))
+    if table not in candidates:
+        raise ValueError(f"it has the tables of tiles {', '.join(candidates) or 'none'}; name one by --table, got {table}")
+    return store[f"tables/{table}"], candidates[table], specs[candidates[table]], dict(store.attrs.get("slide_properties") or {})
+
+
+def _tile_key(group: Any, name: str, specs: dict[str, Any]) -> str | None:
+    """Which tiles a table is of: what it says, else what its name ends in."""
+    said = group.get("uns/spatialdata_attrs")
+    regions = np.asarray(said["region"][...]).reshape(-1).tolist() if said is not None and "region" in said else []
+    keys = [str(region) for region in regions if str(region) in specs]
+    if keys:
+        return keys[0]
+    return max((key for key in specs if name.endswith(f"_{key}")), key=len, default=None)
+
+
+def _geometry(spec: dict[str, Any], properties: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Side at level 0, and magnification, of tiles that are `base_downsample` times as wide there as where they are embedded."""
+    width, height, downsample = (float(spec.get(name) or 0) for name in ("width", "height", "base_downsample"))
+    if width != height:
+        raise ValueError(f"its tiles are no squares, {width:g} x {height:g}")
+    side = float(int(width * downsample)) or None  # as wsidata rounds it
+    mpp, magnification = spec.get("mpp"), properties.get("magnification")
+    if mpp:
+        return side, 10.0 / float(mpp)
+    return side, float(magnification) / downsample if magnification and downsample else None

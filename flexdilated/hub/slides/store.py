@@ -1,0 +1,283 @@
+"""The file of embeddings: written in parts, each whole or not there; put together at the end; one run at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexdilated.draw.figure import replaced
+from flexdilated.hub.slides.encode import EncodedSlide, FailedSlide
+
+FORMAT = "flexdilated slides 1"
+# What a run leaves beside its output until the end.
+RUN, PART = "run.json", "part-*.h5"
+ANEW = "anew"  # says that the output is of an earlier run, which is to be replaced
+
+
+class StoreError(ValueError):
+    """Why an output cannot be written, in one line."""
+
+
+def parts_folder(output: Path) -> Path:
+    """Where the parts of an output lie until it is whole."""
+    return output.with_name(output.name + ".parts")
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """This process alone writes the output, until the block or the process ends.
+
+    Raises:
+        StoreError: If another run does.
+        OSError: If the file of the lock cannot be written.
+    """
+    path = output.with_name(f".{output.name}.lock")
+    while True:
+        file = path.open("ab")
+        try:
+            _lock(file.fileno())
+        except OSError:
+            file.close()
+            raise StoreError(
+                f"--output must not be written by two runs at once, got '{output}', which another one writes"
+            ) from None
+        # The run before may have removed the file between the two calls.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        file.close()
+
+
+def _lock(descriptor: int) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def begin(
+    output: Path, settings: Mapping[str, Any], versions: Mapping[str, Any], *, resume: bool, overwrite: bool
+) -> dict[str, tuple[str, int]]:
+    """Make the folder of parts, or go on in it; what is done already: by name, the file of the slide and its size.
+
+    Args:
+        output: The file.
+        settings: What must be the same in every run of one output.
+        versions: What is told of this run alone.
+        resume: Whether to go on.
+        overwrite: Whether to begin anew where there is something. The output stays until the new one replaces it.
+
+    Raises:
+        StoreError: If there is something and neither is asked for, or what is there was made with other settings.
+        OSError: If the folder cannot be written.
+    """
+    folder = parts_folder(output)
+    if overwrite:
+        _remove(folder)
+    elif not resume and (output.exists() or (folder / RUN).exists()):
+        there = output if output.exists() else folder
+        raise StoreError(f"--output must not exist, got '{there}'; use --resume, --overwrite or another name")
+    folder.mkdir(exist_ok=True)
+    if overwrite and output.exists():
+        (folder / ANEW).touch()
+    done: dict[str, tuple[str, int]] = {}
+    runs: list[Any] = []
+    if kept := _kept(output):
+        with _opened(kept) as file:
+            provenance = json.loads(file.attrs["provenance"])
+            _check_settings(output, provenance["settings"], settings)
+            done, runs = _listed(file), provenance["runs"]
+    if (folder / RUN).exists():
+        provenance = json.loads((folder / RUN).read_text())
+        _check_settings(folder, provenance["settings"], settings)
+        runs = provenance["runs"]
+    for part in sorted(folder.glob(PART)):
+        try:
+            with _opened(part) as file:
+                done |= _listed(file)
+        except StoreError:  # of a machine that went down: its slides are encoded again
+            part.unlink()
+    with replaced(folder / RUN) as opened:
+        opened.write(json.dumps({"settings": settings, "runs": [*runs, versions]}, indent=1).encode())
+    return done
+
+
+def write_part(output: Path, slides: Sequence[EncodedSlide]) -> None:
+    """Keep some slides, all or none.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    import h5py
+
+    if not slides:
+        return
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        file.attrs["format"] = FORMAT
+        file.create_dataset("names", data=[slide.name for slide in slides], dtype=h5py.string_dtype())
+        file.create_dataset("files", data=[str(slide.path) for slide in slides], dtype=h5py.string_dtype())
+        file["file_sizes"] = np.array([size_of(slide.path) for slide in slides], np.int64)
+        file["num_tiles"] = np.array([len(slide.coords) for slide in slides], np.int64)
+        file["embeddings"] = np.stack([slide.embedding.numpy() for slide in slides])
+        for slide in slides:
+            if slide.tiles is not None:
+                group = file.create_group(f"tiles/{_quoted(slide.name)}")
+                group["embeddings"], group["coords"] = slide.tiles.numpy(), slide.coords.numpy()
+    with replaced(parts_folder(output) / f"part-{secrets.token_hex(8)}.h5") as written:
+        written.write(buffer.getbuffer())
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def finish(output: Path, order: Iterable[str], failed: Sequence[FailedSlide]) -> int:
+    """Put the parts together, slides in this order and those of an earlier run that it lacks behind them; how many there are.
+
+    The output is replaced at once, and the parts go after that: whatever happens, every slide is in one of the two.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    import h5py
+
+    folder = parts_folder(output)
+    kept = _kept(output)
+    sources = [*([] if kept is None else [kept]), *sorted(folder.glob(PART))]
+    found: dict[str, tuple[Path, int]] = {}
+    for path in sources:
+        with _opened(path) as file:
+            found |= {name: (path, row) for row, name in enumerate(_strings(file["names"]))}
+    ordered = {name: found[name] for name in order if name in found}
+    ordered |= found
+    partial = folder / ".whole.h5"
+    try:
+        _reserve(partial, sum(path.stat().st_size for path in sources))
+        with h5py.File(partial, "w") as whole:
+            opened = {path: h5py.File(path, "r") for path in sources}
+            try:
+                _copy(whole, [(name, opened[path], row) for name, (path, row) in ordered.items()])
+            finally:
+                for file in opened.values():
+                    file.close()
+            failures = whole.create_group("failed")
+            for key, values in (("names", [slide.name for slide in failed]), ("reasons", [slide.reason for slide in failed])):
+                failures.create_dataset(key, data=values, dtype=h5py.string_dtype())
+            whole.attrs["format"], whole.attrs["provenance"] = FORMAT, (folder / RUN).read_text()
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(output)
+    except RuntimeError as error:  # h5py's, of a file that it could not close
+        raise OSError(str(error)) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    _remove(folder)
+    return len(ordered)
+
+
+def discard(output: Path) -> None:
+    """End a run that has nothing to keep."""
+    _remove(parts_folder(output))
+
+
+def _copy(whole: Any, slides: Sequence[tuple[str, Any, int]]) -> None:
+    """Rows of several files as one; every array is read when it is written."""
+    import h5py
+
+    whole.create_dataset("names", data=[name for name, _, _ in slides], dtype=h5py.string_dtype())
+    whole.create_dataset("files", data=[_strings(file["files"])[row] for _, file, row in slides], dtype=h5py.string_dtype())
+    for key in ("file_sizes", "num_tiles"):
+        whole[key] = np.array([file[key][row] for _, file, row in slides], np.int64)
+    if not slides:
+        return
+    first = slides[0][1]["embeddings"]
+    embeddings = whole.create_dataset("embeddings", (len(slides), *first.shape[1:]), first.dtype)
+    for place, (name, file, row) in enumerate(slides):
+        embeddings[place] = file["embeddings"][row]
+        group = f"tiles/{_quoted(name)}"
+        if group in file:
+            file.copy(group, whole.require_group("tiles"), name=_quoted(name))
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all in a folder: a slide whose file has another size is another slide."""
+    if path.is_dir():
+        return sum(size_of(inner) for inner in path.iterdir())
+    return path.stat().st_size
+
+
+def _quoted(name: str) -> str:
+    """A name as that of one group, whatever folders stand in it."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import h5py
+
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise StoreError(f"--output must be a whole file of embeddings, got '{path}': {str(error).splitlines()[0]}") from None
+    with file:
+        if file.attrs.get("format") != FORMAT:
+            raise StoreError(f"--output must be a file that encode-slides wrote, got '{path}'; use --overwrite or another name")
+        yield file
+
+
+def _kept(output: Path) -> Path | None:
+    """The output, where it is one to go on from and none that is being replaced."""
+    return output if output.exists() and not (parts_folder(output) / ANEW).exists() else None
+
+
+def _listed(file: Any) -> dict[str, tuple[str, int]]:
+    return dict(zip(_strings(file["names"]), zip(_strings(file["files"]), (int(size) for size in file["file_sizes"]))))
+
+
+def _strings(dataset: Any) -> list[str]:
+    return [text.decode() for text in dataset[:]]
+
+
+def _check_settings(path: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    asked = json.loads(json.dumps(settings))
+    other = sorted(key for key in {*kept, *asked} if kept.get(key) != asked.get(key))
+    if other:
+        told = ", ".join(f"{key} {kept.get(key)!r}, now {asked.get(key)!r}" for key in other)
+        raise StoreError(f"--resume must come with the settings of '{path}', which has {told}; use --overwrite or another name")
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Find out before it begins whether a file has room: h5py does not end well where the disk is full."""
+    if not hasattr(os, "posix_fallocate"):  # not on Windows and macOS
+        return
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+    path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    """What runs have left there, and the folder unless it holds something else."""
+    for pattern in (RUN, PART, ".*.part", ".whole.h5", ANEW):
+        for path in folder.glob(pattern):
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,80 @@
+"""Coordinates become cells of the grid, or the reason why they cannot."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated.hub.slides import SlideError, Tiles, grid_cells
+from flexdilated.hub.slides.grid import neighbour_distance
+from tests.hub.slides.tools import SIDE, draw_tiles
+
+
+def slide(coords: Tensor, side: float | None = SIDE, magnification: float | None = None) -> Tiles:
+    return Tiles(torch.ones(len(coords), 3), coords, side, magnification)
+
+
+@pytest.mark.parametrize("origin", [(0, 0), (37, 411), (511, 1)])
+def test_cells_are_coordinates_over_the_side_of_a_tile(origin: tuple[int, int]) -> None:
+    _, coords = draw_tiles(53, origin=origin)
+    expected = [[x // SIDE, y // SIDE] for x, y in coords.tolist()]
+    assert grid_cells(slide(coords)).tolist() == expected
+    assert grid_cells(slide(coords, None), tile_size_level0=SIDE).tolist() == expected
+    assert len({tuple(cell) for cell in expected}) == 53
+
+
+def test_a_side_may_be_no_whole_number() -> None:
+    assert grid_cells(slide(torch.tensor([[0, 1017], [509, 508]]), 508.5)).tolist() == [[0, 2], [1, 0]]
+
+
+def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
+    # Two pieces of tissue, each with a grid of its own, as CLAM cuts them.
+    first, second = torch.cartesian_prod(torch.arange(5), torch.arange(5)) * SIDE, torch.tensor([5 * SIDE + 201, 77])
+    coords = torch.cat([first, first + second])
+    assert len(grid_cells(slide(coords)).unique(dim=0)) == 50
+
+
+@pytest.mark.parametrize(
+    ("coords", "options", "message"),
+    [
+        ("tile numbers", {}, "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them"),
+        ("another level", {}, "neighbours are 128 apart: if these are pixels of level 0, a tile is 128 wide (--tile-size-level0)"),
+        ("another level", {}, "if they are pixels of another level, multiply them by its downsample"),
+        ("overlapping pieces", {}, "tiles of several pieces of tissue overlap; --shared-cells allows that"),
+        ("level 0", {"tile_size_level0": 256}, "says that a tile has 512 pixels at level 0, --tile-size-level0 is 256"),
+        ("level 0", {"magnification": 40.0}, "says that its tiles were embedded at magnification 20, --magnification is 40"),
+        ("twice", {}, "has 2 tiles at coordinates that another tile has too"),
+        ("outside", {}, "has tile 1 at [14848, 0], outside the grid of 29 cells of 512 pixels from 0 on; raise --slide-ngrids"),
+        ("negative", {}, "has tile 0 at [-1, 0], outside the grid"),
+        ("no size", {}, "does not say how large a tile is at level 0; give it as --tile-size-level0"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(coords: str, options: dict[str, float], message: str) -> None:
+    _, regular = draw_tiles(200)
+    places = {
+        "tile numbers": regular // SIDE,
+        "another level": regular // 4,
+        "overlapping pieces": torch.tensor([[0, 0], [SIDE, 0], [100, 100]]),
+        "twice": torch.cat([regular, regular[3:5]]),
+        "outside": torch.tensor([[0, 0], [29 * SIDE, 0]]),
+        "negative": torch.tensor([[-1, 0]]),
+    }.get(coords, regular)
+    tiles = slide(places, None if coords == "no size" else SIDE, 20.0)
+    with pytest.raises(SlideError, match=re.escape(message)):
+        grid_cells(tiles, **{"slide_ngrids": 29, **options})
+
+
+def test_what_stands_at_the_border_is_accepted() -> None:
+    places = torch.tensor([[0, 0], [29 * SIDE - 1, 0], [100, 100]])
+    assert grid_cells(slide(places, SIDE, 20.0), slide_ngrids=29, shared_cells=True, magnification=21.9).tolist() == [
+        [0, 0],
+        [28, 0],
+        [0, 0],
+    ]
+
+
+def test_neighbour_distance_is_the_most_frequent_one() -> None:
+    _, regular = draw_tiles(200)
+    assert neighbour_distance(regular) == SIDE
+    assert neighbour_distance(torch.tensor([[0, 0], [3, 5]])) is None

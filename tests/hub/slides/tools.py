@@ -1,0 +1,144 @@
+"""Slides written as each tool writes them: the same tiles in every format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+IN_CHANS, GRIDS, SIDE = 7, 29, 512  # tiles of 256 pixels at magnification 20 of slides that were scanned at 40
+
+
+def draw_tiles(
+    num_tiles: int, seed: int = 0, origin: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Embeddings and corners at level 0 of tiles that do not overlap; their grid may begin anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    cells = torch.randperm((GRIDS - 1) ** 2, generator=generator)[:num_tiles].sort().values
+    corners = torch.stack([cells % (GRIDS - 1), cells // (GRIDS - 1)], dim=-1) * SIDE + torch.tensor(origin)
+    return torch.randn(num_tiles, IN_CHANS, generator=generator).to(dtype), corners
+
+
+def write_trident(folder: Path, name: str, x: Tensor, coords: Tensor, **attributes: object) -> Path:
+    path = folder / f"{name}.h5"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        features = file.create_dataset("features", data=x.numpy())
+        features.attrs.update({"name": name, "savetodir": str(folder), "encoder": "gigapath"})
+        corners = file.create_dataset("coords", data=coords.numpy().astype(np.int64))
+        said = {"patch_size": 256, "patch_size_level0": SIDE, "level0_magnification": 40, "target_magnification": 20, "overlap": 0}
+        size = {"level0_width": GRIDS * SIDE, "level0_height": "None"}
+        corners.attrs.update({**said, **size, "name": name, "savetodir": str(folder), **attributes})
+    return path
+
+
+def write_clam(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
+    """CLAM's features, which say nothing of their tiles, and `patches` beside the folder, which do."""
+    path, patches = folder / f"{name}.h5", folder.parent / "patches" / f"{name}.h5"
+    for file_path in (path, patches):
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(file_path, "w") as file:
+            corners = file.create_dataset("coords", data=coords.numpy().astype(np.int32))
+            if file_path == path:
+                file["features"] = x.numpy()
+                continue
+            # Patches of 256 pixels at level 1, which is half as wide as level 0.
+            level = {"patch_size": 256, "patch_level": 1, "downsample": (2.0, 2.0), "level_dim": (GRIDS * 256, GRIDS * 256)}
+            corners.attrs.update({**level, "downsampled_level_dim": (GRIDS * 256, GRIDS * 256), "name": name, "save_path": "x"})
+    return path
+
+
+def write_clam_pt(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
+    """CLAM's features without their places."""
+    path = write_clam(folder, name, x, coords)
+    path.unlink()
+    torch.save(x, path.with_suffix(".pt"))
+    return path.with_suffix(".pt")
+
+
+def write_slide2vec(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: str = ".pt") -> Path:
+    tables = folder.parent / "tiles"
+    for place in (folder, tables):
+        place.mkdir(parents=True, exist_ok=True)
+    index = np.arange(len(x), dtype=np.int32)[::-1] if suffix == ".npz" else np.arange(len(x), dtype=np.int32)
+    rows = index.argsort()  # the table lists tiles in an order of its own
+    np.savez_compressed(
+        tables / f"{name}.coordinates.npz",
+        tile_index=np.arange(len(x), dtype=np.int32),
+        x=coords[:, 0].numpy()[rows] if suffix == ".npz" else coords[:, 0].numpy(),
+        y=coords[:, 1].numpy()[rows] if suffix == ".npz" else coords[:, 1].numpy(),
+        tissue_fractions=np.ones(len(x), np.float32),
+    )
+    path = folder / f"{name}{suffix}"
+    if suffix == ".pt":
+        torch.save(x, path)
+    else:
+        np.savez_compressed(path, features=x.numpy(), tile_index=index)
+    said = {"coordinates_npz_path": f"/elsewhere/tiles/{name}.coordinates.npz", "tile_size_lv0": SIDE, "requested_spacing_um": 0.5}
+    (folder / f"{name}.meta.json").write_text(json.dumps({"feature_dim": x.shape[1], "num_tiles": len(x), **said}))
+    return path
+
+
+def write_slide2vec_npz(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
+    return write_slide2vec(folder, name, x, coords, ".npz")
+
+
+def write_plain(folder: Path, name: str, x: Tensor, coords: Tensor, suffix: str = ".pt", key: str = "tile_embeds") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}{suffix}"
+    if suffix == ".pt":
+        torch.save({key: x, "coords": coords.float()}, path)
+    elif suffix == ".npz":
+        np.savez(path, **{key: x.numpy()[None], "coords": coords.numpy()[None]})
+    else:
+        with h5py.File(path, "w") as file:
+            file[key], file["coords"] = x.numpy(), coords.numpy()
+    return path
+
+
+def write_lazyslide(folder: Path, name: str, x: Tensor, coords: Tensor, **spec: object) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+    import zarr
+
+    path = folder / f"{name}.zarr"
+    store = zarr.open_group(str(path), mode="w", zarr_format=3)
+    size = {"height": 256, "width": 256, "stride_height": 256, "stride_width": 256, "mpp": 0.5}
+    levels = {"ops_level": 0, "ops_downsample": 2.0, "base_level": 0, "base_downsample": SIDE / 256, "tissue_name": "tissues"}
+    store.attrs.update(
+        {"tile_spec": {"tiles": {**size, **levels, **spec}}, "slide_properties": {"mpp": 0.25, "magnification": 40.0}}
+    )
+    table = store.create_group("tables").create_group("gigapath_tiles")
+    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))  # a table has an order of its own
+    table.create_array("X", data=x[shuffled].numpy())
+    table.create_group("obs").create_array("tile_id", data=shuffled.numpy())
+    shapes = path / "shapes" / "tiles"
+    store.create_group("shapes").create_group("tiles")
+    columns = {"tile_id": list(range(len(x))), "x": coords[:, 0].tolist(), "y": coords[:, 1].tolist(), "tissue_id": [0] * len(x)}
+    pyarrow.parquet.write_table(pyarrow.table({**columns, "geometry": [b""] * len(x)}), shapes / "shapes.parquet")
+    return path
+
+
+WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
+    "trident": write_trident,
+    "clam": write_clam,
+    "clam_pt": write_clam_pt,
+    "slide2vec": write_slide2vec,
+    "slide2vec_npz": write_slide2vec_npz,
+    "lazyslide": write_lazyslide,
+    "pt": write_plain,
+    "npz": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".npz", "embeddings"),
+    "h5": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".h5", "features"),
+}
+# What says how large a tile is at level 0, and at which magnification it was embedded.
+SAYS_SIZE, SAYS_MAGNIFICATION = (
+    {"trident", "clam", "clam_pt", "slide2vec", "slide2vec_npz", "lazyslide"},
+    {
+        *("trident", "slide2vec", "slide2vec_npz", "lazyslide"),
+    },
+)
