@@ -84,8 +84,6 @@ def useful_flops(pattern: DilatedPattern, shape: Shape) -> tuple[int, int]:
     return 2 * FORWARD_PRODUCTS * shape.head_dim * pairs, 2 * BACKWARD_PRODUCTS * shape.head_dim * pairs
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------------
-
 Steps = Callable[[DilatedPattern, Shape], Iterator[Step]]
 
 

@@ -69,9 +69,6 @@ def head_panel(
     return Panel(title, cells, [length for length in lengths if length >= shortest])
 
 
-# -- its words ----------------------------------------------------------------------------------------------------------------
-
-
 def pattern_title(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None, density: str
 ) -> list[str]:
@@ -124,9 +121,6 @@ def describe_heads(heads: Sequence[int]) -> str:
     if len(heads) > 4:
         return f"{heads[0]}, {heads[1]}, ..., {heads[-1]} ({len(heads)} heads)"
     return ", ".join(map(str, heads))
-
-
-# -- its figure ---------------------------------------------------------------------------------------------------------------
 
 
 def figure_of(picture: Panels) -> Figure:

@@ -104,9 +104,6 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# -- the launches -------------------------------------------------------------------------------------------------------------
-
-
 def _attend(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, options: Options, end: str, own: Tensor | None = None
 ) -> None:
