@@ -502,6 +502,14 @@ def test_the_triton_to_install_is_that_of_torch(asks: list[str] | None, wanted: 
     assert engine._wanted().startswith(wanted)
 
 
+def test_a_torch_without_metadata_is_imported_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(engine, "requires", requires)
+    assert engine._wanted() == f"the one of torch {torch.__version__}"
+
+
 def test_triton_is_known_by_the_name_of_torchs_nightly_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name != "pytorch-triton":

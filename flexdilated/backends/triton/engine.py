@@ -32,7 +32,11 @@ def _installed() -> tuple[int, ...] | None:
 
 def _wanted() -> str:
     """The triton that this torch was built with, where its metadata say so: another one may not fit it."""
-    found = [requirement.split(";")[0].strip() for requirement in requires("torch") or () if "triton" in requirement.lower()]
+    try:
+        asked = requires("torch") or ()
+    except PackageNotFoundError:  # a torch that was bundled without its metadata
+        asked = ()
+    found = [requirement.split(";")[0].strip() for requirement in asked if "triton" in requirement.lower()]
     return f"{found[0]}, which torch {torch.__version__} asks for" if found else f"the one of torch {torch.__version__}"
 
 
