@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,8 @@ class LongNetLM(nn.Module):
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
     """
 
+    block_class: ClassVar[type[Block]] = Block  # a subclass of the model may have one of its own
+
     def __init__(self, config: LongNetConfig, *, mesh: DeviceMesh | None = None, exchange: str = "auto") -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
@@ -143,7 +145,7 @@ class LongNetLM(nn.Module):
                 exchange=exchange,
             )
             ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim, gamma_init=gamma)
-            return Block(attention, ffn, dropout_p=config.dropout_p)
+            return self.block_class(attention, ffn, dropout_p=config.dropout_p)
 
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position = Rotary(head_dim) if config.position == "rotary" else XPos(head_dim, config.pattern)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -193,12 +194,30 @@ class DilatedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """As the library's; a layer that appears late records as those before it."""
-        known = len(self.layers)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **options)
-        if self._records_past:
-            for layer in self.layers[known:]:
-                layer.record_past = True
-        return keys, values
+        self._grow(layer_idx + 1)
+        return super().update(key_states, value_states, layer_idx, *args, **options)
+
+    def stores(self, num_layers: int, make: Callable[[], Sequence[DilatedKVCache]]) -> list[DilatedKVCache]:
+        """Every layer's store, for a model that decodes by them itself; `make` gives them where there is none yet."""
+        self._grow(num_layers)
+        if any(layer.kv is None for layer in self.layers):
+            for layer, kv in zip(self.layers, make()):
+                layer.kv = kv
+        for layer in self.layers:
+            layer.kv.records_past = layer.record_past
+        return [layer.kv for layer in self.layers]
+
+    def see(self, num_tokens: int) -> None:
+        """Count tokens that the stores of all layers were given."""
+        for layer in self.layers:
+            layer.seen += num_tokens
+
+    def _grow(self, num_layers: int) -> None:
+        while len(self.layers) < num_layers:
+            layer = DilatedCacheLayer(self.max_length)
+            if self._records_past:
+                layer.activate_past_recording()
+            self.layers.append(layer)
 
     def activate_past_recording(self) -> None:
         """Keep what the calls until the next `crop` overwrite, in all layers."""
@@ -219,11 +238,20 @@ def layer_of(key: Tensor) -> DilatedCacheLayer | None:
 
 def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> Tensor:
     """`kv.attend` of tokens whose sequences begin where `real` `(B, T)` does."""
+    check_padding(kv, real)
+    shift = first_real(real)
+    q, k, v = (shifted(x, shift) for x in (q, k, v))
+    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale), -shift)
+
+
+def check_padding(kv: DilatedKVCache, real: Tensor) -> None:
+    """Refuse padding that does not stand before all tokens of a sequence.
+
+    Raises:
+        ValueError: If it does not; on other devices than the CPU, and compiled, an assertion there fails.
+    """
     inside = (real[:, 1:] | ~real[:, :-1]).all() & (real[:, 0] | (kv.lengths == 0)).all()
     if real.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
         torch._assert_async(inside, "attention_mask must have its padding before the tokens of a sequence with a DilatedCache")
     elif not bool(inside):
         raise ValueError("attention_mask must have its padding before the tokens of a sequence with a DilatedCache, got it behind")
-    shift = first_real(real)
-    q, k, v = (shifted(x, shift) for x in (q, k, v))
-    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale), -shift)

@@ -10,13 +10,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.generation import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexdilated.decode.cache import cache_refusal
+from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.interface import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
-from flexdilated.pattern import DilatedPattern
+from flexdilated.nn.position import XPos
+from flexdilated.nn.transformer import Block
+from flexdilated.pattern import DilatedPattern, is_integer
 
 
 class LongNetHFConfig(PreTrainedConfig):
@@ -28,6 +34,8 @@ class LongNetHFConfig(PreTrainedConfig):
         num_layers: `num_hidden_layers` to the library.
         num_heads: `num_attention_heads` to the library.
         dilated_pattern: A pattern, or what its `to_dict` gives. Default: `DilatedPattern.longnet()`.
+        use_cache: Whether `generate` keeps a `DilatedCache`; without one it reads the whole prefix again for every token.
+        tie_word_embeddings: Must be False, the library's word for what `tie_embeddings` says.
         **options: Fields that every configuration of the library has.
 
     Raises:
@@ -56,6 +64,8 @@ class LongNetHFConfig(PreTrainedConfig):
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
         backend: str = "auto",
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
         **options: Any,
     ) -> None:
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
@@ -63,8 +73,11 @@ class LongNetHFConfig(PreTrainedConfig):
         self.dropout_p, self.attention_dropout_p, self.backend = dropout_p, attention_dropout_p, backend
         self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         self.to_longnet()
-        # LongNetLM ties by having no head at all: nothing is left for the library to tie. No cache is kept between tokens.
-        super().__init__(**{**options, "tie_word_embeddings": False, "use_cache": False})
+        if tie_word_embeddings:
+            # LongNetLM ties by having no head at all: nothing is left for the library to tie.
+            raise ValueError("tie_word_embeddings must be False in LongNetHFConfig, got True; use tie_embeddings")
+        self.use_cache = use_cache
+        super().__init__(**{**options, "tie_word_embeddings": False})
 
     def to_longnet(self) -> LongNetConfig:
         """The configuration of the `LongNetLM` inside."""
@@ -73,11 +86,22 @@ class LongNetHFConfig(PreTrainedConfig):
         return LongNetConfig.from_dict({**values, "pattern": self.dilated_pattern})
 
 
+class CheckpointedBlock(Block, GradientCheckpointingLayer):
+    """A block that the library may compute again in the backward, instead of keeping what is inside."""
+
+
+class CheckpointedLM(LongNetLM):
+    """`LongNetLM` of such blocks."""
+
+    block_class = CheckpointedBlock
+
+
 class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     """`flexdilated.LongNetLM` as a model of the library: auto classes, `Trainer`, `generate`.
 
-    `generate` keeps no cache: it reads the whole prefix again for every token. Documents may be padded on either side; positions
-    count from the first real token.
+    `generate` decodes by a `DilatedCache`, in time and memory per token that do not grow with the context; where the pattern or
+    the positions rule that out, and with `use_cache=False`, it reads the whole prefix again for every token. Documents may be
+    padded on either side, with a cache on the left; positions count from the first real token.
 
     Args:
         config: Sizes, pattern and options.
@@ -87,7 +111,9 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["CheckpointedBlock"]
+    _supports_context_parallel = False  # the library's: it cuts the sequence behind the model's back
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Dilated attention: there is no other.
@@ -104,8 +130,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LongNetHFConfig) -> None:
         super().__init__(config)
-        self.model = LongNetLM(config.to_longnet())
-        self.generation_config.use_cache = False
+        self.model = CheckpointedLM(config.to_longnet())
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -113,6 +138,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.model.embedding = value
+        self.model.config = dataclasses.replace(self.model.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.model.head
@@ -137,7 +163,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        past_key_values: None = None,
+        past_key_values: DilatedCache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -147,16 +173,17 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-    ) -> CausalLMOutput | tuple[Tensor, ...]:
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
 
         Args:
             input_ids: `(B, N)`.
-            attention_mask: `(B, N)`, 1 at real tokens.
+            attention_mask: `(B, N)`, 1 at real tokens; with a cache that has seen tokens, theirs come first.
             labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned.
-            past_key_values: Must be None.
-            use_cache: Must not be True.
-            return_dict: Whether to return a `CausalLMOutput`, or a tuple. Default: what the config says.
+            past_key_values: The cache that these tokens follow, and join.
+            use_cache: Whether to make one where none is given. Default: no.
+            return_dict: Whether to return a `CausalLMOutputWithPast`, or a tuple. Default: what the config says.
             cu_seq_lens_q: `(documents + 1,)` borders of packed documents, for B = 1.
             cu_seq_lens_k: The same.
             max_length_q: Follows from the borders, and is not needed.
@@ -164,16 +191,23 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             num_items_in_batch: Divides the summed loss, where `Trainer` accumulates gradients.
             output_attentions: Must not be True, here or in the config.
             output_hidden_states: Must not be True, here or in the config.
+            logits_to_keep: Only the last so many logits. Default: all.
 
         Raises:
-            NotImplementedError: If a cache, weights or hidden states are asked for.
+            NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
+                come with one.
+            TypeError: If `logits_to_keep` is no integer.
             ValueError: If the pattern of the config is no longer that of the model, a shape is wrong, or borders are given once,
                 differ, or come with padding.
         """
-        if past_key_values is not None or use_cache:
+        if past_key_values is None and use_cache:
+            past_key_values = DilatedCache()
+        if not isinstance(past_key_values, DilatedCache | None):
             raise NotImplementedError(
-                "use_cache must be False, got True: LongNetForCausalLM reads the prefix again for every token"
+                f"past_key_values must be a DilatedCache in LongNetForCausalLM, got {type(past_key_values).__name__}"
             )
+        if not is_integer(logits_to_keep):
+            raise TypeError(f"logits_to_keep must be an integer in LongNetForCausalLM, got {type(logits_to_keep).__name__}")
         for name, given, reason in (
             ("output_attentions", output_attentions, REFUSED["output_attentions"]),
             ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),
@@ -187,26 +221,74 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (B, N), got {tuple(input_ids.shape)}")
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask must have the shape of input_ids={tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-            )
-        real = None if attention_mask is None else attention_mask.bool()
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is not None and attention_mask.shape != (input_ids.shape[0], seen + input_ids.shape[1]):
+            wanted = f"{tuple(input_ids.shape)} behind {seen} tokens seen" if seen else tuple(input_ids.shape)
+            raise ValueError(f"attention_mask must have the shape of input_ids={wanted}, got {tuple(attention_mask.shape)}")
+        real = None if attention_mask is None else attention_mask[:, seen:].bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
         borders = borders_of(None, input_ids, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
-        if real is None:
+        if past_key_values is not None:
+            if borders is not None:
+                raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
+            logits = self._decode(input_ids, real, past_key_values, last_only=logits_to_keep == 1)
+        elif real is None:
             logits = self.model(input_ids, cu_seqlens=borders)
         else:
             shift = first_real(real)
             tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
             logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
+        logits = logits[:, -logits_to_keep:]
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
-        output = CausalLMOutput(loss=loss, logits=logits)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _decode(self, tokens: Tensor, real: Tensor | None, cache: DilatedCache, *, last_only: bool) -> Tensor:
+        caches = cache.stores(len(self.model.layers), lambda: self.model.make_caches(tokens.shape[0], max_length=cache.max_length))
+        if real is None:
+            logits = self.model(tokens, caches=caches, last_only=last_only)
+        else:
+            check_padding(caches[0], real)
+            shift = first_real(real)
+            logits = self.model(shifted(tokens, shift), caches=caches, lengths=real.sum(-1), last_only=last_only)
+            logits = logits if last_only else shifted(logits, -shift)
+        cache.see(tokens.shape[1])
+        return logits
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        """The library's hook: the cache of a call of `generate` that was given none."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise NotImplementedError(
+                f"cache_implementation must be None in LongNetForCausalLM, whose cache is a DilatedCache, got {implementation!r}"
+            )
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return
+        is_assistant = bool(getattr(generation_config, "is_assistant", False))  # its cache goes on in longer calls
+        drafts = is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION  # which may go beyond the last token
+        max_length = None if drafts else max_cache_length
+        if not self._can_decode(max_length):
+            generation_config.use_cache = False
+            return
+        model_kwargs["past_key_values"] = DilatedCache(max_length)
+        if is_assistant:
+            model_kwargs["past_key_values"].activate_past_recording()
+
+    def _can_decode(self, max_length: int | None) -> bool:
+        if cache_refusal(self.model.config.pattern, max_length) is not None:
+            return False
+        try:
+            if isinstance(self.model.position, XPos):
+                self.model.position.decode(torch.zeros(1, 1, dtype=torch.int64), max_length=max_length)
+        except ValueError:  # its decay over so many positions leaves float32
+            return False
+        return True

@@ -1,13 +1,14 @@
 """LongNet as a model of the library."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from flexdilated import LongNetConfig, LongNetLM
-from tests.hub.transformers.models import BATCH, RAGGED, TOKENS, longnet, mask_of
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
+from tests.hub.transformers.models import BATCH, INTERLEAVED, RAGGED, TOKENS, longnet, mask_of, run
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -75,12 +76,19 @@ def test_longnet_generates_what_its_forward_says() -> None:
         torch.testing.assert_close(generated[b, TOKENS:], row[0, -9:], rtol=0, atol=0)
 
 
-def test_longnet_refuses_a_cache_and_wrong_shapes() -> None:
+def test_longnet_refuses_other_caches_and_wrong_shapes() -> None:
     model, tokens = longnet(), torch.randint(256, (BATCH, TOKENS))
-    with pytest.raises(NotImplementedError, match="use_cache must be False, got True"):
-        model(tokens, use_cache=True)
-    with pytest.raises(NotImplementedError, match="use_cache must be False, got True"):
-        model.generate(tokens, max_new_tokens=2, use_cache=True, pad_token_id=0)
+    with pytest.raises(NotImplementedError, match="past_key_values must be a DilatedCache in LongNetForCausalLM, got DynamicCache"):
+        model(tokens, past_key_values=transformers.DynamicCache())
+    with pytest.raises(NotImplementedError, match=r"cache_implementation must be None in .* got 'static'"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(TypeError, match="logits_to_keep must be an integer in LongNetForCausalLM, got Tensor"):
+        model(tokens, logits_to_keep=torch.tensor([3]))
+    with pytest.raises(ValueError, match="tie_word_embeddings must be False in LongNetHFConfig, got True; use tie_embeddings"):
+        longnet(tie_word_embeddings=True)
+    borders = torch.tensor([0, 7, 23])
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="cu_seq_lens_q must be None with a DilatedCache, got borders"):
+        model(tokens[:1], cu_seq_lens_q=borders, cu_seq_lens_k=borders, use_cache=True)
     with pytest.raises(ValueError, match=r"input_ids must have shape \(B, N\), got \(23,\)"):
         model(tokens[0])
     with pytest.raises(ValueError, match=r"attention_mask must have the shape of input_ids=\(3, 23\), got \(3, 22\)"):
@@ -116,7 +124,100 @@ def test_longnet_initialises_what_a_checkpoint_lacks(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[key], value, rtol=0, atol=0)
 
 
-def test_longnet_token_embeddings_can_be_resized() -> None:
-    model = longnet()
+@pytest.mark.parametrize("tied", [False, True])
+def test_longnet_token_embeddings_can_be_resized(tmp_path: Path, tied: bool) -> None:
+    model, tokens = longnet(tie_embeddings=tied), torch.tensor([[25, 3]])
+    before = model(tokens).logits
+    model.tie_weights()
     model.resize_token_embeddings(259)
-    assert model(torch.tensor([[258, 3]])).logits.shape == (1, 2, 259)
+    torch.testing.assert_close(model(tokens).logits[..., :256], before, **SINGLE)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_longnet() == loaded.model.config == model.model.config
+    logits = loaded(torch.tensor([[258, 3]])).logits
+    assert logits.shape == (1, 2, 259)
+    torch.testing.assert_close(logits, model(torch.tensor([[258, 3]])).logits, rtol=0, atol=0)
+
+
+def test_longnet_loads_by_device_map_and_torch_dtype(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    model, tokens = longnet().bfloat16(), torch.randint(256, (BATCH, TOKENS))
+    model.save_pretrained(tmp_path)
+    for options in ({"device_map": "auto"}, {"device_map": {"model": "cpu"}, "torch_dtype": torch.bfloat16}):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert loaded.dtype == torch.bfloat16
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+def test_longnet_computed_again_in_the_backward_has_the_same_gradients() -> None:
+    model, tokens = longnet().train(), torch.randint(256, (BATCH, TOKENS))
+    _, expected = run(model, input_ids=tokens)
+    calls = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # an older name
+    enable()
+    _, gradients = run(model, input_ids=tokens)
+    assert len(calls) == 2 * len(model.model.layers)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", ["xpos", "rotary"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_longnet_decodes_by_a_bounded_cache(position: str, options: dict[str, Any]) -> None:
+    model, tokens = longnet(position=position, num_kv_heads=2).double(), torch.randint(1, 256, (BATCH, TOKENS))
+    mask = mask_of([TOKENS, 17, 5], "left")
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, **options}
+    generated = []
+    for cache in ({}, {"past_key_values": hub.DilatedCache()}, {"use_cache": False}):
+        torch.manual_seed(3)
+        generated.append(model.generate(tokens, **options, **cache))
+    torch.testing.assert_close(generated[0], generated[2], rtol=0, atol=0)
+    torch.testing.assert_close(generated[1], generated[2], rtol=0, atol=0)
+    output = model.generate(tokens, **options, return_dict_in_generate=True)
+    assert isinstance(output.past_key_values, hub.DilatedCache)
+
+
+@pytest.mark.parametrize("drafts", ["model", "prompt", "chunks"])
+def test_longnet_decodes_drafts_and_chunks(drafts: str) -> None:
+    model, tokens = longnet(), torch.randint(1, 7, (1, TOKENS))
+    chosen = {
+        "model": {"assistant_model": longnet(dilated_pattern=INTERLEAVED)},
+        "prompt": {"prompt_lookup_num_tokens": 3},
+        "chunks": {"prefill_chunk_size": 4},
+    }
+    length = {"max_new_tokens": 19, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(tokens, **length, **chosen[drafts])
+    torch.testing.assert_close(generated, model.generate(tokens, **length, use_cache=False), rtol=0, atol=0)
+
+
+def test_longnet_logits_behind_a_cache() -> None:
+    model, tokens, mask = longnet().double(), torch.randint(256, (BATCH, TOKENS)), mask_of([TOKENS, 17, 5], "left")
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask).logits
+        output = model(tokens[:, :15], attention_mask=mask[:, :15], use_cache=True)
+        rest = model(tokens[:, 15:], attention_mask=mask, past_key_values=output.past_key_values)
+        logits = torch.cat([output.logits, rest.logits], dim=1)
+        last = model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1).logits
+        few = model(tokens, attention_mask=mask, logits_to_keep=3).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **SINGLE)  # rotary tables, as above
+    torch.testing.assert_close(last, expected[:, -1:], **SINGLE)
+    torch.testing.assert_close(few, expected[:, -3:], rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape of input_ids=\(3, 8\) behind 23 tokens seen, got"):
+        model(tokens[:, 15:], attention_mask=mask[:, 15:], past_key_values=output.past_key_values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dilated_pattern": DilatedPattern((7,), (2,), zero_padding=True)},  # where positions shift
+        {"dilated_pattern": DilatedPattern((1 << 16, 3**11), (1, 2))},  # whose common multiple is too long for xPos
+    ],
+)
+def test_longnet_generates_without_a_cache_where_none_can_be(options: dict[str, Any]) -> None:
+    model, tokens = longnet(**options), torch.randint(1, 256, (1, 9))
+    output = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    assert output.sequences.shape == (1, 14)
