@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flexdilated import __version__
-from flexdilated.cli import choose, doctor, encode_slide, encode_slides, generate, plan, show, train
+from flexdilated.cli import choose, doctor, encode_slide, encode_slides, generate, map_slide, plan, show, train
 from flexdilated.cli.refusal import Command, Group
 from flexdilated.training.ranks import is_rank, leave
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_slides = (encode_slide.encode_slide, encode_slides.encode_slides)
+_slides = (encode_slide.encode_slide, encode_slides.encode_slides, map_slide.map_slide)
 for _command in (show.show, doctor.doctor, *_slides, plan.plan, choose.choose, train.train, generate.generate):
     app.command(cls=Command)(_command)
 

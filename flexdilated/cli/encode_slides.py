@@ -138,6 +138,8 @@ def encode_slides(
     rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if split_above is not None and count == 1:
         refuse(f"--split-above must come with several ranks of torchrun, got {split_above} and one process")
+    if random and count > 1:
+        refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
     place = _device(device, count)
     try:
         model = create_model(

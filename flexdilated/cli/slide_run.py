@@ -117,26 +117,31 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
         with _writing(job.output):
             kept.write()
         everything = _gathered(ranks, (failed, kept.encoded, kept.tiles))
-        if ranks.rank > 0:
-            return SOME_FAILED if any(part[0] for part in everything) else 0
-        failures = [failure for part in everything for failure in part[0]]
-        encoded, tiles = (sum(part[i] for part in everything) for i in (1, 2))
-        if num_done + encoded == 0:
-            store.discard(job.output)
-            typer.echo("no slide could be encoded, and nothing is written", err=True)
-            return SOME_FAILED
-        finishing = time.perf_counter()
-        with _writing(job.output):
-            written = store.finish(job.output, job.slides, failures)
-        end = time.perf_counter()
-        kept.seconds += end - finishing
-        seconds = end - start
-        typer.echo(
-            f"encoded {encoded:,} slides of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
-            f"{tiles / seconds:,.0f} tiles/s; waited {clock.reading / seconds:.1%} for files, wrote {kept.seconds / seconds:.1%}"
-        )
-        typer.echo(f"wrote {written:,} slides to '{job.output}'" + (f", {len(failures):,} failed" if failures else ""))
-        return SOME_FAILED if failures else 0
+        try:
+            return 0 if ranks.rank > 0 else _finished(job, kept, clock, everything, num_done, start)
+        finally:
+            _gathered(ranks, None)  # torchrun ends all ranks as soon as one has ended with a code that is not 0
+
+
+def _finished(job: Job, kept: _Kept, clock: Clock, everything: list[Any], num_done: int, start: float) -> int:
+    """Put the output together and say what has been done; the exit code."""
+    failures = [failure for part in everything for failure in part[0]]
+    encoded, tiles = (sum(part[i] for part in everything) for i in (1, 2))
+    if num_done + encoded == 0:
+        store.discard(job.output)
+        typer.echo("no slide could be encoded, and nothing is written", err=True)
+        return SOME_FAILED
+    finishing = time.perf_counter()
+    with _writing(job.output):
+        written = store.finish(job.output, job.slides, failures)
+    end = time.perf_counter()
+    seconds, writing = end - start, kept.seconds + end - finishing
+    typer.echo(
+        f"encoded {encoded:,} slides of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
+        f"{tiles / seconds:,.0f} tiles/s; waited {clock.reading / seconds:.1%} for files, wrote {writing / seconds:.1%}"
+    )
+    typer.echo(f"wrote {written:,} slides to '{job.output}'" + (f", {len(failures):,} failed" if failures else ""))
+    return SOME_FAILED if failures else 0
 
 
 def _left(job: Job, done: Mapping[str, tuple[str, int]], count: int) -> tuple[list[FailedSlide], list[str], list[list[str]]]:

@@ -9,6 +9,8 @@ from flexdilated.hub.slides.formats import Tiles as Tiles
 from flexdilated.hub.slides.formats import list_slides as list_slides
 from flexdilated.hub.slides.formats import read_tiles as read_tiles
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
+from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
+from flexdilated.hub.slides.heatmap import write_table as write_table
 
 __all__ = [
     "EncodedSlide",
@@ -20,4 +22,6 @@ __all__ = [
     "grid_cells",
     "list_slides",
     "read_tiles",
+    "tile_attention",
+    "write_table",
 ]

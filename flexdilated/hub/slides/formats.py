@@ -48,12 +48,14 @@ class Tiles(NamedTuple):
         coords: Upper left corners in pixels of level 0, `(N, 2)` int64.
         tile_size_level0: Side of a tile in those pixels, where the files say.
         magnification: At which the tiles were embedded, where the files say: 20 is half a micrometre per pixel.
+        tile_ids: `(N,)` integers, where the tool gives tiles such.
     """
 
     x: Tensor
     coords: Tensor
     tile_size_level0: float | None
     magnification: float | None
+    tile_ids: Tensor | None = None
 
 
 class _Found(NamedTuple):
@@ -107,8 +109,9 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
     """
     try:
         if path.suffix.lower() == STORE_SUFFIX:
-            features, corners, side, magnification = spatialdata.read(path, table)
-            return _checked(_tensor("X", features, FLOATS), torch.from_numpy(corners), side, magnification)
+            features, corners, ids, side, magnification = spatialdata.read(path, table)
+            tiles = _checked(_tensor("X", features, FLOATS), torch.from_numpy(corners), side, magnification)
+            return tiles._replace(tile_ids=torch.from_numpy(ids))
         found = _open(path)
     except ImportError as error:
         raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'") from None

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64], float | None, float | None]:
-    """Embeddings `(N, C)`, coordinates `(N, 2)` at level 0 in their order, side of a tile there, magnification of the tiles.
+def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64], float | None, float | None]:
+    """Embeddings `(N, C)`, coordinates `(N, 2)` at level 0 and ids `(N,)` in their order, side of a tile there, magnification.
 
     The features of `tiles` lie in the table `NAME_tiles`, which says what tiles it is of.
 
@@ -32,7 +32,7 @@ def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64]
     corners = np.stack([places["x"].to_numpy(), places["y"].to_numpy()], axis=-1)
     coords = corners[[place_of[tile] for tile in tiles]].astype(np.int64).reshape(-1, 2)
     side, magnification = _geometry(spec, properties)
-    return np.asarray(x[:]), coords, side, magnification
+    return np.asarray(x[:]), coords, np.asarray(tiles, np.int64), side, magnification
 
 
 def count(path: Path, table: str | None) -> int:

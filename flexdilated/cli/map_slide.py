@@ -1,0 +1,105 @@
+"""`flexdilated map-slide`: what the class token or a tile reads of a slide, as a picture and as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from flexdilated.cli.options import device_named, integers, save_picture, writing
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.draw.slide import PICTURE_FORMATS, draw_slide_map
+from flexdilated.hub.gigapath import ARCHITECTURES, create_model, load_weights
+from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, read_tiles
+from flexdilated.hub.slides.grid import grid_cells
+from flexdilated.hub.slides.heatmap import TABLES, tile_attention, write_table
+
+
+def map_slide(
+    tiles: Annotated[Path, typer.Argument(metavar="TILES", help="A slide, in a format that encode-slides reads.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv, .parquet).")
+    ],
+    weights: Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed.")] = None,
+    layer: Annotated[str | None, typer.Option(help="Layers from 0 on, comma separated.", show_default="the last one")] = None,
+    head: Annotated[str, typer.Option(help="Heads from 0 on, comma separated; mean: their mean; each: all of them.")] = "mean",
+    tile: Annotated[int | None, typer.Option(min=0, help="Which tile asks, from 0 on.", show_default="the class token")] = None,
+    thumbnail: Annotated[Path | None, typer.Option(help="A picture of the whole slide, to draw underneath.")] = None,
+    slide_size: Annotated[
+        str | None, typer.Option(help="Width,height of the slide in pixels of level 0, with --thumbnail.")
+    ] = None,
+    coords: Annotated[Path | None, typer.Option(help="As of encode-slides, like all that follow.")] = None,
+    tile_size_level0: Annotated[float | None, typer.Option(help="Side of a tile in pixels of level 0.")] = None,
+    arch: Annotated[str, typer.Option(help="The architecture of the weights.", show_default="the published one")] = (
+        "gigapath_slide_enc12l768d"
+    ),
+    device: Annotated[str, typer.Option(help="Where to compute, as torch spells it.")] = "auto",
+) -> None:
+    """Draw which tiles of a slide the class token, or a tile, attends to: by layer and head, exactly, zero keys included."""
+    suffix = output.suffix.lower()
+    if suffix not in (*PICTURE_FORMATS, *TABLES):
+        refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
+    if arch not in ARCHITECTURES:
+        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
+    if tiles.suffix.lower() not in (*SUFFIXES, STORE_SUFFIX) or not tiles.exists():
+        refuse(f"TILES must be a slide that exists and ends in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got '{tiles}'")
+    if weights is None:
+        refuse("--weights must name a checkpoint, got none")
+    for option, path in (("--weights", weights), ("--thumbnail", thumbnail)):
+        if path is not None and not path.is_file():
+            refuse(f"{option} must be a file that exists, got '{path}'")
+    size = None if slide_size is None else integers("--slide-size", slide_size)
+    if size is not None and (thumbnail is None or len(size) != 2 or min(size) < 1):
+        refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
+    place = device_named(device, auto=["cuda", "mps"])
+    try:
+        slide = read_tiles(tiles, coords_folder=coords)
+        model = create_model(None, arch, slide.x.shape[1])
+        cells = grid_cells(slide, tile_size_level0=tile_size_level0, slide_ngrids=model.slide_ngrids)
+    except SlideError as error:
+        refuse(f"'{tiles}' {error}")
+    try:
+        load_weights(model, weights)
+    except DAMAGED as error:
+        refuse(f"--weights must be a whole checkpoint that fits --arch and the slide, got '{weights}': {first_line(error)}")
+    side = slide.tile_size_level0 or tile_size_level0
+    assert side is not None  # or the cells would have been refused
+    try:
+        layers = None if layer is None else integers("--layer", layer)
+        x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
+        found = tile_attention(model.eval().to(place), x, where, layers=layers, tile=tile).cpu()
+    except ValueError as error:
+        refuse(error)
+    numbers = layers or (len(model.encoder.layers) - 1,)
+    columns = {name: row for number, heads in zip(numbers, found) for name, row in _chosen(heads, head, f"layer {number}").items()}
+    if suffix in TABLES:
+        with writing(output):
+            write_table(output, slide.coords, side, columns, tile_ids=slide.tile_ids)
+    else:
+        try:
+            figure = draw_slide_map(
+                torch.stack(list(columns.values())),
+                slide.coords,
+                tile_size=side,
+                thumbnail=thumbnail,
+                slide_size=None if size is None else (size[0], size[1]),
+                query=tile,
+                title=f"{tiles.stem}: what {'the class token' if tile is None else f'tile {tile}'} reads",
+                titles=list(columns),
+            )
+        except (ValueError, OSError) as error:  # too many panels; a thumbnail that is no picture
+            refuse(error)
+        save_picture(figure, output)
+    typer.echo(f"wrote {len(columns)} maps of {len(slide.coords):,} tiles to '{output}'")
+
+
+def _chosen(heads: torch.Tensor, choice: str, name: str) -> dict[str, torch.Tensor]:
+    """The maps of a layer `(H, N)` that are asked for, by name."""
+    if choice == "mean":
+        return {f"{name}, mean of heads": heads.mean(dim=0)}
+    numbers = tuple(range(len(heads))) if choice == "each" else integers("--head", choice)
+    if any(not 0 <= number < len(heads) for number in numbers):
+        refuse(f"--head must be mean, each, or in [0, {len(heads)}), got '{choice}'")
+    return {f"{name}, head {number}": heads[number] for number in numbers}

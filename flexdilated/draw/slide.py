@@ -1,0 +1,183 @@
+"""The picture of numbers over a slide of any size: every tile some pixels, holes left open, a thumbnail underneath."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexdilated.draw.figure import INK, new, plain, write
+from flexdilated.draw.places import check_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_slide_map"]
+
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+MAX_PANELS = 64
+INCHES, DPI = 8.0, 200  # of one panel; several share three halves of that
+DECADES = 1e3  # largest weight over the darkest colour: what is below differs by nothing that matters
+OVER = 0.65  # of a tile over a thumbnail
+MARK = "#e31a1c"
+UNSEEN = (0.85, 0.85, 0.85, 1.0)  # a weight of exactly 0: no branch joins the tile with the query
+
+
+def draw_slide_map(
+    weights: Tensor,
+    coords: Tensor,
+    path: str | Path | None = None,
+    *,
+    tile_size: float,
+    thumbnail: str | Path | None = None,
+    slide_size: tuple[float, float] | None = None,
+    query: int | None = None,
+    title: str | None = None,
+    titles: Sequence[str] | None = None,
+) -> Figure:
+    """Draw weights over a slide as an image, legible from ten tiles to hundreds of thousands.
+
+    Dark to light is small to large in cividis, on a logarithmic scale of three decades below the largest weight; one of exactly 0
+    is light grey. Where a panel has fewer pixels than the slide has tiles, a pixel shows the largest weight of its tiles, so none
+    is lost. Places without a tile are white, or show the thumbnail, over which tiles are drawn a little transparent.
+
+    Args:
+        weights: `(N,)`, or `(P, N)` for P panels on one scale, not negative.
+        coords: Upper left corners of the tiles, `(N, 2)`, in pixels of level 0.
+        path: Where to write the picture too: .png, .pdf or .svg.
+        tile_size: Side of a tile in those pixels.
+        thumbnail: Path of a picture of the whole slide, of any size.
+        slide_size: Width and height of the slide in pixels of level 0, with a thumbnail. Default: where the last tile ends.
+        query: Which tile asked, outlined in red.
+        title: Above all panels.
+        titles: One text per panel.
+
+    Returns:
+        The figure, of matplotlib.
+
+    Raises:
+        ValueError: If shapes do not match, a weight is negative or not finite, all are 0, or the file name has another ending.
+        TypeError: If an argument has the wrong type.
+        OSError: If a picture cannot be read or written.
+    """
+    check_numbers("weights", weights)
+    check_numbers("coords", coords)
+    if weights.dim() not in (1, 2) or coords.dim() != 2 or coords.shape != (weights.shape[-1], 2) or weights.numel() == 0:
+        got = f"{tuple(weights.shape)} and {tuple(coords.shape)}"
+        raise ValueError(f"weights must have shape (N,) or (P, N), and coords (N, 2), got {got}")
+    panels = weights.detach().to("cpu", torch.float64).reshape(-1, weights.shape[-1])
+    if len(panels) > MAX_PANELS:
+        raise ValueError(f"weights must have at most {MAX_PANELS} panels, got {len(panels)}")
+    if not bool((panels.isfinite() & (panels >= 0)).all()) or not bool(panels.any()):
+        raise ValueError("weights must be finite, at least 0 and not all 0, got others")
+    if not (math.isfinite(tile_size) and tile_size > 0):
+        raise ValueError(f"tile_size must be above 0 and finite, got {tile_size}")
+    if slide_size is not None and thumbnail is None:
+        raise ValueError(f"slide_size must come with thumbnail, got {slide_size}")
+    if titles is not None and (isinstance(titles, str) or len(titles) != len(panels)):
+        raise ValueError(f"titles must hold one text per panel={len(panels)}, got {titles!r}")
+    if query is not None and not 0 <= query < len(coords):
+        raise ValueError(f"query must be in [0, N={len(coords)}), got {query}")
+    path = None if path is None else Path(path)
+    if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(f"path must end in one of {PICTURE_FORMATS}, got {str(path)!r}")
+
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.image import imread
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
+
+    corners = coords.detach().to("cpu", torch.float64)
+    below = None if thumbnail is None else imread(str(thumbnail))
+    high = corners.max(dim=0).values + tile_size
+    low = corners.min(dim=0).values
+    if below is not None:
+        low, high = (
+            torch.zeros(2, dtype=torch.float64),
+            high if slide_size is None else torch.tensor(slide_size, dtype=torch.float64),
+        )
+    width, height = (high - low).tolist()
+
+    columns = math.ceil(math.sqrt(len(panels)))
+    rows = math.ceil(len(panels) / columns)
+    inches = (INCHES if columns == 1 else 1.5 * INCHES) / columns
+    longest = max(width, height)
+    pixels = max(1, int(inches * DPI * 0.8))
+    figure = new(
+        columns * inches * width / longest + 1.3,
+        rows * (inches * height / longest + 0.35) + 0.5 + 0.3 * (title is not None),
+        layout="constrained",
+        dpi=DPI,
+    )
+    largest = panels.max().item()
+    norm, colours = LogNorm(largest / DECADES, largest), colormaps["cividis"]
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for i, axis in enumerate(axes):
+        axis.set_axis_off()
+        if i >= len(panels):
+            continue
+        image, extent = _raster(panels[i], corners - low, tile_size, longest, pixels)
+        faces = colours(norm(np.maximum(image, largest / DECADES)))
+        faces[image == 0.0] = UNSEEN
+        faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if below is None else OVER)
+        if below is not None:
+            axis.imshow(below, extent=(0, width, height, 0), cmap="gray", aspect="equal")
+        axis.imshow(faces, extent=(0, extent[0], extent[1], 0), interpolation="nearest", aspect="equal")
+        axis.set_xlim(0, width)
+        axis.set_ylim(height, 0)
+        if titles is not None:
+            axis.set_title(plain(titles[i]), fontsize=11, color=INK)
+        if query is not None:
+            x, y = (corners[query] - low).tolist()
+            side = max(tile_size, 0.012 * longest)  # seen on the largest slide too
+            middle = [x + tile_size / 2 - side / 2, y + tile_size / 2 - side / 2]
+            halo = [withStroke(linewidth=3.6, foreground="white")]
+            axis.add_patch(
+                Rectangle((middle[0], middle[1]), side, side, fill=False, edgecolor=MARK, linewidth=1.8, path_effects=halo)
+            )
+    bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), extend="min", shrink=0.7)
+    bar.set_label("attention weight, logarithmic", color=INK, fontsize=11)
+    bar.ax.tick_params(labelsize=10, colors=INK)
+    marks: list[tuple[str, dict[str, Any]]] = []
+    if bool((panels == 0).any()):
+        marks.append(("weight 0", {"markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN}))
+    if query is not None:
+        marks.append(("the query", {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.5}))
+    if marks:
+        handles = [Line2D([], [], linestyle="none", marker="s", markersize=8, label=label, **style) for label, style in marks]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10, frameon=False)
+    if title is not None:
+        figure.suptitle(plain(title), fontsize=12, weight="bold", color=INK)
+    if path is not None:
+        write(figure, path)
+    return figure
+
+
+def _raster(
+    values: Tensor, corners: Tensor, side: float, longest: float, pixels: int
+) -> tuple[NDArray[np.float64], tuple[float, float]]:
+    """The weights as an image, NaN where no tile is, the largest where several are; and its width and height in pixels of level 0.
+
+    A tile is `scale` pixels wide, or a pixel several tiles: whichever comes next to `pixels` along the longer side.
+    """
+    cells = longest / side
+    scale = max(1, round(pixels / cells))
+    pixel = side * max(1.0, cells / pixels) / scale
+    first = ((corners + side / 2) / pixel - (scale - 1) / 2).floor().long()
+    shape = (first.max(dim=0).values + scale).tolist()
+    image = torch.full((shape[1] * shape[0],), -math.inf, dtype=torch.float64)
+    for dy in range(scale):
+        for dx in range(scale):
+            image.scatter_reduce_(0, (first[:, 1] + dy) * shape[0] + first[:, 0] + dx, values, "amax")
+    found = image.reshape(shape[1], shape[0]).numpy()
+    found[np.isinf(found)] = np.nan
+    return found, (shape[0] * pixel, shape[1] * pixel)

@@ -1,0 +1,145 @@
+"""What the class token, or a tile, reads of a slide: weights by layer and head, and files of them for viewers of slides."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexdilated.draw.figure import replaced
+from flexdilated.hub.slide_encoder import LongNetViT
+from flexdilated.maps import attention_map
+from flexdilated.ordering import coordinate_order
+from flexdilated.pattern import is_integer
+
+TABLES = (".csv", ".parquet", ".geojson")
+
+
+@torch.inference_mode()
+def tile_attention(
+    model: LongNetViT, x: Tensor, coords: Tensor, *, layers: Sequence[int] | None = None, tile: int | None = None
+) -> Tensor:
+    """The exact weights with which the class token, or a tile, reads every tile of a slide, in each head of some layers.
+
+    The weights of one query sum to 1, less what it reads of the class token and what zero keys take. Memory and time grow with the
+    number of tiles, never with its square; the slide is encoded once.
+
+    Args:
+        model: In evaluation mode, without a mesh.
+        x: Tile embeddings, `(N, in_chans)`.
+        coords: Their corners as the model takes them, `(N, 2)`.
+        layers: From 0 to `depth - 1`, in ascending order. Default: the last one.
+        tile: Which tile asks, in `[0, N)`. Default: the class token.
+
+    Returns:
+        `(layers, heads, N)`, float32 (float64 for a float64 model), on the device of the model.
+
+    Raises:
+        ValueError: If the model is in training mode, or a layer or the tile is none of the slide's.
+        NotImplementedError: If the model has a mesh.
+    """
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
+    if model.mesh is not None:
+        raise NotImplementedError("model must come without mesh, got one: a rank holds a part of the keys alone")
+    blocks = model.encoder.layers
+    chosen = [len(blocks) - 1] if layers is None else list(layers)
+    if (
+        not chosen
+        or any(not is_integer(layer) or not 0 <= layer < len(blocks) for layer in chosen)
+        or chosen != sorted(set(chosen))
+    ):
+        raise ValueError(f"layers must be ascending integers in [0, depth={len(blocks)}), got {chosen}")
+    if tile is not None and (not is_integer(tile) or not 0 <= tile < len(x)):
+        raise ValueError(f"tile must be in [0, N={len(x)}), got {tile!r}")
+    places = torch.arange(len(x), device=x.device)  # of the tiles in the sequence
+    if model.order is not None:
+        places = coordinate_order((coords.long() // model.tile_size).flip(-1), order=model.order).inverse
+    query = 0 if tile is None else 1 + int(places[tile])
+    weights: list[Tensor] = []
+    with ExitStack() as stack:
+        for layer in chosen:
+            attention = blocks[layer].self_attn
+            caught: dict[str, Tensor] = {}
+            for name in ("q_proj", "k_proj"):
+                hook = partial(_catch, name, caught, attention, query, weights)
+                stack.callback(getattr(attention, name).register_forward_hook(hook).remove)
+        model(x[None], coords[None])
+    return torch.stack([rows[:, 1:][:, places] for rows in weights])
+
+
+def _catch(
+    name: str, caught: dict[str, Tensor], attention: Any, query: int, weights: list[Tensor], _: nn.Module, __: object, out: Tensor
+) -> None:
+    """Keep a projection's output; where both are there, only the weights."""
+    caught[name] = out
+    if len(caught) == 2:
+        q, k = (caught[key].unflatten(-1, (-1, attention.head_dim)) for key in ("q_proj", "k_proj"))
+        weights.append(attention_map(q, k, attention.attention.pattern, queries=query)[0, :, 0])
+        caught.clear()
+
+
+def write_table(
+    path: Path, coords: Tensor, tile_size: float, columns: Mapping[str, Tensor], *, tile_ids: Tensor | None = None
+) -> None:
+    """Numbers of tiles as a file that viewers of slides read.
+
+    `.geojson`: QuPath's tiles, squares in pixels of level 0 with a measurement per column. `.csv`, `.parquet`: `tile_id`, `x`, `y`
+    and a column each, as LazySlide's tables of tiles have them.
+
+    Args:
+        path: Ends in one of `TABLES`.
+        coords: Upper left corners, `(N, 2)` pixels of level 0.
+        tile_size: Side of a tile in those pixels.
+        columns: `(N,)` numbers by name.
+        tile_ids: `(N,)` integers. Default: from 0 on.
+
+    Raises:
+        ValueError: If the ending is another.
+        ImportError: If pyarrow is needed and not installed.
+        OSError: If it cannot be written.
+    """
+    if path.suffix.lower() not in TABLES:
+        raise ValueError(f"table must end in {', '.join(TABLES)}, got '{path}'")
+    ids = list(range(len(coords))) if tile_ids is None else tile_ids.tolist()
+    rows = zip(ids, coords.tolist(), zip(*(column.tolist() for column in columns.values())))
+    with replaced(path) as file:
+        if path.suffix.lower() == ".geojson":
+            text = io.TextIOWrapper(file, encoding="utf-8", write_through=True)
+            text.writelines(_features(rows, tile_size, list(columns)))
+            text.detach()
+        elif path.suffix.lower() == ".csv":
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(["tile_id", "x", "y", *columns])
+            writer.writerows([tile, *corner, *values] for tile, corner, values in rows)
+            text.detach()
+        else:
+            import pyarrow  # an extra
+            import pyarrow.parquet
+
+            places = {"tile_id": ids, "x": coords[:, 0].tolist(), "y": coords[:, 1].tolist()}
+            values = {name: column.cpu().numpy() for name, column in columns.items()}
+            pyarrow.parquet.write_table(pyarrow.table({**places, **values}), file)
+
+
+def _features(rows: Iterator[Any], side: float, names: Sequence[str]) -> Iterator[str]:
+    """A FeatureCollection, feature by feature: a string of all would take as much memory as the slide."""
+    yield '{"type": "FeatureCollection", "features": ['
+    for i, (tile, (x, y), values) in enumerate(rows):
+        corners = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
+        feature = {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [corners]},
+            "properties": {"objectType": "tile", "name": str(tile), "measurements": dict(zip(names, values))},
+        }
+        yield ("\n" if i == 0 else ",\n") + json.dumps(feature)
+    yield "\n]}\n"
