@@ -599,6 +599,22 @@ def test_what_was_not_recorded_is_not_taken_back() -> None:
     torch.testing.assert_close(feed(cache, inputs, 33, 61), full(inputs, LONGNET)[:, 33:], **EXACT)
 
 
+def test_past_that_is_forgotten_or_overtaken_is_not_taken_back() -> None:
+    inputs, cache = draw(), make(LONGNET)
+    cache.records_past = True
+    for start in range(20, 40, 2):
+        feed(cache, inputs, 20 if start == 20 else start, start + 2)
+    cache.forget_past(5)  # three calls of two tokens, whose first is the 15th
+    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+        cache.crop(13)
+    cache.crop(15)
+    feed(cache, inputs, 0, 5)
+    cache.records_past = False
+    feed(cache, inputs, 5, 9)
+    with pytest.raises(ValueError, match="length must end in the segment that is stored"):
+        cache.crop(20)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_part_of_the_heads_gives_that_part_of_the_outputs(pattern: DilatedPattern) -> None:
     inputs = draw()

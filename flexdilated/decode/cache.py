@@ -182,6 +182,8 @@ class DilatedKVCache:
             k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
         new = marked(k, v)
         past = self._state_before(new, added) if self.records_past else None
+        if past is None and self._past:
+            self._past.clear()  # what it knows is no longer what came last
         if num_tokens == 1:
             out = self._attend_one(q, new, added, scale)
         elif self._is_empty:
@@ -319,6 +321,15 @@ class DilatedKVCache:
             self._go_back(kept)
         self._lengths.copy_(kept)
         self._past.clear()
+
+    def forget_past(self, num_tokens: int) -> None:
+        """Of the calls that are recorded, keep the last that together have `num_tokens` tokens, or more."""
+        kept = 0
+        for i in range(len(self._past) - 1, -1, -1):
+            if kept >= num_tokens:
+                del self._past[: i + 1]
+                return
+            kept += self._past[i].new.k.shape[1]
 
     def _go_back(self, kept: Tensor) -> None:
         """To before the calls that are recorded, and then to `kept` `(B,)` tokens, by storing theirs again."""

@@ -16,6 +16,9 @@ from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import first_real, shifted
 from flexdilated.pattern import DilatedPattern, is_integer
 
+# Since `activate_past_recording` the library tells when it will crop. Before, the last calls are always recorded: as many tokens as
+# are drafted at once, with room to spare.
+IS_TOLD, ALWAYS_RECORDED = hasattr(Cache, "activate_past_recording"), 64
 LAYER = "_dilated_layer"  # the attribute by which the attention function finds the layer of the keys that it is given
 
 
@@ -36,8 +39,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         self.kv: DilatedKVCache | None = None
         self.seen = 0  # tokens, padding included
         self._is_waiting = False  # for the attention of the last update
-        # Before `activate_past_recording` came the library did not tell that it would crop.
-        self.record_past = not hasattr(Cache, "activate_past_recording")
+        self.record_past = not IS_TOLD
 
     def activate_past_recording(self) -> None:
         """Keep what the calls until the next `crop` overwrite."""
@@ -101,11 +103,18 @@ class DilatedCacheLayer(CacheLayerMixin):
             self.is_initialized = True
         elif not torch.compiler.is_compiling() and self.kv.pattern != pattern:
             raise ValueError(f"config.dilated_pattern must stay {self.kv.pattern} while a DilatedCache is in use, got {pattern}")
-        self.kv.records_past = self.record_past
+        self.set_recording()
         self._is_waiting = False
         if real is None:
             return self.kv.attend(q, k, v, scale=scale)
         return attend_padded(self.kv, q, k, v, real, scale)
+
+    def set_recording(self) -> None:
+        """Have the store record the call that follows, if it is to."""
+        assert self.kv is not None
+        self.kv.records_past = self.record_past and (IS_TOLD or not torch.compiler.is_compiling())
+        if not IS_TOLD:
+            self.kv.forget_past(ALWAYS_RECORDED)
 
     def _check_attended(self) -> None:
         if self._is_waiting:
@@ -204,7 +213,7 @@ class DilatedCache(Cache):
             for layer, kv in zip(self.layers, make()):
                 layer.kv = kv
         for layer in self.layers:
-            layer.kv.records_past = layer.record_past
+            layer.set_recording()
         return [layer.kv for layer in self.layers]
 
     def see(self, num_tokens: int) -> None:

@@ -34,9 +34,9 @@ class LongNetHFConfig(PreTrainedConfig):
         num_layers: `num_hidden_layers` to the library.
         num_heads: `num_attention_heads` to the library.
         dilated_pattern: A pattern, or what its `to_dict` gives. Default: `DilatedPattern.longnet()`.
-        use_cache: Whether `generate` keeps a `DilatedCache`; without one it reads the whole prefix again for every token.
-        tie_word_embeddings: Must be False, the library's word for what `tie_embeddings` says.
-        **options: Fields that every configuration of the library has.
+        **options: Fields that every configuration of the library has. `use_cache`, by default True: whether `generate` keeps a
+            `DilatedCache`; without one it reads the whole prefix again for every token. `tie_word_embeddings` must be False: here
+            `tie_embeddings` says it.
 
     Raises:
         ValueError: As `LongNetConfig` and `DilatedPattern.from_dict`.
@@ -64,8 +64,6 @@ class LongNetHFConfig(PreTrainedConfig):
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
         backend: str = "auto",
-        use_cache: bool = True,
-        tie_word_embeddings: bool = False,
         **options: Any,
     ) -> None:
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
@@ -73,10 +71,10 @@ class LongNetHFConfig(PreTrainedConfig):
         self.dropout_p, self.attention_dropout_p, self.backend = dropout_p, attention_dropout_p, backend
         self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         self.to_longnet()
-        if tie_word_embeddings:
+        if options.get("tie_word_embeddings", False):
             # LongNetLM ties by having no head at all: nothing is left for the library to tie.
             raise ValueError("tie_word_embeddings must be False in LongNetHFConfig, got True; use tie_embeddings")
-        self.use_cache = use_cache
+        self.use_cache = options.pop("use_cache", True)
         super().__init__(**{**options, "tie_word_embeddings": False})
 
     def to_longnet(self) -> LongNetConfig:
@@ -267,14 +265,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """The library's hook: the cache of a call of `generate` that was given none."""
         implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
+        if implementation not in (None, "dynamic", "dynamic_full"):  # the last is what older versions ask for drafts
             raise NotImplementedError(
                 f"cache_implementation must be None in LongNetForCausalLM, whose cache is a DilatedCache, got {implementation!r}"
             )
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return
         is_assistant = bool(getattr(generation_config, "is_assistant", False))  # its cache goes on in longer calls
-        drafts = is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION  # which may go beyond the last token
+        # Drafts may go beyond the last token.
+        drafts = is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION or implementation == "dynamic_full"
         max_length = None if drafts else max_cache_length
         if not self._can_decode(max_length):
             generation_config.use_cache = False

@@ -189,7 +189,7 @@ def test_longnet_decodes_drafts_and_chunks(drafts: str) -> None:
         "prompt": {"prompt_lookup_num_tokens": 3},
         "chunks": {"prefill_chunk_size": 4},
     }
-    length = {"max_new_tokens": 19, "do_sample": False, "pad_token_id": 0}
+    length = {"max_new_tokens": 19, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1000}  # older prompt lookup needs one
     generated = model.generate(tokens, **length, **chosen[drafts])
     torch.testing.assert_close(generated, model.generate(tokens, **length, use_cache=False), rtol=0, atol=0)
 
