@@ -127,6 +127,14 @@ def tests_timm(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_torchtitan(session: nox.Session) -> None:
+    """torchtitan's debug model under dilated attention, on one and two processes: the pair of versions that is supported."""
+    _install(session)
+    session.install("torchtitan==0.3.0", f"torch=={TORCH}")
+    session.run("pytest", "tests/hub/test_torchtitan.py", *session.posargs)
+
+
+@nox.session
 def explorer(session: nox.Session) -> None:
     """The page of docs/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
 

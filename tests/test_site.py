@@ -25,6 +25,7 @@ PUBLIC = (
     "flexdilated.hub.slides",
     "flexdilated.hub.timm",
     "flexdilated.hub.torchscale",
+    "flexdilated.hub.torchtitan",
     "flexdilated.hub.transformers",
     "flexdilated.masks",
     "flexdilated.nn",

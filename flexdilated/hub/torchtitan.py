@@ -1,0 +1,319 @@
+"""torchtitan's inner attention made ours, by its own overrides. Long: two of them, and what each takes and refuses.
+
+Nothing of torchtitan is changed: a run names `dilated_flex` or `dilated_varlen` in `--override.imports`, with the pattern.
+
+    torchrun ... -m torchtitan.train ... --parallelism.context_parallel_load_balancer None --override.imports \\
+        'flexdilated.hub.torchtitan.dilated_flex={"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}'
+
+Source: torchtitan 0.3.0, config/override.py, models/common/attention.py, protocols/module.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexdilated.hub.requires import require
+
+require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan")
+
+import spmd_types as spmd  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.nn.attention.flex_attention import BlockMask  # noqa: E402
+from torchtitan.config.override import override  # noqa: E402
+from torchtitan.distributed.parallel_dims import ParallelDims  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
+
+from flexdilated.attention import attend  # noqa: E402
+from flexdilated.backends import BACKENDS  # noqa: E402
+from flexdilated.call import EXCHANGES, Call  # noqa: E402
+from flexdilated.pattern import DilatedPattern, Heads, Offsets  # noqa: E402
+from flexdilated.reference import ScoreMod  # noqa: E402
+
+__all__ = ["DilatedInnerAttention", "DilatedVarlenAttention", "dilated_flex", "dilated_varlen"]
+
+INPUTS = ("q_BLNH", "k_BLNH", "v_BLNH")  # by these names torchtitan says how the arguments of `forward` are sharded
+
+
+class DilatedInnerAttention(Module):
+    """Causal dilated attention as a model's inner attention: packed documents, a part of the heads, a part of the tokens.
+
+    Tensor parallelism hands over the heads of this rank, whose offsets follow from their index in the model. On the `cp` axis this
+    library's exchange takes the place of the all-gather of keys and values that torchtitan's sharding declares.
+    """
+
+    _sharding_config: ShardingConfig | None
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        """As torchtitan's own, whose `block_size` is that of the mask; flex's `kernel_options` have no meaning here."""
+
+        pattern: DilatedPattern
+        backend: str = "auto"
+        exchange: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.pattern, self.backend, self.exchange = config.pattern, config.backend, config.exchange
+        self.mesh: DeviceMesh | None = None  # of the axis on which the tokens are sharded
+        self.tp_rank, self.tp_size = 0, 1
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Take this rank's place from torchtitan's meshes, and leave the keys and values where they are.
+
+        Args:
+            parallel_dims: torchtitan's.
+
+        Raises:
+            NotImplementedError: If the model shards the sequence in a way that is not known here.
+        """
+        tp, self.mesh = parallel_dims.get_optional_mesh("tp"), parallel_dims.get_optional_mesh("cp")
+        if tp is not None:
+            self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
+        if self.mesh is not None:
+            self._sharding_config = _without_gather(self._sharding_config)
+        super().parallelize(parallel_dims)
+
+    def forward(
+        self,
+        q_BLNH: Tensor,  # noqa: N803
+        k_BLNH: Tensor,  # noqa: N803
+        v_BLNH: Tensor,  # noqa: N803
+        *,
+        attention_masks: BlockMask | VarlenMetadata | None = None,
+        score_mod: ScoreMod | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """`(B, N, H, D)` from q of that shape and k, v `(B, N, Hkv, D)`: this rank's tokens and heads.
+
+        Args:
+            q_BLNH: Queries.
+            k_BLNH: Keys.
+            v_BLNH: Values.
+            attention_masks: torchtitan's, which says where documents begin. None: every row is one document.
+            score_mod: Must be None.
+            scale: Multiplies the scores. Default: `D ** -0.5`.
+            enable_gqa: Must be True where k has fewer heads than q.
+            out_transform: Must be None.
+
+        Raises:
+            NotImplementedError: If there is a score function or a transform of the output, the mask is of another kind, or the
+                documents of a block mask are asked for inside a compiled graph.
+            ValueError: If the mask is none of causal documents over contiguous shards, or heads differ without `enable_gqa`.
+        """
+        for name, value in (("score_mod", score_mod), ("out_transform", out_transform)):
+            if value is not None:
+                raise NotImplementedError(
+                    f"{name} must be None under dilated attention, got a function; leave such layers as they are"
+                )
+        if not enable_gqa and k_BLNH.shape[2] != q_BLNH.shape[2]:
+            raise ValueError(f"enable_gqa must be True where k has other heads than q={q_BLNH.shape[2]}, got {k_BLNH.shape[2]}")
+        heads = k_BLNH.shape[2]
+        call = Call(
+            self.pattern,
+            is_causal=True,
+            scale=scale,
+            backend=self.backend,
+            mesh=self.mesh,
+            exchange="auto" if self.mesh is None else self.exchange,
+            first_head=self.tp_rank * heads,
+            num_heads=self.tp_size * heads,
+        )
+        with spmd.no_typecheck():  # plain tensors: types are stated again where this module's sharding says so
+            return self._attend(q_BLNH, k_BLNH, v_BLNH, self._borders(attention_masks, q_BLNH), call)
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern}, backend={self.backend!r}, exchange={self.exchange!r}"
+
+    def _borders(self, mask: BlockMask | VarlenMetadata | None, q: Tensor) -> list[Tensor] | None:
+        """Where documents begin and end: in each row, or, of one tensor, in the rows one after another; None: with the rows."""
+        if mask is None and self.mesh is None:
+            return None
+        if isinstance(mask, VarlenMetadata) and self.mesh is None:
+            return [mask.cu_seq_q]
+        if not isinstance(mask, BlockMask):
+            wanted = "a BlockMask or VarlenMetadata" if self.mesh is None else "a BlockMask over a cp axis"
+            raise NotImplementedError(f"attention_masks must be {wanted}, got {type(mask).__name__}")
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "attention_masks must be VarlenMetadata in a compiled model, got a BlockMask, whose documents no graph can hold; "
+                "use dilated_varlen"
+            )
+        starts = document_starts(mask, q.shape[0], q.shape[1], self.mesh)  # (B, N)
+        rows, length = starts.shape
+        if int(starts.sum()) == rows:
+            return None
+        end = starts.new_full((1,), length, dtype=torch.int64)
+        if self.mesh is None or rows == 1:
+            return [torch.cat([starts.flatten().nonzero()[:, 0], end * rows])]
+        return [torch.cat([row.nonzero()[:, 0], end]) for row in starts]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, borders: list[Tensor] | None, call: Call) -> Tensor:
+        if borders is None:
+            return attend(q, k, v, call)[0]
+        if len(borders) == 1:  # rows one after another are documents too
+            a, b, c = (x.flatten(0, 1)[None] for x in (q, k, v))
+            return attend(a, b, c, call._replace(cu_seqlens=borders[0]))[0].view(q.shape)
+        rows = zip(*(x.split(1) for x in (q, k, v)), borders)
+        return torch.cat([attend(a, b, c, call._replace(cu_seqlens=documents))[0] for a, b, c, documents in rows])
+
+
+class DilatedVarlenAttention(DilatedInnerAttention):
+    """The same in the place of torchtitan's `VarlenAttention`, whose mask is the borders of the documents themselves."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        """As torchtitan's own; its window must be its default, all earlier tokens."""
+
+        pattern: DilatedPattern
+        backend: str = "auto"
+        exchange: str = "auto"
+
+
+@override(target=FlexAttention.Config, exact=True, description="flexdilated's dilated attention instead of FlexAttention")
+def dilated_flex(
+    config: FlexAttention.Config,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: Heads = "all",
+    offsets: Offsets = "blocked",
+    backend: str = "auto",
+    exchange: str = "auto",
+) -> DilatedInnerAttention.Config:
+    """Dilated attention in the place of every `FlexAttention`; the documents are those of its mask.
+
+    Args:
+        config: torchtitan's config of the attention.
+        segment_lengths: Of the pattern, as all that follow: see `DilatedPattern`.
+        dilation_rates: Of the pattern.
+        heads: `"all"` or `"grouped"`.
+        offsets: `"blocked"` or `"interleaved"`.
+        backend: `"auto"` or the name of an engine.
+        exchange: How rows travel on the `cp` axis, as in `flexdilated.dilated_attention`.
+
+    Raises:
+        ValueError: If there is no such pattern, or an engine or exchange is unknown.
+    """
+    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, backend, exchange)
+    return DilatedInnerAttention.Config(
+        pattern=pattern,
+        backend=backend,
+        exchange=exchange,
+        block_size=config.block_size,
+        param_init=config.param_init,
+        sharding_config=config.sharding_config,
+    )
+
+
+@override(target=VarlenAttention.Config, exact=True, description="flexdilated's dilated attention instead of VarlenAttention")
+def dilated_varlen(
+    config: VarlenAttention.Config,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: Heads = "all",
+    offsets: Offsets = "blocked",
+    backend: str = "auto",
+) -> DilatedVarlenAttention.Config:
+    """Dilated attention in the place of every `VarlenAttention`, which torchtitan runs without a `cp` axis only.
+
+    No mask of blocks is made, and layers may be compiled.
+
+    Args:
+        config: torchtitan's config of the attention.
+        segment_lengths: Of the pattern, as all that follow: see `DilatedPattern`.
+        dilation_rates: Of the pattern.
+        heads: `"all"` or `"grouped"`.
+        offsets: `"blocked"` or `"interleaved"`.
+        backend: `"auto"` or the name of an engine.
+
+    Raises:
+        ValueError: If there is no such pattern or engine, or the attention has a window of its own.
+    """
+    if tuple(config.window_size) != (-1, 0):
+        raise ValueError(f"window_size must be (-1, 0) for a dilated pattern to say what is seen, got {config.window_size}")
+    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, backend, "auto")
+    return DilatedVarlenAttention.Config(
+        pattern=pattern, backend=backend, param_init=config.param_init, sharding_config=config.sharding_config
+    )
+
+
+def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | None) -> Tensor:
+    """`(B, N)` bool: where documents begin in whole sequences, read from the function of a mask, whose queries are this rank's.
+
+    A token begins a document if it does not see the one before it. Then every token must see itself and the first of its document,
+    and neither the next token nor the last of the document before. Every rank of the mesh must ask.
+
+    Raises:
+        ValueError: On all ranks, if that is not so on one, or if the mask has a function for each head.
+    """
+    if mask.shape[1] != 1:
+        raise ValueError(f"attention_masks must be one mask for all heads, got {mask.shape[1]}")
+    rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    total, device = length * size, mask.kv_indices.device
+    query = torch.arange(length, device=device)
+    own, row, head = (
+        query + rank * length,
+        torch.arange(rows, device=device)[:, None],
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
+
+    def sees(key: Tensor) -> Tensor:
+        """`(B, N local)`: whether the queries see these keys, False where there is no such key."""
+        inside = (key >= 0) & (key < total)
+        return mask.mask_mod(row, head, query, key.clamp(0, total - 1)) & inside
+
+    local = ~sees(own - 1).expand(rows, length)
+    starts = local if mesh is None else _gathered(local, mesh)
+    first = torch.where(starts, torch.arange(total, device=device), 0).cummax(1).values[:, rank * length :][:, :length]
+    good = (sees(own) & ~sees(own + 1) & sees(first) & ~sees(first - 1)).all()
+    if mesh is not None:
+        good = good.long()
+        dist.all_reduce(good, dist.ReduceOp.MIN, mesh.get_group())
+    if not bool(good):
+        raise ValueError(
+            "attention_masks must be the causal mask of packed documents over contiguous shards, got another; the pattern says "
+            "what else is seen, and --parallelism.context_parallel_load_balancer must be None"
+        )
+    return starts
+
+
+def _gathered(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`(B, N)` of all ranks from this rank's `(B, N / ranks)`."""
+    local = local.to(torch.uint8).contiguous()
+    shards = [torch.empty_like(local) for _ in range(mesh.size())]
+    dist.all_gather(shards, local, mesh.get_group())
+    return torch.cat(shards, dim=1).bool()
+
+
+def _pattern(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: Heads, offsets: Offsets, backend: str, exchange: str
+) -> DilatedPattern:
+    for name, value, known in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads, offsets=offsets)
+
+
+def _without_gather(sharding: ShardingConfig | None) -> ShardingConfig:
+    """Keys and values where they come from: torchtitan would gather them on the `cp` axis, and add up their gradients."""
+    source: dict[str, Any] = {} if sharding is None else sharding.in_src_shardings or {}
+    layouts = list(source.values())
+    alike = set(source) == set(INPUTS) and all(layout == layouts[0] for layout in layouts)
+    if sharding is None or sharding.local_map is None or not alike or sharding.out_src_shardings != layouts[0]:
+        raise NotImplementedError(
+            f"sharding_config must shard {', '.join(INPUTS)} and the output alike over a cp axis, as torchtitan's GQA does, got "
+            f"{sharding}"
+        )
+    local_map = dataclasses.replace(sharding.local_map, in_grad_placements=tuple(source[name] for name in INPUTS))
+    return dataclasses.replace(sharding, in_dst_shardings=dict(source), local_map=local_map)

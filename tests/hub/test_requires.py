@@ -1,0 +1,41 @@
+"""Adapters without their library, or with a version that was never tried."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from unittest import mock
+
+import pytest
+
+from flexdilated.hub.requires import require
+
+
+def missing(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("version", ["0.3.0", "0.3", "0.3.9", "0.3.0+cpu", "0.3.1.dev2"])
+def test_require_accepts_versions_between_its_bounds(version: str) -> None:
+    with mock.patch.object(importlib.metadata, "version", return_value=version):
+        require("torchtitan", at_least="0.3", below="0.4")
+
+
+@pytest.mark.parametrize("version", ["0.2.9", "0.4", "0.4.0rc1", "0.10", "1.3.0"])
+def test_require_says_which_versions_work(version: str) -> None:
+    with (
+        mock.patch.object(importlib.metadata, "version", return_value=version),
+        pytest.raises(
+            ImportError, match=rf"^torchtitan must be >=0\.3\.0,<0\.4, got {version}; pip install 'torchtitan>=0\.3\.0,<0\.4'$"
+        ),
+    ):
+        require("torchtitan", at_least="0.3.0", below="0.4")
+
+
+def test_adapter_without_its_library_says_what_to_install() -> None:
+    name = "flexdilated.hub.torchtitan"
+    with mock.patch.dict(sys.modules), mock.patch.object(importlib.metadata, "version", missing):
+        sys.modules.pop(name, None)
+        with pytest.raises(ImportError, match=r"^torchtitan must be installed, got none; pip install 'flexdilated\[torchtitan\]'$"):
+            importlib.import_module(name)

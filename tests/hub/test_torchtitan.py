@@ -1,0 +1,244 @@
+"""torchtitan with dilated attention in its debug model: `nox -s tests_torchtitan` installs the pair of versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import cost
+from flexdilated.distributed.plan import context_plan
+from tests.distributed.processes import run_ranks
+from tests.distributed.test_communication import recorded, size_of
+from tests.tolerances import SINGLE
+
+pytest.importorskip("torchtitan", reason="needs torchtitan: nox -s tests_torchtitan")
+
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.config import ConfigManager, ParallelismConfig
+from torchtitan.config.override import apply_overrides
+from torchtitan.models.common.attention import VarlenAttention
+
+from flexdilated.hub.torchtitan import DilatedInnerAttention, dilated_varlen, document_starts
+from tests.hub import titan
+from tests.hub.titan import FLEX, TOKENS, VARLEN
+
+PACKED = ([512], [101, 199, 212])  # two rows; a border of documents on neither side of the ranks'
+PATTERN = DilatedPattern(tuple(titan.SEGMENTS), tuple(titan.RATES))
+
+
+class OneByOne(nn.Module):
+    """This library's attention, called for each document alone."""
+
+    def __init__(self, pattern: DilatedPattern, documents: tuple[list[int], ...]) -> None:
+        super().__init__()
+        self.pattern, self.documents = pattern, documents
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: float | None, enable_gqa: bool) -> Tensor:
+        rows = []
+        for row, lengths in enumerate(self.documents):
+            parts = zip(*(x[row : row + 1].split(lengths, dim=1) for x in (q, k, v)))
+            rows.append(torch.cat([dilated_attention(*part, self.pattern, is_causal=True, scale=scale) for part in parts], dim=1))
+        return torch.cat(rows)
+
+
+def expected(pattern: DilatedPattern = PATTERN, documents: tuple[list[int], ...] = PACKED) -> titan.Result:
+    model = titan.model_of(None)
+    for layer in model.layers.values():
+        layer.attention.inner_attention = OneByOne(pattern, documents)
+    return titan.run_alone(model, *titan.batch(*documents))
+
+
+def assert_same(actual: titan.Result, wanted: titan.Result) -> None:
+    torch.testing.assert_close(actual.logits, wanted.logits, **SINGLE)
+    assert actual.gradients.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():  # sums over all tokens: relative to the largest
+        torch.testing.assert_close(actual.gradients[name] / gradient.abs().max(), gradient / gradient.abs().max(), **SINGLE)
+
+
+@pytest.mark.parametrize("override", [FLEX, VARLEN])
+@pytest.mark.parametrize("documents", [PACKED, ([512],)], ids=["packed", "one"])
+def test_one_process_equals_this_librarys_own_layer(override: str, documents: tuple[list[int], ...]) -> None:
+    assert_same(titan.run_alone(titan.model_of(override), *titan.batch(*documents)), expected(documents=documents))
+
+
+def test_options_of_the_override_are_those_of_the_pattern() -> None:
+    options = {"segment_lengths": [64, 31], "dilation_rates": [3, 1], "heads": "grouped", "backend": "reference"}
+    layer = titan.model_of(FLEX, **options).layers["0"].attention.inner_attention
+    assert (layer.pattern, layer.backend) == (DilatedPattern((64, 31), (3, 1), heads="grouped"), "reference")
+    assert repr(layer) == f"DilatedInnerAttention({layer.pattern}, backend='reference', exchange='auto')"
+
+
+def test_a_runs_command_line_names_the_override() -> None:
+    options = 'flexdilated.hub.torchtitan.dilated_flex={"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}'
+    line = ["--module", "llama3", "--config", "llama3_debugmodel", "--parallelism.context_parallel_load_balancer", "None"]
+    run = ConfigManager().parse_args([*line, "--override.imports", options])
+    assert run.parallelism.context_parallel_load_balancer is None
+    assert len(apply_overrides(run.override, run.model_spec.model)) == 6
+    assert all(
+        layer.attention.inner_attention.pattern == DilatedPattern((2048, 8192), (1, 4)) for layer in run.model_spec.model.layers
+    )
+
+
+def test_dense_pattern_equals_the_model_before() -> None:
+    tokens, positions, _ = titan.batch(*PACKED)
+    titan.titan_utils.set_spmd_backend("partial_dtensor")
+    logits = []
+    for model in (titan.model_of(None), titan.model_of(FLEX, segment_lengths=[TOKENS], dilation_rates=[1])):
+        with titan.cpu_only(), torch.no_grad():
+            logits.append(model(tokens, positions, model.get_attention_masks(positions)))
+    torch.testing.assert_close(logits[1], logits[0], **SINGLE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by the compiler
+def test_compiled_layers_take_the_borders_of_varlen_attention() -> None:
+    model, inputs = titan.model_of(VARLEN), titan.batch(*PACKED)
+    for layer in model.layers.values():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert_same(titan.run_alone(model, *inputs), expected())
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+def compare_with_one_process(rank: int) -> None:
+    """Tensor and context parallelism under both of torchtitan's backends that shard by config."""
+    torch.set_num_threads(1)
+    inputs, wanted = titan.batch(*PACKED), expected()
+    grouped = {"segment_lengths": [53, 300], "dilation_rates": [1, 2], "heads": "grouped", "offsets": "blocked"}
+    wanted_grouped = expected(DilatedPattern((53, 300), (1, 2), heads="grouped"))
+    for backend in ("spmd_types", "full_dtensor"):
+        tensor = ParallelismConfig(spmd_backend=backend, tensor_parallel_degree=2)
+        assert_same(titan.run_sharded(tensor, FLEX, inputs), wanted)
+        context = context_parallel(backend)
+        assert_same(titan.run_sharded(context, FLEX, inputs), wanted)
+    assert_same(titan.run_sharded(tensor, FLEX, inputs, **grouped), wanted_grouped)
+    assert_same(titan.run_sharded(tensor, VARLEN, inputs), wanted)
+    partial = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
+    assert_same(titan.run_sharded(partial, FLEX, inputs), wanted)
+    assert_same(titan.run_sharded(context_parallel("spmd_types"), FLEX, inputs, exchange="heads", **grouped), wanted_grouped)
+    compare_bytes(rank)
+    refuse(rank)
+
+
+def context_parallel(backend: str, balancer: str | None = None) -> ParallelismConfig:
+    return ParallelismConfig(spmd_backend=backend, context_parallel_degree=2, context_parallel_load_balancer=balancer)
+
+
+def compare_bytes(rank: int) -> None:
+    """What a rank receives in the forward: the plan's bytes; under torchtitan's own attention the other's keys and values, all."""
+    heads, head_dim, rows = 16, 16, TOKENS // 2
+    plan = context_plan(PATTERN, (rows, rows), heads, range(heads), 1, ((0, TOKENS),), True)
+    planned = int(cost.bytes_received(plan, "gather", head_dim=head_dim, itemsize=4)[0][rank])
+    own, ours = bytes_received(None), bytes_received(FLEX, exchange="gather")
+    assert own == titan.LAYERS * 2 * rows * heads * head_dim * 4
+    assert ours == titan.LAYERS * (planned + rows)  # and where documents begin, a byte each
+    assert planned == 0 if rank == 0 else 0 < ours < own / 2
+
+
+def bytes_received(override: str | None, **options: Any) -> int:
+    """By this rank in one forward."""
+    received, gather, gather_list = [], dist.all_gather_into_tensor, dist.all_gather
+
+    def record(out: Tensor, part: Tensor, *arguments: Any, **named: Any) -> Any:
+        received.append(out.nbytes - part.nbytes)
+        return gather(out, part, *arguments, **named)
+
+    def record_list(out: list[Tensor], part: Tensor, *arguments: Any, **named: Any) -> Any:
+        received.append(sum(x.nbytes for x in out) - part.nbytes)
+        return gather_list(out, part, *arguments, **named)
+
+    with (
+        torch.no_grad(),
+        recorded() as operations,
+        mock.patch.object(dist, "all_gather_into_tensor", record),
+        mock.patch.object(dist, "all_gather", record_list),
+    ):
+        titan.forward_sharded(context_parallel("spmd_types"), override, titan.batch([TOKENS]), **options)
+        return sum(received) + size_of(operations, dist.irecv)
+
+
+def refuse(rank: int) -> None:
+    inputs = titan.batch([TOKENS])
+    with pytest.raises(
+        ValueError, match=r"^attention_masks must be the causal mask of .* over contiguous shards, .*balancer must be None$"
+    ):
+        titan.run_sharded(context_parallel("spmd_types", "headtail"), FLEX, inputs)
+    with pytest.raises(NotImplementedError, match=r"Context Parallel .* not supported for DilatedInnerAttention$"):
+        titan.run_sharded(context_parallel("partial_dtensor"), FLEX, inputs)
+    with pytest.raises(NotImplementedError, match="Varlen attention is not supported with CP"):
+        titan.run_sharded(context_parallel("spmd_types"), VARLEN, inputs)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    run_ranks(compare_with_one_process, 2, tmp_path)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+def block_mask(mask_mod: Any, heads: int | None = None) -> Any:
+    return create_block_mask(mask_mod, 1, heads, 256, 256, device="cpu")
+
+
+def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & ((q < 101) == (k < 101))
+
+
+def test_documents_are_read_from_the_masks_function() -> None:
+    starts = document_starts(block_mask(packed), 2, 256, None)
+    assert starts.nonzero().tolist() == [[0, 0], [0, 101], [1, 0], [1, 101]]
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: packed(b, h, q, k) & (q - k < 150),  # a window
+        lambda b, h, q, k: (q < 101) == (k < 101),  # later tokens too
+        lambda b, h, q, k: packed(b, h, q, k) & (q > k),  # not itself
+        lambda b, h, q, k: packed(b, h, 255 - q, 255 - k),  # other rows than those of the tokens
+    ],
+    ids=["window", "bidirectional", "not itself", "reversed"],
+)
+def test_masks_that_say_more_than_documents_are_refused(mask_mod: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^attention_masks must be the causal mask of packed documents over contiguous shards, got"
+    ):
+        document_starts(block_mask(mask_mod), 1, 256, None)
+
+
+def test_inner_attention_refuses_what_it_cannot_carry() -> None:
+    layer = DilatedInnerAttention(DilatedInnerAttention.Config(pattern=PATTERN))
+    q, k = torch.randn(1, 256, 4, 8), torch.randn(1, 256, 2, 8)
+    for name in ("score_mod", "out_transform"):
+        with pytest.raises(NotImplementedError, match=rf"^{name} must be None under dilated attention, got a function; leave such"):
+            layer(q, q, q, **{name: max})
+    with pytest.raises(ValueError, match=r"^enable_gqa must be True where k has other heads than q=4, got 2$"):
+        layer(q, k, k)
+    assert layer(q, k, k, enable_gqa=True).shape == q.shape
+    with pytest.raises(NotImplementedError, match=r"^attention_masks must be a BlockMask or VarlenMetadata, got dict$"):
+        layer(q, q, q, attention_masks={})
+    with pytest.raises(ValueError, match=r"^attention_masks must be one mask for all heads, got 4$"):
+        layer(q, q, q, attention_masks=block_mask(lambda b, h, q, k: (q >= k) & (h >= 0), heads=4))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)  # as torchtitan compiles; the compiler wraps the error
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"attention_masks must be VarlenMetadata in a compiled model, got a BlockMask"
+    ):
+        compiled(q, q, q, attention_masks=block_mask(packed))
+
+
+def test_overrides_refuse_what_is_no_pattern() -> None:
+    with pytest.raises(
+        ValueError, match=r"^window_size must be \(-1, 0\) for a dilated pattern to say what is seen, got \(7, 0\)$"
+    ):
+        dilated_varlen(VarlenAttention.Config(window_size=(7, 0)), segment_lengths=[4], dilation_rates=[1])
+    with pytest.raises(ValueError, match=r"^exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'all'$"):
+        titan.model_of(FLEX, exchange="all")
+    with pytest.raises(ValueError, match=r"^backend must be one of .*, got 'fast'$"):
+        titan.model_of(FLEX, backend="fast")
