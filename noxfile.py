@@ -127,6 +127,14 @@ def tests_timm(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_recipes(session: nox.Session) -> None:
+    """The programs of docs/recipes.md under Lightning and Accelerate."""
+    _install(session)
+    session.install("lightning==2.6.6", "accelerate==1.15.0", f"torch=={TORCH}")
+    session.run("pytest", "tests/test_recipes.py", *session.posargs)
+
+
+@nox.session
 def tests_torchtitan(session: nox.Session) -> None:
     """torchtitan's debug model under dilated attention, on one and two processes: the pair of versions that is supported."""
     _install(session)

@@ -7,11 +7,40 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
+
+
+class CrossAttention(nn.Module):
+    """`out_proj(attention(q_proj(x), k_proj(memory), v_proj(memory)))`: every query sees the whole memory, however long.
+
+    Args:
+        embed_dim: Elements of a token.
+        num_heads: Must divide `embed_dim`.
+        dropout_p: Probability of dropping an attention weight in training.
+        gamma_init: Gain of the initial value and output projections.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout_p: float = 0.0, gamma_init: float = 1.0) -> None:
+        super().__init__()
+        self.num_heads, self.dropout_p = num_heads, dropout_p
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            gain = gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
+            nn.init.xavier_normal_(projection.weight, gain=gain)
+            nn.init.zeros_(projection.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`."""
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
+        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=self.dropout_p if self.training else 0.0)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class DecoderBlock(nn.Module):
@@ -28,7 +57,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         self_attn: MultiheadDilatedAttention,
-        encoder_attn: MultiheadDilatedAttention,
+        encoder_attn: MultiheadDilatedAttention | CrossAttention,
         ffn: FeedForward,
         *,
         dropout_p: float = 0.0,
@@ -46,7 +75,7 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None, memory_key_padding_mask: Tensor | None
     ) -> Tensor:
-        """`(B, N, embed_dim)` from x and memory of that shape; the masks are `(B, N)`, True where a key is ignored."""
+        """`(B, N, embed_dim)` from x of that shape and memory, as long under dilated cross-attention; True ignores a key."""
         h = self.self_attn_layer_norm(x)
         x = x + self.dropout(self.self_attn(h, h, h, key_padding_mask)[0])
         h = self.encoder_attn_layer_norm(x)
@@ -55,11 +84,13 @@ class DecoderBlock(nn.Module):
 
 
 class LongNet(nn.Module):
-    """Encoder and decoder of equal length over dilated attention, on embeddings that already carry positions.
+    """Encoder and decoder over dilated attention, on embeddings that already carry positions.
 
     `memory = norm(encoder(src))`, `out = norm(decoder(tgt, memory))`, pre-norm layers with sub-LayerNorm. Cross-attention is
-    dilated like self-attention: decoder token `p` sees the memory at the positions that its branch keeps in the segment of `p`.
-    So the segments of both sides must line up, and other lengths are refused.
+    dilated like self-attention by default: decoder token `p` sees the memory at the positions that its branch keeps in the segment
+    of `p`. So the segments of both sides must line up, and other lengths are refused. The paper's authors have dense
+    cross-attention in their decoder (torchscale, model/longnet.py, whose layer replaces the self-attention alone): with
+    `cross_attention="dense"` every decoder token sees the whole memory, and the lengths may differ.
     Source: LongNet, arXiv 2307.02486; sub-LayerNorm (none in cross-attention) and initial gains for N encoder and M decoder layers,
     `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`: MAGNETO, arXiv 2210.06423, figure 2.
 
@@ -77,13 +108,15 @@ class LongNet(nn.Module):
         heads: `"all"` (LongNet) or `"grouped"` (a group of heads per branch, as in the earlier packages).
         encoder_is_causal: Whether a source token sees only those before it.
         decoder_is_causal: Whether a target token sees only those before it.
-        cross_is_causal: Whether a target token sees only the memory up to its own position.
+        cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
+        cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
         backend: `"auto"` or the name of an engine.
         device: Where the parameters live.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, or a probability is out of range.
+        ValueError: If a number is below 1 or does not divide, a probability is out of range, or the cross-attention is of no such
+            kind, or dense and causal.
     """
 
     def __init__(
@@ -103,6 +136,7 @@ class LongNet(nn.Module):
         encoder_is_causal: bool = False,
         decoder_is_causal: bool = True,
         cross_is_causal: bool = False,
+        cross_attention: Literal["dilated", "dense"] = "dilated",
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -119,7 +153,11 @@ class LongNet(nn.Module):
         for name, p in (("dropout", dropout), ("attention_dropout", attention_dropout)):
             if not 0.0 <= p < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {p}")
-        self.d_model = d_model
+        if cross_attention not in ("dilated", "dense"):
+            raise ValueError(f"cross_attention must be 'dilated' or 'dense', got {cross_attention!r}")
+        if cross_attention == "dense" and cross_is_causal:
+            raise ValueError("cross_is_causal must be False with cross_attention='dense', which has no positions, got True")
+        self.d_model, self.cross_attention = d_model, cross_attention
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
@@ -137,6 +175,11 @@ class LongNet(nn.Module):
                 backend=backend,
             )
 
+        def cross() -> MultiheadDilatedAttention | CrossAttention:
+            if cross_attention == "dense":
+                return CrossAttention(d_model, nhead, dropout_p=attention_dropout, gamma_init=decoder_gamma)
+            return attention(decoder_gamma, cross_is_causal, layer_norm=False)
+
         def ffn(gamma: float) -> FeedForward:
             return FeedForward(d_model, dim_feedforward, gamma_init=gamma, layer_norm_eps=layer_norm_eps)
 
@@ -148,7 +191,7 @@ class LongNet(nn.Module):
         self.decoder = nn.ModuleList(
             DecoderBlock(
                 attention(decoder_gamma, decoder_is_causal),
-                attention(decoder_gamma, cross_is_causal, layer_norm=False),
+                cross(),
                 ffn(decoder_gamma),
                 dropout_p=dropout,
                 layer_norm_eps=layer_norm_eps,
@@ -170,20 +213,21 @@ class LongNet(nn.Module):
 
         Args:
             src: `(B, N, d_model)`.
-            tgt: `(B, N, d_model)`, as long as src.
+            tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
             src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention.
             tgt_key_padding_mask: `(B, N)` bool, True where a target token is ignored.
 
         Raises:
-            ValueError: If a shape is wrong, or the lengths differ.
+            ValueError: If a shape is wrong, or the lengths differ under dilated cross-attention.
         """
         for name, x in (("src", src), ("tgt", tgt)):
             if x.dim() != 3 or x.shape[2] != self.d_model:
                 raise ValueError(f"{name} must have shape (B, N, {self.d_model}), got {tuple(x.shape)}")
-        if src.shape[1] != tgt.shape[1]:
+        if src.shape[1] != tgt.shape[1] and self.cross_attention == "dilated":
             raise ValueError(
                 f"tgt must be as long as src={src.shape[1]}, got {tgt.shape[1]}: a token sees the memory of its own segment, so "
-                f"the segments of both sides must line up; pad the shorter side and give its key_padding_mask"
+                f"the segments of both sides must line up; pad the shorter side and give its key_padding_mask, or build it with "
+                f"cross_attention='dense'"
             )
         if src.shape[0] != tgt.shape[0]:
             raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")

@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, convert
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
+from flexdilated.hub.gigapath import LongNetViT
+from flexdilated.hub.torchscale import replace_attention
+from tests.hub import test_torchscale as torchscale
 from tests.tolerances import EXACT
 
 peft = pytest.importorskip("peft", reason="needs peft: nox -s tests_transformers")
@@ -41,10 +44,53 @@ def rows() -> Tensor:
     return torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
 
 
+def attention_layer() -> nn.Module:
+    return Apart(MultiheadDilatedAttention(EMBED, 6, PATTERN, num_kv_heads=3, dtype=torch.float64))
+
+
+class Apart(nn.Module):
+    """Self-attention of one input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0]
+
+
+class Slides(nn.Module):
+    """Prov-GigaPath's slide encoder, small, on tiles at fixed places; one row of class scores for each slide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"in_chans": EMBED, "embed_dim": EMBED, "depth": 2, "num_heads": 3, "tile_size": 64, "slide_ngrids": 16}
+        self.encoder = LongNetViT(**sizes, pattern=PATTERN, dropout=0.0, drop_path_rate=0.0, global_pool=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = 64 * torch.cartesian_prod(torch.arange(5), torch.arange(5))[:TOKENS]
+        return self.encoder(x, places.expand(BATCH, -1, -1))[0][:, None].expand(-1, TOKENS, -1)
+
+
+class FromTorchscale(nn.Module):
+    """A layer of torchscale with this library's attention in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torchscale.Rows(torchscale.options(), torchscale.EMBED, torchscale.HEADS)
+        assert replace_attention(self) == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(query=x, key=x, value=x)[0]
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
     "own head": (lambda: language_model(tie=False), tokens, [*ATTENTION, "fc1", "embedding", "head"]),
     "tied head": (lambda: language_model(tie=True), tokens, [*ATTENTION, "fc2", "embedding"]),
     "converted": (converted, rows, [*ATTENTION, "linear1"]),
+    "layer": (attention_layer, rows, ATTENTION),
+    "slides": (lambda: Slides().double(), rows, [*ATTENTION, "fc1", "patch_embed.proj"]),
+    "torchscale": (lambda: FromTorchscale().double(), lambda: torch.randn(BATCH, TOKENS, torchscale.EMBED).double(), ATTENTION),
 }
 
 
@@ -124,3 +170,31 @@ def test_compiled_model_follows_its_adapter() -> None:
     model.base_model.disable_adapter_layers()
     torch.testing.assert_close(compiled(x), model(x), **EXACT)
     assert (compiled(x) - before).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, under this library's new name
+def test_adapter_of_the_librarys_own_causal_model_comes_back_from_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+    from flexdilated.hub.transformers import LongNetForCausalLM, LongNetHFConfig
+
+    sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, "num_layers": 2, "num_heads": 3, "ffn_dim": 17}
+    base, x = LongNetForCausalLM(LongNetHFConfig(**sizes, dilated_pattern=PATTERN.to_dict())).double(), tokens()
+    before = base.eval()(x).logits
+    config = peft.LoraConfig(r=2, target_modules=ATTENTION)  # no task_type: peft's wrapper for one passes inputs_embeds on
+    model = peft.get_peft_model(copy.deepcopy(base), config).double()
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
+    for _ in range(6):
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    expected = model.eval()(input_ids=x).logits
+    assert (expected - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).double().eval()
+    torch.testing.assert_close(loaded(input_ids=x).logits, expected, **EXACT)
+    merged = loaded.merge_and_unload()
+    assert type(merged) is LongNetForCausalLM
+    torch.testing.assert_close(merged(x).logits, expected, **EXACT)

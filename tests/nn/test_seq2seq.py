@@ -100,6 +100,52 @@ def test_longnet_equals_its_formula_over_the_reference(causal: tuple[bool, bool,
         torch.testing.assert_close(a, b, **EXACT)
 
 
+def dense(layer: nn.Module, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+    """Attention of every token to the whole memory, head by head; a sequence of nothing but padding gives 0."""
+    rows = []
+    for sequence in range(BATCH):
+        heads = []
+        for head in range(HEADS):
+            here = slice(head * EMBED // HEADS, (head + 1) * EMBED // HEADS)
+            q, k, v = (
+                (F.linear(y[sequence], p.weight, p.bias))[:, here]
+                for y, p in ((x, layer.q_proj), (memory, layer.k_proj), (memory, layer.v_proj))
+            )
+            seen = ~mask[sequence]
+            scores = q @ k[seen].T / math.sqrt(EMBED // HEADS)
+            heads.append(scores.softmax(-1) @ v[seen])
+        rows.append(F.linear(torch.cat(heads, dim=-1), layer.out_proj.weight, layer.out_proj.bias))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("length", [17, 29])
+def test_dense_cross_attention_joins_any_lengths_by_its_formula(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model(cross_attention="dense")
+    src, tgt = draw().requires_grad_(), draw(BATCH, length, EMBED).requires_grad_()
+    masks = (torch.arange(TOKENS) >= torch.tensor([[19], [0]]), torch.arange(length) >= torch.tensor([[length], [13]]))
+    actual = module(src, tgt, src_key_padding_mask=masks[0], tgt_key_padding_mask=masks[1])
+    plain = attend
+
+    def attend_or_cross(layer: nn.Module, x: Tensor, y: Tensor, *rest: object) -> Tensor:
+        return plain(layer, x, y, *rest) if isinstance(layer, MultiheadDilatedAttention) else dense(layer, x, y, masks[0])
+
+    monkeypatch.setitem(formula.__globals__, "attend", attend_or_cross)
+    expected = formula(module, src, tgt, (False, True, False), masks, 1e-5)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    dout = torch.randn_like(actual)
+    for a, b in zip(torch.autograd.grad(actual, (src, tgt), dout), torch.autograd.grad(expected, (src, tgt), dout)):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_dense_cross_attention_sees_the_whole_source_and_drops_in_training_only() -> None:
+    module = model(1, 1, cross_attention="dense", attention_dropout=0.3)
+    assert touched(module, "src", 22).all()
+    src, tgt = draw(), draw(BATCH, 5, EMBED)
+    assert torch.equal(module(src, tgt), module(src, tgt))
+    module.decoder[0].encoder_attn.train()
+    assert not torch.equal(module(src, tgt), module(src, tgt))
+
+
 def touched(module: LongNet, which: str, place: int) -> Tensor:
     """Which target tokens change when the source or target token at a place changes."""
     inputs = {"src": draw(1, TOKENS, EMBED), "tgt": draw(1, TOKENS, EMBED)}
@@ -130,9 +176,10 @@ def test_longnet_drops_in_training_only() -> None:
         assert not torch.allclose(module.train()(src, tgt), plain)
 
 
-def test_longnet_initial_gains_are_those_of_magneto() -> None:
+@pytest.mark.parametrize("cross", ["dilated", "dense"])
+def test_longnet_initial_gains_are_those_of_magneto(cross: str) -> None:
     """16,384 samples or more: the standard error is below 0.6 %."""
-    module = LongNet(128, 4, 3, 5, 128, segment_lengths=LENGTHS, dilation_rates=RATES)
+    module = LongNet(128, 4, 3, 5, 128, segment_lengths=LENGTHS, dilation_rates=RATES, cross_attention=cross)
     decoder = math.sqrt(math.log(15))
     encoder = math.sqrt(math.log(15) * math.log(6) / 3)
     one = math.sqrt(2 / 256)
@@ -220,6 +267,11 @@ def test_longnet_rejects_wrong_shapes(shapes: tuple[tuple[int, ...], ...], match
         ({"attention_dropout": -0.5}, r"^attention_dropout must be in \[0, 1\), got -0.5$"),
         ({"segment_lengths": (8, 16, 32)}, r"^dilation_rates must hold one rate per segment length=3, got"),
         ({"heads": "some"}, r"^heads must be one of \('all', 'grouped'\), got 'some'$"),
+        ({"cross_attention": "sparse"}, r"^cross_attention must be 'dilated' or 'dense', got 'sparse'$"),
+        (
+            {"cross_attention": "dense", "cross_is_causal": True},
+            r"^cross_is_causal must be False with cross_attention='dense', which has no positions, got True$",
+        ),
     ],
 )
 def test_longnet_rejects_wrong_options_and_accepts_their_twins(options: dict[str, object], match: str) -> None:
