@@ -31,13 +31,14 @@ from triton.runtime import driver
 from flexdilated.backends.triton import backward, forward
 from flexdilated.backends.triton.launch import options_of
 from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
+from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
 PAGE = Path(__file__).parents[1] / "docs" / "gpu-kernels.md"
 BORDERS = "<!-- cubins -->", "<!-- /cubins -->"
 COMPARED = "<!-- descriptors -->", "<!-- /descriptors -->"
 
-LEVELS = (80, 86, 89, 90, 100, 120)
+LEVELS = tuple(SHARED_MEMORY)
 HEAD_DIMS = (32, 48, 64, 96, 128, 256)
 USUAL_HEAD_DIMS = (64, 128)
 DTYPES = {"bf16": 2, "fp32": 4, "tf32": 4, "fp16": 2}  # bytes of an element; tf32: float32 where torch allows TensorFloat-32
@@ -48,7 +49,6 @@ KERNELS = {
     "differentiate_queries": backward.differentiate_queries,
     "prepare": backward.prepare,
 }
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes that one program may take
 TENSOR_MEMORY = 512  # columns; where a kernel takes more, the compiler says nothing and gives an empty one
 PRODUCTS = {"HGMMA": "wgmma.mma_async", "UTCHMMA": "tcgen05.mma", "HMMA": "mma.sync"}  # instructions, and how PTX writes them
 TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become; elsewhere HMMA

@@ -65,6 +65,17 @@ def cuda_level(capability: tuple[int, int]) -> Hardware:
     return Hardware("cuda", capability, has_fast_bfloat16=capability >= (8, 0))
 
 
+def family_of(capability: tuple[int, int]) -> int:
+    """The level whose kernels suit a GPU: 80, 90, 100, or 86 for all that give a program 99 KiB of shared memory."""
+    if capability >= (12, 0):
+        return 86
+    if capability >= (10, 0):
+        return 100
+    if capability >= (9, 0):
+        return 90
+    return 80 if capability == (8, 0) else 86
+
+
 def recommended_dtype(hardware: Hardware) -> torch.dtype:
     """The fastest dtype that trains well: bfloat16 where it runs natively, else float16 on tensor cores (sm_70 up), else float32.
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that one block may have, by level
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes that one block may have, by level
 
 
 def properties(level: int) -> Any:
@@ -29,7 +29,7 @@ def properties(level: int) -> Any:
         total_memory=80 << 30,
         warp_size=32,
         regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
+        max_threads_per_multi_processor=2048 if SHARED_MEMORY[level] > 101376 else 1536,
         max_threads_per_block=1024,
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=SHARED_MEMORY[level],

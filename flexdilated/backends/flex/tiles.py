@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flexdilated.backends.hardware import ON_ROCM
+from flexdilated.backends.hardware import ON_ROCM, family_of
 
 
 def _forward(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:
@@ -23,15 +23,18 @@ def _backward(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[
     return {f"bwd_{name}": value for name, value in options.items()}
 
 
-# For rows of 64, up to 128, and up to 256 elements. What has 99 KiB of shared memory (sm_86, sm_89, sm_120) takes those of 80.
+# For rows of 64, up to 128, and up to 256 elements.
 TILES: dict[int, tuple[dict[str, int], ...]] = {
     80: (_backward(32, 64, 4, 2), _backward(64, 64, 8, 2), _backward(32, 32, 8, 2)),
+    # 99 KiB of shared memory, sm_89 and sm_120 too: torch's own tiles of 256 elements do not fit.
+    86: (_backward(32, 64, 4, 2), _backward(64, 64, 8, 2), _forward(32, 64, 4, 2) | _backward(32, 32, 8, 2)),
     90: ({}, {}, _backward(32, 64, 8, 2)),
     100: (_forward(128, 64, 8, 3) | _backward(64, 128, 8, 3), _backward(64, 128, 8, 3), _backward(64, 64, 8, 1)),
 }
 # And under a function of scores, which takes registers of its own.
 SCORED_TILES: dict[int, tuple[dict[str, int], ...]] = {
     80: (_forward(128, 64, 8, 3), {}, {}),
+    86: (_forward(128, 64, 8, 3), {}, {}),
     90: (_forward(128, 64, 8, 3), _backward(32, 128, 8, 2), {}),
     100: ({}, {}, {}),
 }
@@ -41,6 +44,6 @@ def tiles_of(capability: tuple[int, int] | None, head_dim: int, dtype: torch.dty
     """Options of `flex_attention`'s kernels, with a function of scores or without; none where torch's own choice stays."""
     if capability is None or ON_ROCM or dtype.itemsize != 2 or not 64 <= head_dim <= 256:
         return {}
-    family = 100 if capability[0] == 10 else 90 if capability[0] == 9 else 80
+    family = family_of(capability)
     size = 0 if head_dim == 64 else 1 if head_dim <= 128 else 2
     return TILES[family][size] | (SCORED_TILES[family][size] if scored else {})

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flexdilated.backends.hardware import family_of
+
 
 class Tiles(NamedTuple):
     """Queries and keys that a program takes at once, its warps, and how many tiles it loads ahead."""
@@ -58,14 +60,4 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int) -
     if kernel == "prepare":
         return PREPARE
     size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
-    return SINGLE[kernel][size] if element > 2 else HALF[kernel][_family(level)][size]
-
-
-def _family(level: tuple[int, int]) -> int:
-    if level >= (12, 0):
-        return 86
-    if level >= (10, 0):
-        return 100
-    if level >= (9, 0):
-        return 90
-    return 80 if level == (8, 0) else 86
+    return SINGLE[kernel][size] if element > 2 else HALF[kernel][family_of(level)][size]
