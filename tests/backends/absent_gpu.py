@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes that one block may have, by level
+# Bytes that one block may have, by level.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 def properties(level: int) -> Any:

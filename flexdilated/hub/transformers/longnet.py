@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -23,6 +24,8 @@ from flexdilated.nn.longnet import LongNetConfig, LongNetLM
 from flexdilated.nn.position import XPos
 from flexdilated.nn.transformer import Block
 from flexdilated.pattern import DilatedPattern, is_integer
+
+PACKED = tuple(FlashAttentionKwargs.__annotations__)
 
 
 class LongNetHFConfig(PreTrainedConfig):
@@ -164,14 +167,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: DilatedCache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        **packed: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
 
@@ -182,22 +182,23 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: The cache that these tokens follow, and join.
             use_cache: Whether to make one where none is given. Default: no.
             return_dict: Whether to return a `CausalLMOutputWithPast`, or a tuple. Default: what the config says.
-            cu_seq_lens_q: `(documents + 1,)` borders of packed documents, for B = 1.
-            cu_seq_lens_k: The same.
-            max_length_q: Follows from the borders, and is not needed.
-            max_length_k: The same.
             num_items_in_batch: Divides the summed loss, where `Trainer` accumulates gradients.
             output_attentions: Must not be True, here or in the config.
             output_hidden_states: Must not be True, here or in the config.
             logits_to_keep: Only the last so many logits. Default: all.
+            **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
+                `max_length_q` and `max_length_k` follow from them, and are not needed.
 
         Raises:
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
                 come with one.
-            TypeError: If `logits_to_keep` is no integer.
+            TypeError: If `logits_to_keep` is no integer, or an argument has another name.
             ValueError: If the pattern of the config is no longer that of the model, a shape is wrong, or borders are given once,
                 differ, or come with padding.
         """
+        for name in packed:
+            if name not in PACKED:
+                raise TypeError(f"LongNetForCausalLM.forward() got an unexpected keyword argument {name!r}")
         if past_key_values is None and use_cache:
             past_key_values = DilatedCache()
         if not isinstance(past_key_values, DilatedCache | None):
@@ -226,7 +227,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         real = None if attention_mask is None else attention_mask[:, seen:].bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
-        borders = borders_of(None, input_ids, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
+        borders = borders_of(None, input_ids, packed)
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
         if past_key_values is not None:

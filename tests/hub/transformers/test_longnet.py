@@ -65,6 +65,11 @@ def test_longnet_packed_documents_equal_the_documents_alone() -> None:
     torch.testing.assert_close(logits, expected, **SINGLE)
 
 
+def test_longnet_refuses_names_of_no_argument() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'position_id'"):
+        longnet()(torch.randint(256, (BATCH, TOKENS)), position_id=None)
+
+
 def test_longnet_generates_what_its_forward_says() -> None:
     model, tokens = longnet(), torch.randint(1, 256, (BATCH, TOKENS))
     mask = mask_of([TOKENS, 17, 11], "left")
