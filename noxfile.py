@@ -186,7 +186,7 @@ def docs_browse(session: nox.Session) -> None:
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """The flex engine's kernels for GPUs, compiled and interpreted, on a torch built for CUDA (some GB, over an hour; no GPU)."""
+    """The flex engine's kernels for GPUs, compiled and interpreted, on a torch built for CUDA (some GB, an hour or so; no GPU)."""
     # `===` takes no build for CPUs, and numpy 2.4 no longer makes numbers of arrays, as the interpreter asks it to.
     cuda = f"torch==={TORCH}"
     session.install(cuda, "numpy<2.4")
