@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
 from flexdilated.hub.timm import TimmAttention, attention_classes
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.ordering import Order
 from flexdilated.pattern import DilatedPattern
 
 PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
@@ -22,6 +23,7 @@ def convert(
     dropout_p: float | None = None,
     is_causal: bool = False,
     backend: str = "auto",
+    order: Order | None = None,
     skip: Collection[str] = (),
 ) -> nn.Module:
     """The model with dilated attention in the place of its attention, on its weights.
@@ -49,6 +51,9 @@ def convert(
         dropout_p: Probability of dropping an attention weight in training. Default: each layer's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
         backend: `"auto"` or the name of an engine.
+        order: The order in which the pattern counts the patches of timm's models, such as the Hilbert curve of
+            `flexdilated.ordering.grid_order(grid)`; class and register tokens, `model.num_prefix_tokens` of them, stay in front.
+            The model's own tokens keep their places, outside of its attention. Default: as the model has them.
         skip: Paths in the model of attention layers to leave as they are.
 
     Returns:
@@ -59,7 +64,8 @@ def convert(
             another width, is the cross-attention of a `nn.TransformerDecoderLayer`, adds keys of its own, has a `forward` of its
             own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if it is
             attention of timm or torchvision of another kind; or if `skip` holds what is no layer's path. Nothing is changed then.
-        TypeError: If the model is no module or the pattern is no pattern.
+        NotImplementedError: If an order is given and a layer is an `nn.MultiheadAttention`; nothing is changed then.
+        TypeError: If the model is no module, the pattern is no pattern or the order no `Order`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -100,8 +106,21 @@ def convert(
         try:
             dilated: nn.Module
             if not isinstance(layer, nn.MultiheadAttention):
-                dilated = TimmAttention(layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend)
+                dilated = TimmAttention(
+                    layer,
+                    pattern,
+                    dropout_p=dropout_p,
+                    is_causal=is_causal,
+                    backend=backend,
+                    order=order,
+                    order_start=0 if order is None else getattr(model, "num_prefix_tokens", 0),
+                )
             else:
+                if order is not None:
+                    raise NotImplementedError(
+                        f"order must be None where {paths[0]!r} is an nn.MultiheadAttention, got an order; reorder the tokens "
+                        "once, before its encoder (flexdilated.ordering.reorder), and restore them after it"
+                    )
                 if layer in cross:
                     raise ValueError("module must be self-attention, got the cross-attention of a decoder layer")
                 _check(layer, paths, owners)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
 from flexdilated.hub.swap import check_unhooked
+from flexdilated.ordering import Order
 from flexdilated.pattern import DilatedPattern
 
 __all__ = ["TimmAttention", "attention_classes"]
@@ -49,10 +50,14 @@ class TimmAttention(nn.Module):
         dropout_p: Probability of dropping an attention weight in training. Default: the module's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
         backend: `"auto"` or the name of an engine.
+        order: The order in which the pattern counts the tokens, such as `flexdilated.ordering.grid_order(grid)`; outputs come back
+            in the model's own. Default: as the model has them.
+        order_start: How many tokens, class and register tokens, stand before those of the order and stay there.
 
     Raises:
         ValueError: If the module is none of these, is of a version with other parts or arguments, or has hooks of its own,
-            or the pattern has more groups of heads than it has key/value heads.
+            the pattern has more groups of heads than it has key/value heads, or `order_start` is below 0.
+        TypeError: If the order is no `Order`.
     """
 
     def __init__(
@@ -63,9 +68,15 @@ class TimmAttention(nn.Module):
         dropout_p: float | None = None,
         is_causal: bool = False,
         backend: str = "auto",
+        order: Order | None = None,
+        order_start: int = 0,
     ) -> None:
         super().__init__()
         _check(module)
+        if order is not None and not isinstance(order, Order):
+            raise TypeError(f"order must be an Order of flexdilated.ordering, got {type(order).__name__}")
+        if order_start < 0:
+            raise ValueError(f"order_start must be at least 0, got {order_start}")
         source: Any = module
         dropout_p = source.attn_drop.p if dropout_p is None else dropout_p
         if not 0.0 <= dropout_p < 1.0:
@@ -86,6 +97,11 @@ class TimmAttention(nn.Module):
             self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
         for name, part in module.named_children():
             self.add_module(name, part)
+        self.is_ordered = order is not None
+        if order is not None:  # as buffers, they follow the module to its device; they are no part of its state
+            front = torch.arange(order_start, device=order.permutation.device)
+            for name, places in zip(Order._fields, order):
+                self.register_buffer(name, torch.cat([front, places + order_start]), persistent=False)
         # The mode of this module alone: its submodules keep theirs.
         self.training = module.training
 
@@ -99,6 +115,7 @@ class TimmAttention(nn.Module):
 
         Raises:
             NotImplementedError: If there is a mask.
+            ValueError: If there are other tokens than the order has.
             TypeError: If an argument is unknown or comes twice.
         """
         names = ("rope", "attn_mask", "is_causal") if self.has_rope else ("attn_mask", "is_causal")
@@ -116,6 +133,10 @@ class TimmAttention(nn.Module):
         rope = given.get("rope")
         if isinstance(rope, Tensor):
             q, k = self._turn(q, rope).type_as(v), self._turn(k, rope).type_as(v)
+        if self.is_ordered:
+            if part.permutation.shape[0] != x.shape[1]:
+                raise ValueError(f"x must hold the {part.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
+            q, k, v = (y.index_select(1, part.permutation) for y in (q, k, v))
         out = dilated_attention(
             q,
             k,
@@ -126,6 +147,7 @@ class TimmAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         ).flatten(2)
+        out = out.index_select(1, part.inverse) if self.is_ordered else out
         out = part.norm(out) if hasattr(part, "norm") else out
         return part.proj_drop(part.proj(out if gate is None else out * gate))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, convert, reference
 from flexdilated.hub.timm import TimmAttention
+from flexdilated.ordering import grid_order
 from tests.tolerances import EXACT
 
 pytest.importorskip("docs.vision", reason="needs torchvision: nox -s tests_timm", exc_type=ImportError)
@@ -169,6 +171,30 @@ def test_dropout_and_causality_are_those_that_are_asked_for() -> None:
     assert torch.equal(causal(x), dilated(x, None, True))
 
 
+@pytest.mark.parametrize("name", ["vit", "rope"])
+def test_order_counts_patches_along_the_curve_and_leaves_the_tokens_before_them(name: str) -> None:
+    build, shape = MODELS[name]
+    model, images = randomize(build()).eval(), torch.randn(BATCH, *shape, dtype=torch.float64)
+    order, start = grid_order((5, 5)), model.num_prefix_tokens
+    assert start in (3, 5)
+    dense = convert(copy.deepcopy(model), DENSE, order=order)
+    torch.testing.assert_close(dense(images), model(images), **EXACT)
+    ordered, plain = convert(copy.deepcopy(model), PATTERN, order=order), convert(copy.deepcopy(model), PATTERN)
+    assert ordered.state_dict().keys() == model.state_dict().keys()
+    places = [*range(start), *(start + place for place in order.permutation.tolist())]
+
+    def along(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> Tensor:
+        """The formula, by the list of places."""
+        curve = [torch.stack([x[:, place] for place in places], dim=1) for x in (q, k, v)]
+        out, _ = reference.dilated_attention(*curve, pattern, scale=options["scale"])
+        return torch.stack([out[:, places.index(token)] for token in range(len(places))], dim=1)
+
+    actual = ordered(images)
+    with mock.patch("flexdilated.hub.timm.dilated_attention", along):
+        torch.testing.assert_close(actual, plain(images), **EXACT)
+    assert (actual - plain(images)).abs().max() > 1e-6
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +240,33 @@ def test_convert_rejects_other_attention_of_timm_by_its_path() -> None:
     ):
         convert(model, PATTERN)
     assert isinstance(convert(model, PATTERN, skip=["attn_pool"]).blocks[0].attn, TimmAttention)
+
+
+def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
+    model = MODELS["torchvision"][0]()
+    with pytest.raises(
+        NotImplementedError, match=r"^order must be None where '\S+' is an nn.MultiheadAttention, got an order; reorder"
+    ):
+        convert(model, PATTERN, order=grid_order((5, 5)))
+    assert not any(isinstance(module, MultiheadDilatedAttention) for module in model.modules())
+    module = Attention(DIM, HEADS)
+    with pytest.raises(TypeError, match=r"^order must be an Order of flexdilated.ordering, got str$"):
+        convert(nn.Sequential(module), PATTERN, order="hilbert")
+    with pytest.raises(ValueError, match=r"^order_start must be at least 0, got -1$"):
+        TimmAttention(module, PATTERN, order=grid_order((4, 5)), order_start=-1)
+    ordered = TimmAttention(module, PATTERN, order=grid_order((4, 5)), order_start=2)
+    with pytest.raises(ValueError, match=r"^x must hold the 22 tokens of the order, got 23$"):
+        ordered(rows().float())
+
+
+def test_convert_rejects_relative_positions_by_their_path() -> None:
+    model = timm.models.vision_transformer_relpos.VisionTransformerRelPos(
+        img_size=20, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=5
+    )
+    with pytest.raises(
+        ValueError, match=r"^model must hold an nn.MultiheadAttention, or .*, got none but '\S+' of \S+RelPosAttention$"
+    ):
+        convert(model, PATTERN)
 
 
 @pytest.mark.parametrize("package", ["timm", "torchvision"])
