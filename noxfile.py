@@ -13,6 +13,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 TORCH = "2.13.0"  # what development and CI use
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
+TRANSFORMERS_VERSIONS = ("5.12.0", "5.23.0")  # the oldest supported one, and the newest when this was written
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
 SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
@@ -94,10 +95,11 @@ def tests_ranks(session: nox.Session) -> None:
 
 
 @nox.session
-def tests_transformers(session: nox.Session) -> None:
+@nox.parametrize("transformers", TRANSFORMERS_VERSIONS)
+def tests_transformers(session: nox.Session, transformers: str) -> None:
     """The models of the transformers library under dilated attention, and adapters of peft on this library's models."""
     _install(session)
-    session.install("-e", ".[test,transformers]", "accelerate", "peft", f"torch=={TORCH}")
+    session.install("-e", ".[test,transformers]", f"transformers=={transformers}", "accelerate", "peft", f"torch=={TORCH}")
     session.run("pytest", "tests/hub/transformers", "tests/nn/test_peft.py", *session.posargs)
 
 

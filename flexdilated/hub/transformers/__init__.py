@@ -12,6 +12,11 @@ Source: the library's documentation of `AttentionInterface` and `AttentionMaskIn
 
 from __future__ import annotations
 
+from flexdilated.hub.transformers.installed import check_installed
+
+check_installed()  # before anything of the library is imported
+
+# ruff: noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "T5EncoderModel",
         {"vocab_size": 31, "d_model": 24, "d_ff": 19, "num_layers": 1, "num_heads": 6, "d_kv": 4},
         "text",
-        r"position_bias must be None",
+        rf"position_bias must be None|{OWN}",  # older versions keep its attention to themselves
     ),
     "BART": ("BartConfig", "BartModel", {**TRANSLATOR, "max_position_embeddings": 64}, "text", CROSSES),
     "Whisper": ("WhisperConfig", "WhisperModel", {**TRANSLATOR, "num_mel_bins": 8, "max_source_positions": 20}, "mel", CROSSES),
@@ -242,6 +242,8 @@ def test_a_dense_pattern_equals_dense_attention(family: str) -> None:
 @pytest.mark.parametrize("family", RUNS_WITH)
 def test_families_that_need_a_field_run_with_it_and_are_refused_without(family: str) -> None:
     config, model, sizes, fields = RUNS_WITH[family]
+    if family == "ModernBERT" and transformers.__version__.startswith("5.12"):
+        pytest.skip("this version refuses its own rope_parameters")
     inputs = draw("text")
     with pytest.raises(NotImplementedError, match=r"(sliding_window|softcap) must be None with 'flexdilated' attention"):
         build(config, model, sizes)(**inputs)
