@@ -7,6 +7,7 @@ from flexdilated.nn.longnet import LongNetLM as LongNetLM
 from flexdilated.nn.position import Rotary as Rotary
 from flexdilated.nn.position import Rotation as Rotation
 from flexdilated.nn.position import XPos as XPos
+from flexdilated.nn.seq2seq import CrossAttention as CrossAttention
 from flexdilated.nn.seq2seq import DecoderBlock as DecoderBlock
 from flexdilated.nn.seq2seq import LongNet as LongNet
 from flexdilated.nn.transformer import Block as Block
@@ -14,6 +15,7 @@ from flexdilated.nn.transformer import FeedForward as FeedForward
 
 __all__ = [
     "Block",
+    "CrossAttention",
     "DecoderBlock",
     "DilatedAttention",
     "FeedForward",
