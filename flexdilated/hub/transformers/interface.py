@@ -95,7 +95,8 @@ def dilated_attention_forward(
         ValueError: If the config has no pattern or a malformed one, or borders are given twice and differ.
         TypeError: If the pattern is not a mapping.
         NotImplementedError: If the call asks for softcap, sinks, windows, biases, weights, a paged cache, cross-attention, a mask
-            that is no padding mask, or an option that is not known; or if it holds some of the heads, and nothing says which.
+            that is no padding mask, or an option that is not known; if nothing says whether it is causal; or if it holds some of
+            the heads, and nothing says which.
     """
     _refuse_options(options)
     config: Any = module.config
@@ -106,7 +107,7 @@ def dilated_attention_forward(
         )
     pattern = _pattern_of(config)
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True)) and getattr(config, "is_causal", None) is not False
+        is_causal = _is_causal(module, config)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = layer_of(key)
     num_keys = _num_keys(query, key, attention_mask, layer)
@@ -161,6 +162,15 @@ def dilated_attention_forward(
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
     out, _ = attend(q, k, v, call._replace(key_padding_mask=padding))
     return shifted(out, -shift).contiguous(), None
+
+
+def _is_causal(module: nn.Module, config: Any) -> bool:
+    said = [value for value in (getattr(module, "is_causal", None), getattr(config, "is_causal", None)) if value is not None]
+    if not said:  # the library's own function would take it as causal; its models without the attribute are encoders
+        raise NotImplementedError(
+            f"{type(module).__name__} must have is_causal with {NAME!r} attention, got none: nothing tells encoder from decoder"
+        )
+    return all(said)
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:

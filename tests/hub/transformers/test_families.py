@@ -162,6 +162,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "image",
         r"attention_mask must be a \(B, N\) padding mask",
     ),
+    "Splinter": ("SplinterConfig", "SplinterModel", TEXT, "text", r"SplinterSelfAttention must have is_causal"),
     "DeBERTa": ("DebertaV2Config", "DebertaV2Model", TEXT, "text", OWN),
     "XLNet": (
         "XLNetConfig",

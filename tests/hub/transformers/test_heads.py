@@ -35,7 +35,7 @@ def layer(num_heads: int | None = HEADS, kv_heads: int | None = None, pattern: D
     if kv_heads is not None:
         config.num_key_value_heads = kv_heads
     module = nn.Module()
-    module.config = config
+    module.config, module.is_causal = config, True
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
