@@ -1,6 +1,6 @@
 """Compile FlexAttention's kernels for GPUs that are not here, with torch's tiles and with ours: registers, spills, shared memory.
 
-`python -m benchmarks.flex_cubins` prints the kernels of a bfloat16 call as inductor does for such a GPU, and compiles them with the
+`python -m benchmarks.flex_cubins` prints the kernels of a call as inductor does for such a GPU, and compiles them with the
 assembler that triton brings. It needs a torch that was built for CUDA, and no GPU. It fails where ours do not fit, or spill more
 than is kept in `benchmarks/flex_cubins.json`; `--write` keeps what it finds, there and in `docs/gpu-kernels.md`.
 """
@@ -106,10 +106,10 @@ def _stop(*arguments: Any) -> None:
     raise PrintedError
 
 
-def kernels_of(config: Config) -> list[tuple[Any, dict[str, Any]]]:
+def kernels_of(config: Config, dtype: torch.dtype) -> list[tuple[Any, dict[str, Any]]]:
     """The printed forward and backward kernels of a call, and what inductor asks the compiler for."""
     hardware = Hardware("cuda", divmod(config.level, 10), has_fast_bfloat16=True)
-    q, k, v = (torch.zeros(1, NUM_TOKENS, HEADS, config.head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(1, NUM_TOKENS, HEADS, config.head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.enter_context(mock.patch.object(printed_kernels, "Printer", Collector))
         printer: Any = stack.enter_context(printed_kernels.printing(config.level, Path(folder)))
@@ -145,9 +145,9 @@ def kernels_of(config: Config) -> list[tuple[Any, dict[str, Any]]]:
         return printer.found
 
 
-def costs_of(config: Config) -> Iterator[Cost]:
+def costs_of(config: Config, dtype: torch.dtype) -> Iterator[Cost]:
     """What the compiler makes of each of them."""
-    for function, options in kernels_of(config):
+    for function, options in kernels_of(config, dtype):
         cubins.pretend(config.level)
         meta, names = options["triton_meta"], function.arg_names
         constants = {key if isinstance(key, tuple) else (names.index(key),): value for key, value in meta["constants"].items()}
@@ -204,15 +204,24 @@ def main() -> None:
     parser.add_argument("--levels", type=int, nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
+    parser.add_argument("--float32", action="store_true", help="of float32 instead, of which nothing is kept")
     parser.add_argument("--write", action="store_true", help="keep what is found")
     chosen = parser.parse_args()
+    if chosen.float32 and chosen.write:
+        parser.error("--write must come without --float32")
     names = (*Config._fields, "direction")
     kept = {tuple(e[name] for name in names): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
     failed = False
     for config in map(Config._make, itertools.product(chosen.levels, chosen.head_dims, chosen.layouts, CHOOSERS)):
-        for cost in costs_of(config):
+        for cost in costs_of(config, torch.float32 if chosen.float32 else torch.bfloat16):
             key = (*config, cost.direction)
-            most = sys.maxsize if chosen.write or config.tiles_by == "torch" else kept[key]["spills"] if key in kept else None
+            most = (
+                sys.maxsize
+                if chosen.write or chosen.float32 or config.tiles_by == "torch"
+                else kept[key]["spills"]
+                if key in kept
+                else None
+            )
             wrong = list(faults(config, cost, most))
             failed |= bool(wrong)
             print(*config, *cost, "; ".join(wrong), sep="  ", flush=True)

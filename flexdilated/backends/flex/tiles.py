@@ -1,4 +1,4 @@
-"""Tiles for FlexAttention where those that torch takes by itself spill: by level of CUDA and head dim, for elements of two bytes.
+"""Tiles for FlexAttention where those that torch takes by itself spill: by level of CUDA, head dim and size of an element.
 
 By what the compiler makes of the kernels that inductor prints (`python -m benchmarks.flex_cubins`), not by a GPU's word. Torch's
 own choice stays where it spills no more than some tens of stores.
@@ -39,11 +39,16 @@ SCORED_TILES: dict[int, tuple[dict[str, int], ...]] = {
     100: ({}, {}, {}),
 }
 
+# Of four bytes, on every level: torch's forward tiles spill by the thousand, and from 128 elements on do not fit 99 KiB.
+SINGLE_TILES = (_forward(64, 32, 8, 2), _forward(32, 32, 8, 2), _forward(16, 32, 8, 1))
+
 
 def tiles_of(capability: tuple[int, int] | None, head_dim: int, dtype: torch.dtype, *, scored: bool) -> dict[str, int]:
     """Options of `flex_attention`'s kernels, with a function of scores or without; none where torch's own choice stays."""
-    if capability is None or ON_ROCM or dtype.itemsize != 2 or not 64 <= head_dim <= 256:
+    if capability is None or ON_ROCM or dtype.itemsize not in (2, 4) or not 64 <= head_dim <= 256:
         return {}
-    family = family_of(capability)
     size = 0 if head_dim == 64 else 1 if head_dim <= 128 else 2
+    if dtype.itemsize == 4:
+        return SINGLE_TILES[size]
+    family = family_of(capability)
     return TILES[family][size] | (SCORED_TILES[family][size] if scored else {})
