@@ -180,7 +180,7 @@ def test_adapter_of_the_librarys_own_causal_model_comes_back_from_a_file(tmp_pat
     sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, "num_layers": 2, "num_heads": 3, "ffn_dim": 17}
     base, x = LongNetForCausalLM(LongNetHFConfig(**sizes, dilated_pattern=PATTERN.to_dict())).double(), tokens()
     before = base.eval()(x).logits
-    config = peft.LoraConfig(r=2, target_modules=ATTENTION)  # no task_type: peft's wrapper for one passes inputs_embeds on
+    config = peft.LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM")
     model = peft.get_peft_model(copy.deepcopy(base), config).double()
     optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
     for _ in range(6):

@@ -163,6 +163,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        inputs_embeds: None = None,
         labels: Tensor | None = None,
         past_key_values: DilatedCache | None = None,
         use_cache: bool | None = None,
@@ -178,6 +179,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: `(B, N)`.
             attention_mask: `(B, N)`, 1 at real tokens; with a cache that has seen tokens, theirs come first.
+            inputs_embeds: Must be None; adapters hand it on.
             labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned.
             past_key_values: The cache that these tokens follow, and join.
             use_cache: Whether to make one where none is given. Default: no.
@@ -199,6 +201,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         for name in packed:
             if name not in PACKED:
                 raise TypeError(f"LongNetForCausalLM.forward() got an unexpected keyword argument {name!r}")
+        if inputs_embeds is not None:
+            raise NotImplementedError("inputs_embeds must be None in LongNetForCausalLM, got a tensor; give input_ids")
         if past_key_values is None and use_cache:
             past_key_values = DilatedCache()
         if not isinstance(past_key_values, DilatedCache | None):

@@ -68,6 +68,8 @@ def test_longnet_packed_documents_equal_the_documents_alone() -> None:
 def test_longnet_refuses_names_of_no_argument() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'position_id'"):
         longnet()(torch.randint(256, (BATCH, TOKENS)), position_id=None)
+    with pytest.raises(NotImplementedError, match="inputs_embeds must be None in LongNetForCausalLM"):
+        longnet()(torch.randint(256, (BATCH, TOKENS)), inputs_embeds=torch.zeros(BATCH, TOKENS, 24))
 
 
 def test_longnet_generates_what_its_forward_says() -> None:
