@@ -245,6 +245,14 @@ def tests_torchtitan(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_slides(session: nox.Session) -> None:
+    """Folders of slides in every format, LazySlide's Zarr and Parquet too, and adapters of peft on the slide encoder."""
+    _install(session)
+    session.install("-e", ".[test,slides]", "peft", f"torch=={TORCH}")
+    session.run("pytest", "tests/hub/slides", "tests/cli/test_encode_slides.py", *session.posargs)
+
+
+@nox.session
 def explorer(session: nox.Session) -> None:
     """The page of docs/explorer in Chromium: its numbers beside the library's, its controls, its accessibility.
 

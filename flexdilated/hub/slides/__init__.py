@@ -1,5 +1,6 @@
 """Many slides: read as other tools store them, encoded in packs, kept in one file."""
 
+from flexdilated.hub.slides.encode import Clock as Clock
 from flexdilated.hub.slides.encode import EncodedSlide as EncodedSlide
 from flexdilated.hub.slides.encode import FailedSlide as FailedSlide
 from flexdilated.hub.slides.encode import Reading as Reading
@@ -13,6 +14,7 @@ from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
 from flexdilated.hub.slides.heatmap import write_table as write_table
 
 __all__ = [
+    "Clock",
     "EncodedSlide",
     "FailedSlide",
     "Reading",

@@ -263,12 +263,16 @@ def _number(value: object) -> float | None:
 
 
 def _tile_side(attributes: Mapping[str, Any]) -> float | None:
-    """In pixels of level 0: as TRIDENT says it, or CLAM's size at the level of the patches times its downsample."""
+    """In pixels of level 0: as TRIDENT says it, or CLAM's size at the level of the patches times its downsample.
+
+    CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another.
+    """
     side = _number(attributes.get("patch_size_level0"))
     if side is not None:
         return side
-    size, downsample = _number(attributes.get("patch_size")), _number(attributes.get("downsample"))
-    return None if size is None or downsample is None else size * downsample
+    size, downsample = _number(attributes.get("patch_size")), attributes.get("downsample")
+    whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
+    return None if size is None or whole is None else size * whole
 
 
 def _magnification(attributes: Mapping[str, Any]) -> float | None:
@@ -310,7 +314,7 @@ def _checked(x: Tensor, coords: Tensor, side: float | None, magnification: float
     if bool((unwritten := (x == 0).all(dim=1)).any()):
         rows = unwritten.nonzero()[:, 0].tolist()
         raise SlideError(f"embeddings must not be all 0, got {len(rows)} such tiles from tile {rows[0]} on, which nobody wrote")
-    if coords.is_floating_point() and not bool((coords == coords.floor()).all()):
+    if coords.is_floating_point() and not bool((coords.isfinite() & (coords == coords.floor())).all()):
         raise SlideError("coordinates must be whole pixels, got others")
     return Tiles(x, coords.to(torch.int64), side, magnification)
 

@@ -219,10 +219,11 @@ def _copy(whole: Any, slides: Sequence[tuple[str, Any, int]]) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all in a folder: a slide whose file has another size is another slide."""
-    if path.is_dir():
-        return sum(size_of(inner) for inner in path.iterdir())
-    return path.stat().st_size
+    """Bytes of a file, or of all in a folder: a slide whose file has another size is another slide. 0 where it is gone."""
+    try:
+        return sum(size_of(inner) for inner in path.iterdir()) if path.is_dir() else path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _quoted(name: str) -> str:

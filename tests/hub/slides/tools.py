@@ -47,8 +47,8 @@ def write_clam(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
             if file_path == path:
                 file["features"] = x.numpy()
                 continue
-            # Patches of 256 pixels at level 1, which is half as wide as level 0.
-            level = {"patch_size": 256, "patch_level": 1, "downsample": (2.0, 2.0), "level_dim": (GRIDS * 256, GRIDS * 256)}
+            # Patches at level 1, which is about half as wide as level 0; CLAM steps by 2 all the same.
+            level = {"patch_size": 256, "patch_level": 1, "downsample": (2.00003, 2.00001), "level_dim": (GRIDS * 256, GRIDS * 256)}
             corners.attrs.update({**level, "downsampled_level_dim": (GRIDS * 256, GRIDS * 256), "name": name, "save_path": "x"})
     return path
 
