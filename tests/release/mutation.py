@@ -79,7 +79,13 @@ class Mutant:
     file: str
     place: int
     line: int
+    text: str  # of that line: it stays where lines move
     change: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a survivor is kept under."""
+        return self.file, self.text, self.change
 
     @property
     def name(self) -> str:
@@ -137,10 +143,13 @@ def mutants(file: str) -> list[Mutant]:
     """Every mutant of a file, in its order."""
     found = []
     place = 0
-    for node in _walk(ast.parse((ROOT / file).read_text())):
+    source = (ROOT / file).read_text()
+    lines = source.splitlines()
+    for node in _walk(ast.parse(source)):
         for new in _changed(node):
             before, after = (" ".join(ast.unparse(each).split()) for each in (node, new))
-            found.append(Mutant(file, place, getattr(node, "lineno", 0), f"{before}  ->  {after}"))
+            line = getattr(node, "lineno", 0)
+            found.append(Mutant(file, place, line, lines[line - 1].strip(), f"{before}  ->  {after}"))
             place += 1
     return found
 
@@ -219,7 +228,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--list", action="store_true", help="only count and name them")
     options = parser.parse_args()
-    known = {(each["file"], each["change"]) for each in json.loads(SURVIVORS.read_text())} if SURVIVORS.exists() else set()
+    known = (
+        {(each["file"], each["line"], each["change"]) for each in json.loads(SURVIVORS.read_text())}
+        if SURVIVORS.exists()
+        else set()
+    )
     # pytest's plugins would warn that hypothesis is imported already. In CI hypothesis draws the same examples every time.
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", CI="true")
     os.chdir(ROOT)
@@ -245,8 +258,8 @@ def main() -> int:
             seconds += took
             if alive:
                 survived.append(mutant)
-                print(f"  {'explained' if (file, mutant.change) in known else 'SURVIVED'} {mutant.name}", flush=True)
-        unexplained += [each for each in survived if (file, each.change) not in known]
+                print(f"  {'explained' if mutant.key in known else 'SURVIVED'} {mutant.name}", flush=True)
+        unexplained += [each for each in survived if each.key not in known]
         total, killed = total + len(chosen), killed + len(chosen) - len(survived)
         print(f"{file}: {len(chosen)} of {len(found)} mutants run, {len(survived)} alive; tests alone {base:.0f} s", flush=True)
     if not options.list:

@@ -175,9 +175,9 @@ def test_mutants_change_what_computes_and_no_words() -> None:
 
 def test_every_explained_survivor_is_a_mutant_of_today_and_has_a_reason() -> None:
     kept = json.loads(mutation.SURVIVORS.read_text())
-    today = {(mutant.file, mutant.change) for file in mutation.TESTS for mutant in mutation.mutants(file)}
+    today = {mutant.key for file in mutation.TESTS for mutant in mutation.mutants(file)}
     for each in kept:
-        assert (each["file"], each["change"]) in today
+        assert (each["file"], each["line"], each["change"]) in today
         assert len(each["why"]) > 20
 
 
