@@ -74,7 +74,10 @@ def main(folder: Path) -> None:
     save_file(attention.state_dict(), folder / "attention.safetensors")
     save_file(slides.state_dict(), folder / "vision.safetensors")
     (folder / "pattern.json").write_text(json.dumps(DilatedPattern.gigapath().to_dict()) + "\n")
-    torch.export.save(torch.export.export(attention, (given["x"],) * 3), folder / "attention.pt2")
+    program = torch.export.export(attention, (given["x"],) * 3)
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine
+    torch.export.save(program, folder / "attention.pt2")
     with torch.no_grad():
         outputs = {"logits": model(given["tokens"]), "attended": attention(given["x"], given["x"], given["x"])[0]}
         outputs["embedded"] = slides(given["tiles"], given["coords"])[0]
