@@ -78,7 +78,7 @@ def encode_slides(
         bool, typer.Option("--shared-cells", help="Allow tiles that lie in one cell of the grid, as tiles that overlap do.")
     ] = False,
     table: Annotated[str | None, typer.Option(help="Which table of a .zarr holds the embeddings, where there are several.")] = None,
-    token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 16384,
+    token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 4096,
     split_above: Annotated[
         int | None, typer.Option(min=1, help="Under torchrun: slides of more tiles are encoded by all ranks together.")
     ] = None,

@@ -84,7 +84,7 @@ def encode_slides(
     slides: Mapping[str, Path],
     *,
     reading: Reading | None = None,
-    token_budget: int = 16384,
+    token_budget: int = 4096,
     all_layers: bool = False,
     tiles: bool = False,
     storage: torch.dtype = torch.float32,
