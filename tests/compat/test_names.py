@@ -92,6 +92,6 @@ def test_docs_name_every_class() -> None:
 
 @pytest.mark.slow
 def test_import_of_the_package_does_not_import_these_names() -> None:
-    code = "import sys, flexdilated; print([m for m in ('compat', 'ordering') if f'flexdilated.{m}' in sys.modules])"
+    code = "import sys, flexdilated; print('flexdilated.compat' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "False"
