@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,8 @@ class _Line:
 
     def __init__(self, kept: Sequence[Kept], low: int, high: int) -> None:
         self.kept = kept
-        self.dtype = next(t for t in (np.uint8, np.uint16, np.uint32, np.uint64) if np.dtype(t).itemsize * 8 >= high - low)
+        dtypes: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
+        self.dtype = next(t for t in dtypes if np.dtype(t).itemsize * 8 >= high - low)
         self._heads = [
             [(place, offset, head - low) for place, (head, offset) in enumerate(heads) if low <= head < high] for _, heads in kept
         ]
