@@ -31,7 +31,7 @@ class Architecture(NamedTuple):
 # torchscale's configurations LongNet_{depth}_layers_{embed_dim}_dim, of which Prov-GigaPath's encoder takes all but the segments.
 _DEPTHS = {256: (8, 12), 384: (3, 6, 12), 768: (3, 6, 8, 12), 1024: (8, 24), 1536: (3, 6, 8, 12)}
 
-#: The encoders by name: those published, and torchscale's, as `LongNet_8_layers_256_dim`.
+#: The encoders by name, those published and those of torchscale, as `LongNet_8_layers_256_dim`.
 ARCHITECTURES: dict[str, Architecture] = {
     "gigapath_slide_enc12l768d": Architecture(768, 12),
     "gigapath_slide_enc24l1024d": Architecture(1024, 24),
