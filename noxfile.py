@@ -97,7 +97,7 @@ def types_pythons(session: nox.Session) -> None:
 def hooks(session: nox.Session) -> None:
     """The hooks of git over all files: style, format, spelling, types."""
     session.install(f"torch=={TORCH}")
-    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1", "prek==0.5.11")
+    session.install("-e", ".[test]", f"torch=={TORCH}", "mypy==2.4.1", "prek==0.5.11")
     session.run("prek", "run", "--all-files", *session.posargs)
 
 
