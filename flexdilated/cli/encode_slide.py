@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import sys
 import time
-import zipfile
-import zlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,27 +18,10 @@ from flexdilated.cli.options import device_named, dtype_named, spelled, writing
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+from flexdilated.hub.slides.formats import COORDINATES, DAMAGED, EMBEDDINGS, FLOATS, PIXELS, SUFFIXES, read_arrays
 
-# What the embeddings are called in a tile file: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
-EMBEDDINGS = ("tile_embeds", "features", "embeddings")
-COORDINATES = "coords"
-
-TILE_FILES = (".pt", ".h5", ".npz")
 OUTPUTS = (".pt", ".npz")
 COMPUTED = ("float32", "bfloat16", "float16")
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Half precision does not hold the pixels of a slide: float16 ends at 65504, bfloat16 is exact to 256.
-PIXELS = (
-    *(torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-)
-
-# What torch.load, np.load and h5py raise on files that are damaged, or are something else.
-DAMAGED = (
-    *(OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, OverflowError, MemoryError),
-    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
-)
 
 
 def encode_slide(
@@ -106,8 +86,8 @@ def encode_slide(
             refuse(f"{option} must be at least 1, got {size}")
     if (weights is not None) == random:
         refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
-    if tiles.suffix.lower() not in TILE_FILES:
-        refuse(f"TILES must end in {', '.join(TILE_FILES)}, got '{tiles}'")
+    if tiles.suffix.lower() not in SUFFIXES:
+        refuse(f"TILES must end in {', '.join(SUFFIXES)}, got '{tiles}'")
     for option, path in (("TILES", tiles), ("--weights", weights)):
         if path is not None and not path.is_file():
             refuse(f"{option} must be a file that exists, got '{path}'")
@@ -149,7 +129,7 @@ def encode_slide(
 def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
     """The key of the embeddings, the embeddings `(1, N, C)` and the coordinates `(1, N, 2)`, int64 or floating, on the CPU."""
     try:
-        found = _arrays(path)
+        found = read_arrays(path)
     except ImportError:
         refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install h5py")
     except DAMAGED as error:
@@ -178,29 +158,6 @@ def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
     if not coords.is_floating_point():
         coords = coords.to(torch.int64)  # torch computes little in uint16 to uint64
     return key, x, coords
-
-
-def _arrays(path: Path) -> dict[str, Any]:
-    """What the file holds by key, in its order; only what can be used is read, the rest is None."""
-    wanted = (*EMBEDDINGS, COORDINATES)
-    if path.suffix.lower() == ".pt":
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(loaded, dict):
-            raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
-        return loaded
-    if path.suffix.lower() == ".npz":
-        # np.load leaves a file that it opened itself open where it is damaged.
-        with path.open("rb") as opened:
-            archive = np.load(opened, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise TypeError("it holds a single array")
-            with archive:
-                return {key: archive[key] if key in wanted else None for key in archive.files}
-    import h5py  # an extra
-
-    with h5py.File(path, "r") as file:
-        # A group, which is no array, has no shape.
-        return {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
 
 
 def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:

@@ -165,15 +165,15 @@ def read_arrays(path: Path) -> dict[str, Any]:
         ImportError: If the file needs a library that is not installed.
         OSError: If it is damaged, like the others of `DAMAGED`.
     """
-    return dict(_open(path, plain=False).arrays)
+    return dict(_open(path, named_only=True).arrays)
 
 
-def _open(path: Path, *, plain: bool = True) -> _Found:
-    """A file's arrays and attributes; `plain`: a bare tensor counts as embeddings."""
-    wanted = (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
+def _open(path: Path, *, named_only: bool = False) -> _Found:
+    """A file's arrays and attributes; `named_only`: neither a bare tensor as embeddings nor slide2vec's tables of coordinates."""
+    wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
     if path.suffix.lower() == ".pt":
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-        if plain and isinstance(loaded, Tensor):
+        if not named_only and isinstance(loaded, Tensor):
             return _Found({"features": loaded}, {})
         if not isinstance(loaded, dict):
             raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
