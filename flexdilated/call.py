@@ -153,19 +153,29 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         raise ValueError(f"v must have as many heads as k={k.shape[2]}, got {v.shape[2]}")
     if k.shape[2] < 1 or q.shape[2] % k.shape[2] != 0:
         raise ValueError(f"k must have a number of heads that divides that of q={q.shape[2]}, got {k.shape[2]}")
-    if not isinstance(call.pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {type(call.pattern).__name__}")
-    if not isinstance(call.is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {call.is_causal!r}")
-    check_scale(call.scale, q.dtype)
-    if not is_number(call.dropout_p):
-        raise TypeError(f"dropout_p must be a number, got {call.dropout_p!r}")
-    if not 0.0 <= call.dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {call.dropout_p}")
+    check_options(call.pattern, call.is_causal, call.scale, call.dropout_p, q.dtype)
     if call.key_padding_mask is not None:
         _check_key_padding_mask(call.key_padding_mask, q)
     if call.cu_seqlens is not None:
         _check_cu_seqlens(call.cu_seqlens, q)
+
+
+def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None, dropout_p: float, dtype: torch.dtype) -> None:
+    """Refuse what no call of q in a dtype could mean; modules ask it with float64, before there is a q.
+
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If the scale is not finite, or the probability out of range.
+    """
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    check_scale(scale, dtype)
+    if not is_number(dropout_p):
+        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 
 
 def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:

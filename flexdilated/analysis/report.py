@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexdilated.analysis.coverage import LayerBounds, bound_layers, count_uncovered, missing_residues
 from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
+from flexdilated.analysis.pairs import BACKWARD, FORWARD, Balance, balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
 from flexdilated.pattern import DilatedPattern, at_least_one
@@ -49,7 +49,7 @@ class Analysis:
 
     def flops(self, head_dim: int, *, with_backward: bool = False) -> int:
         """Floating-point operations over all heads, as `count_flops` counts them."""
-        return (14 if with_backward else 4) * at_least_one("head_dim", head_dim) * self.total_pairs
+        return (FORWARD + BACKWARD if with_backward else FORWARD) * at_least_one("head_dim", head_dim) * self.total_pairs
 
 
 def analyse(

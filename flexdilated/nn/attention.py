@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.portable import writes_onnx
-from flexdilated.call import EXCHANGES, check_dense, is_number
+from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
 from flexdilated.nn.position import Rotation
-from flexdilated.pattern import DilatedPattern
+from flexdilated.pattern import DilatedPattern, as_integer
 from flexdilated.reference import MaskMod, ScoreMod
 
 
@@ -36,8 +35,9 @@ class DilatedAttention(nn.Module):
         exchange: With `mesh`: how keys and values move, `"auto"`, `"gather"`, `"ring"` or `"heads"`.
 
     Raises:
-        TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
-        ValueError: If the probability is out of range, the mesh is not 1-D or lacks this rank, or the exchange is unknown.
+        TypeError: If the pattern is no `DilatedPattern`, the mesh no `DeviceMesh`, or another argument of the wrong type.
+        ValueError: If the probability is out of range, the scale is not finite, the mesh is not 1-D or lacks this rank, or the
+            exchange is unknown.
     """
 
     def __init__(
@@ -52,12 +52,7 @@ class DilatedAttention(nn.Module):
         exchange: str = "auto",
     ) -> None:
         super().__init__()
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        if not is_number(dropout_p):
-            raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        check_options(pattern, is_causal, scale, dropout_p, torch.float64)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
         if exchange not in EXCHANGES:
@@ -117,7 +112,8 @@ class DilatedAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.pattern}, is_causal={self.is_causal}, dropout_p={self.dropout_p}, backend={self.backend!r}"
+        options = f"is_causal={self.is_causal}, scale={self.scale}, dropout_p={self.dropout_p}, backend={self.backend!r}"
+        return f"{self.pattern}, {options}"
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks every module of a model first
         raise NotImplementedError(
@@ -203,9 +199,8 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
+        embed_dim, num_heads = as_integer("embed_dim", embed_dim), as_integer("num_heads", num_heads)
+        num_kv_heads = as_integer("num_kv_heads", num_kv_heads)
         if embed_dim < 1:
             raise ValueError(f"embed_dim must be at least 1, got {embed_dim}")
         if num_heads < 1 or embed_dim % num_heads:

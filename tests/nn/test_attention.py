@@ -1,7 +1,9 @@
 import copy
 import math
+import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,10 +110,30 @@ def test_dilated_attention_module_rejects_what_is_no_pattern() -> None:
         DilatedAttention(((7,), (1,)))
 
 
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"is_causal": "yes"}, TypeError, "is_causal must be a bool, got 'yes'"),
+        ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+        ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
+        ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+        ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
+    ],
+)
+def test_dilated_attention_module_refuses_at_once_what_no_call_could_use(
+    option: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        DilatedAttention(PATTERN, **option)
+    if "scale" not in option:
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            MultiheadDilatedAttention(8, 2, PATTERN, **option)
+
+
 def test_dilated_attention_module_has_no_state_and_shows_its_options() -> None:
-    module = DilatedAttention(PATTERN, is_causal=True, dropout_p=0.25)
+    module = DilatedAttention(PATTERN, is_causal=True, scale=0.5, dropout_p=0.25)
     assert not module.state_dict()
-    for text in ("segment_lengths=(7, 13)", "is_causal=True", "dropout_p=0.25", "backend='auto'"):
+    for text in ("segment_lengths=(7, 13)", "is_causal=True", "scale=0.5", "dropout_p=0.25", "backend='auto'"):
         assert text in repr(module)
 
 
@@ -473,6 +495,12 @@ def test_sizes_that_are_no_integers_are_refused_by_name(sizes: dict[str, object]
     name, value = list(sizes.items())[-1]
     with pytest.raises(TypeError, match=rf"^{name} must be an integer, got {value!r}$"):
         MultiheadDilatedAttention(**{"embed_dim": 8, "num_heads": 2, "pattern": DilatedPattern((4,), (1,)), **sizes})
+
+
+def test_sizes_of_numpy_become_those_of_python() -> None:
+    module = MultiheadDilatedAttention(np.int64(8), np.int32(4), DilatedPattern((4,), (1,)), num_kv_heads=np.int8(2))
+    assert [type(size) for size in (module.embed_dim, module.num_heads, module.num_kv_heads, module.head_dim)] == [int] * 4
+    assert module.k_proj.out_features == 4
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 10])
