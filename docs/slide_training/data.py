@@ -1,12 +1,16 @@
-"""Slides that are made up: a label that far tiles tell, and no mean of tiles."""
+"""Slides to train on: yours, or made up ones, whose label far tiles tell and no mean of tiles."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flexdilated.hub.slides import Reading, grid_cells, list_slides, read_tiles
 
 IN_CHANS = 16
 TILE = 256
@@ -27,6 +31,37 @@ class Pack(NamedTuple):
     coords: Tensor
     cu_seqlens: Tensor
     labels: Tensor
+
+
+def read_slides(folder: Path, labels: Path | None = None, reading: Reading | None = None) -> tuple[list[Slide], list[str]]:
+    """The slides of a folder as `encode-slides` reads them, and the names of their classes.
+
+    Args:
+        folder: Files of CLAM, TRIDENT, slide2vec, LazySlide, or plain ones.
+        labels: A .csv of two columns, `slide` (the name: the path without its ending) and `label`; slides that it lacks are left
+            out. Default: no labels, all slides.
+        reading: Where coordinates lie, how large a tile is: as the options of `encode-slides`.
+    """
+    reading = Reading() if reading is None else reading
+    paths = list_slides(folder)
+    label_of = dict.fromkeys(paths, "")
+    if labels is not None:
+        with labels.open(newline="") as file:
+            label_of = {row["slide"]: row["label"] for row in csv.DictReader(file)}
+    if missing := sorted(set(label_of) - set(paths)):
+        raise ValueError(f"labels must be of slides in '{folder}', got {', '.join(missing[:3])}")
+    classes = sorted(set(label_of.values()))
+    slides = []
+    for name, label in label_of.items():
+        tiles = read_tiles(paths[name], coords_folder=reading.coords_folder, table=reading.table)
+        cells = grid_cells(
+            tiles,
+            tile_size_level0=reading.tile_size_level0,
+            magnification=reading.magnification,
+            shared_cells=reading.shared_cells,
+        )
+        slides.append(Slide(tiles.x.float(), cells * TILE, classes.index(label)))
+    return slides, classes
 
 
 def make_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:

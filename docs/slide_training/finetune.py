@@ -1,4 +1,4 @@
-"""Fine-tune a slide encoder on labels of slides: `python -m docs.slide_training.finetune --weights slide_encoder.pth`."""
+"""Fine-tune a slide encoder on labels: `python -m docs.slide_training.finetune FOLDER --labels labels.csv --weights w.pth`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from docs.slide_training.data import IN_CHANS, Pack, Slide, make_slides, packs
+from docs.slide_training.data import Pack, Slide, make_slides, packs, read_slides
 from flexdilated.hub.gigapath import LongNetViT, create_model
+from flexdilated.hub.slides import Reading
 
 Tune = Literal["head", "lora", "all"]
 
@@ -100,18 +102,30 @@ def accuracy(model: SlideClassifier, slides: Sequence[Slide], token_budget: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
+    parser.add_argument("--labels", type=Path, help="a .csv of the columns slide and label")
+    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
+    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
     parser.add_argument("--weights", help="a checkpoint; default: random weights")
     parser.add_argument("--arch", default="gigapath_slide_enc12l768d")
     parser.add_argument("--tune", choices=["head", "lora", "all"], default="lora")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--slides", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="where to write the classifier")
     options = parser.parse_args()
-    # Put your own slides here: embeddings, coordinates in pixels of tiles of 256, labels.
-    slides = make_slides(options.slides + 64)
-    encoder = create_model(options.weights, options.arch, IN_CHANS)
-    model = SlideClassifier(encoder, 2, tune=options.tune).train()
-    print("losses", [round(loss, 3) for loss in fit(model, slides[64:], epochs=options.epochs)])
-    print("accuracy", accuracy(model, slides[:64]))
+    if (options.folder is None) != (options.labels is None):
+        parser.error("FOLDER and --labels come together")
+    slides, classes = make_slides(128), ["left", "right"]
+    if options.folder is not None:
+        reading = Reading(options.coords, tile_size_level0=options.tile_size_level0)
+        slides, classes = read_slides(options.folder, options.labels, reading)
+    order = torch.randperm(len(slides), generator=torch.Generator().manual_seed(0)).tolist()
+    train, test = ([slides[i] for i in part] for part in (order[len(order) // 5 :], order[: len(order) // 5]))
+    encoder = create_model(options.weights, options.arch, slides[0].x.shape[1])
+    model = SlideClassifier(encoder, len(classes), tune=options.tune).train()
+    print("losses", [round(loss, 3) for loss in fit(model, train, epochs=options.epochs)])
+    print(f"accuracy on {len(test)} slides that it has not seen", accuracy(model, test))
+    if options.output is not None:
+        torch.save({"model": model.state_dict(), "classes": classes, "tune": options.tune, "arch": options.arch}, options.output)
 
 
 if __name__ == "__main__":

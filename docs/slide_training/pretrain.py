@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from docs.slide_training.data import IN_CHANS, Pack, Slide, make_smooth_slides, packs
+from docs.slide_training.data import Pack, Slide, make_smooth_slides, packs, read_slides
 from flexdilated.hub.gigapath import LongNetViT, create_model
+from flexdilated.hub.slides import Reading
 
 
 class MaskedTiles(nn.Module):
@@ -61,18 +63,26 @@ def pretrain(
     return losses
 
 
+def save(encoder: LongNetViT, path: Path) -> None:
+    """A checkpoint, which says the pattern and the order that it was trained under, and loads under those alone."""
+    torch.save({"model": encoder.state_dict(), "order": encoder.order, "pattern": encoder.pattern.to_dict()}, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
+    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
+    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
     parser.add_argument("--arch", default="LongNet_3_layers_384_dim")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--slides", type=int, default=64)
-    parser.add_argument("--output", default="slide_encoder.pth", help="read by create_model and encode-slides")
+    parser.add_argument("--output", type=Path, default=Path("slide_encoder.pth"), help="read by create_model and encode-slides")
     options = parser.parse_args()
-    # Put your own slides here: embeddings, coordinates in pixels of tiles of 256; labels are not read.
-    slides = make_smooth_slides(options.slides)
-    encoder = create_model(None, options.arch, IN_CHANS)
+    slides = make_smooth_slides(64)
+    if options.folder is not None:
+        slides, _ = read_slides(options.folder, None, Reading(options.coords, tile_size_level0=options.tile_size_level0))
+    encoder = create_model(None, options.arch, slides[0].x.shape[1])
     print("losses", pretrain(MaskedTiles(encoder).train(), slides, epochs=options.epochs, learning_rate=5e-4, token_budget=4096))
-    torch.save({"model": encoder.state_dict(), "order": encoder.order, "pattern": encoder.pattern.to_dict()}, options.output)
+    save(encoder, options.output)
 
 
 if __name__ == "__main__":
