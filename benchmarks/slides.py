@@ -15,7 +15,6 @@ import json
 import math
 import multiprocessing
 import platform
-import resource
 import shlex
 import statistics
 import sys
@@ -167,7 +166,19 @@ def _peak_memory(path: Path, depth: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     found = encode(build(depth), {path.stem: path}, BUDGET, path.with_name("out.h5"))
     del found["embeddings"]
-    return {**found, "depth": depth, "peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    return {**found, "depth": depth, "peak GiB": _high_water() / 2**30}
+
+
+def _high_water() -> int:
+    """Most bytes of memory that this process has had; ru_maxrss would begin at what its parent had."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
+
+
+def _merged(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was kept, with what was measured in its place, by the number of tiles."""
+    rows = {row["tiles"]: row for row in (*kept, *found)}
+    return [rows[tiles] for tiles in sorted(rows)]
 
 
 def main() -> None:
@@ -175,25 +186,30 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two small slides, nothing is kept")
     parser.add_argument("--depth", type=int, default=1, help="layers in the comparison; memory is that of all twelve")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", choices=["cases", "memory"], help="measure one of the two; what is not measured stays as it was kept"
+    )
     parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_TILES, help="sizes of the slides whose memory is measured")
     options = parser.parse_args()
     cases, large = (((10, 2), (30, 2)), ()) if options.quick else (CASES, options.memory)
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.slides", *sys.argv[1:]]),
-        "environment": {**describe(), "python": platform.python_version()},
-        "cases": [],
-        "memory": [],
-    }
+    cases, large = (() if options.only == "memory" else cases, () if options.only == "cases" else large)
+    kept = json.loads(RESULTS.read_text()) if options.only is not None else {"cases": [], "memory": []}
+    environment = {**describe(), "python": platform.python_version()}
+    measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *sys.argv[1:]]), **environment}
+    found: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tiles, slides in cases:
-            report["cases"].append(compare(folder, tiles, slides, options.depth, 1 if options.quick else options.rounds))
-            print(report["cases"][-1], flush=True)
+            row = compare(folder, tiles, slides, options.depth, 1 if options.quick else options.rounds)
+            found["cases"].append({**row, **measured})
+            print(row, flush=True)
         for tiles in large:
             ((_, path),) = write_slides(folder, tiles, 1).items()
-            report["memory"].append({"tiles": tiles, **peak_memory(path, 12)})
-            print(report["memory"][-1], flush=True)
+            row = {"tiles": tiles, **peak_memory(path, 12)}
+            found["memory"].append({**row, **measured})
+            print(row, flush=True)
             path.unlink()
+    report = {part: _merged(kept[part], rows) for part, rows in found.items()}
     if not options.quick:
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
