@@ -16,9 +16,19 @@ from torch import Tensor
 
 from flexdilated.cli.options import device_named, dtype_named, spelled, writing
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.cli.slide_options import (
+    PUBLISHED,
+    ArchOption,
+    MaxWsiSizeOption,
+    SharedCellsOption,
+    SlideNgridsOption,
+    TileSizeOption,
+    check_sizes,
+)
 from flexdilated.draw.figure import replaced
-from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+from flexdilated.hub.gigapath import LongNetViT, create_model, load_weights
 from flexdilated.hub.slides.formats import COORDINATES, DAMAGED, EMBEDDINGS, FLOATS, PIXELS, SUFFIXES, read_arrays
+from flexdilated.hub.slides.grid import why_shared
 
 OUTPUTS = (".pt", ".npz")
 COMPUTED = ("float32", "bfloat16", "float16")
@@ -39,9 +49,7 @@ def encode_slide(
     random: Annotated[
         bool, typer.Option("--random", help="Encode with random weights, to try the command: the embedding means nothing.")
     ] = False,
-    arch: Annotated[
-        str, typer.Option(help=f"The architecture of the weights: {', '.join(ARCHITECTURES)}.")
-    ] = "gigapath_slide_enc12l768d",
+    arch: ArchOption = PUBLISHED,
     in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
     output: Annotated[
         Path | None,
@@ -63,9 +71,14 @@ def encode_slide(
     global_pool: Annotated[
         bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
     ] = False,
-    tile_size: Annotated[int, typer.Option(help="Side of a tile, in the pixels of the coordinates.")] = 256,
-    slide_ngrids: Annotated[int, typer.Option(help="Tiles along each side of the grid that coordinates must lie in.")] = 1000,
-    max_wsi_size: Annotated[int, typer.Option(help="Side of the largest slide in pixels, which sets the segments.")] = 262144,
+    tile_size_level0: Annotated[
+        float | None,
+        typer.Option(help="Side of a tile in the pixels of the coordinates.", show_default="what the file says, else --tile-size"),
+    ] = None,
+    shared_cells: SharedCellsOption = False,
+    tile_size: TileSizeOption = 256,
+    slide_ngrids: SlideNgridsOption = 1000,
+    max_wsi_size: MaxWsiSizeOption = 262144,
     device: Annotated[
         str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
     ] = "auto",
@@ -78,12 +91,8 @@ def encode_slide(
     The output holds slide_embed, (1, embed_dim), in float32.
     """
     computed = dtype_named(dtype, COMPUTED)
-    if arch not in ARCHITECTURES:
-        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
     sizes = {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids, "--max-wsi-size": max_wsi_size}
-    for option, size in sizes.items():
-        if size < 1:
-            refuse(f"{option} must be at least 1, got {size}")
+    check_sizes(arch, sizes)
     if (weights is not None) == random:
         refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
     if tiles.suffix.lower() not in SUFFIXES:
@@ -96,7 +105,11 @@ def encode_slide(
     _check_output(output, [path for path in (tiles, weights) if path is not None], overwrite=overwrite)
     place = device_named(device, auto=["cuda", "mps"])
 
-    key, x, coords = _read(tiles, in_chans)
+    key, x, coords, said = _read(tiles, in_chans)
+    if said is not None and tile_size_level0 is not None and abs(said - tile_size_level0) > 0.5:
+        refuse(f"--tile-size-level0 must be what '{tiles}' says={said:g}, got {tile_size_level0:g}")
+    side = tile_size if said is None else said
+    coords = _placed(coords, side if tile_size_level0 is None else tile_size_level0, tile_size, slide_ngrids, shared_cells)
     try:
         model = create_model(
             None,
@@ -126,10 +139,21 @@ def encode_slide(
     typer.echo(f"wrote {', '.join(embeddings) if len(embeddings) == 1 else f'{len(embeddings)} embeddings'} to '{output}'")
 
 
-def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
-    """The key of the embeddings, the embeddings `(1, N, C)` and the coordinates `(1, N, 2)`, int64 or floating, on the CPU."""
+def _placed(coords: Tensor, side: float, tile_size: int, slide_ngrids: int, shared_cells: bool) -> Tensor:
+    """The coordinates `(1, N, 2)` in pixels of tiles of `tile_size`."""
+    if not side > 0:
+        refuse(f"--tile-size-level0 must be above 0, got {side:g}")
+    placed = coords if side == tile_size else coords.double().div(side).floor().mul(tile_size)
+    is_inside = bool(((placed >= 0) & (placed < slide_ngrids * tile_size)).all())  # the encoder refuses the others
+    if is_inside and not shared_cells and (reason := why_shared(coords[0], side)) is not None:
+        refuse(f"TILES {reason}")
+    return placed
+
+
+def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor, float | None]:
+    """The key of the embeddings, they `(1, N, C)`, coordinates `(1, N, 2)`, int64 or floating; a tile's side, where it is said."""
     try:
-        found = read_arrays(path)
+        found, said = read_arrays(path)
     except ImportError:
         refuse(f"TILES must be .pt or .npz where h5py is not installed, got '{path}'; pip install h5py")
     except DAMAGED as error:
@@ -157,7 +181,7 @@ def _read(path: Path, in_chans: int) -> tuple[str, Tensor, Tensor]:
         refuse(f"{key} must be finite, got {x[0, n, c].item()} at {key}[{n}, {c}]")
     if not coords.is_floating_point():
         coords = coords.to(torch.int64)  # torch computes little in uint16 to uint64
-    return key, x, coords
+    return key, x, coords, said
 
 
 def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from enum import Enum
 from pathlib import Path
@@ -13,10 +12,27 @@ import typer
 
 from flexdilated.cli.options import device_named, dtype_named
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.cli.slide_options import (
+    PUBLISHED,
+    ArchOption,
+    CoordsOption,
+    MagnificationOption,
+    MaxWsiSizeOption,
+    OrderOption,
+    SharedCellsOption,
+    SlideNgridsOption,
+    TableOption,
+    TileOrder,
+    TileSizeLevel0Option,
+    TileSizeOption,
+    build,
+    check_sizes,
+    read_by,
+)
 from flexdilated.cli.slide_run import Job, Ranks, run
-from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
-from flexdilated.hub.slides.encode import Reading
+from flexdilated.hub.gigapath import LongNetViT, load_weights
 from flexdilated.hub.slides.formats import DAMAGED, list_slides
+from flexdilated.hub.slides.source import digest_of
 from flexdilated.training.options import UserError
 from flexdilated.training.ranks import started
 
@@ -29,13 +45,6 @@ class Layers(str, Enum):
 
     LAST = "last"
     ALL = "all"
-
-
-class TileOrder(str, Enum):
-    """In which order tiles follow one another."""
-
-    FILE = "file"
-    HILBERT = "hilbert"
 
 
 def encode_slides(
@@ -64,42 +73,24 @@ def encode_slides(
     ] = Layers.LAST,
     tiles: Annotated[bool, typer.Option("--tiles", help="Write the tiles in their context too, with their coordinates.")] = False,
     stored: Annotated[str, typer.Option("--store", help="What is written: float32 or float16.")] = "float32",
-    coords: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the files of coordinates, where embeddings have none: CLAM's patches, slide2vec's tiles."),
-    ] = None,
-    tile_size_level0: Annotated[
-        float | None, typer.Option(help="Side of a tile in pixels of level 0, where the files do not say it.")
-    ] = None,
-    magnification: Annotated[
-        float, typer.Option(help="At which tiles were embedded; files that say another are refused. Prov-GigaPath's is 20.")
-    ] = 20.0,
-    shared_cells: Annotated[
-        bool, typer.Option("--shared-cells", help="Allow tiles that lie in one cell of the grid, as tiles that overlap do.")
-    ] = False,
-    table: Annotated[str | None, typer.Option(help="Which table of a .zarr holds the embeddings, where there are several.")] = None,
+    coords: CoordsOption = None,
+    tile_size_level0: TileSizeLevel0Option = None,
+    magnification: MagnificationOption = 20.0,
+    shared_cells: SharedCellsOption = False,
+    table: TableOption = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 4096,
     split_above: Annotated[
         int | None, typer.Option(min=1, help="Under torchrun: slides of more tiles are encoded by all ranks together.")
     ] = None,
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="The architecture of the weights: a name of Prov-GigaPath's or of torchscale's.", show_default="the published one"
-        ),
-    ] = "gigapath_slide_enc12l768d",
+    arch: ArchOption = PUBLISHED,
     in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
     global_pool: Annotated[
         bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
     ] = False,
-    tile_size: Annotated[
-        int, typer.Option(help="Side of a tile at its magnification; with --max-wsi-size it sets segments.")
-    ] = 256,
-    slide_ngrids: Annotated[int, typer.Option(help="Cells along each side of the grid of tiles.")] = 1000,
-    max_wsi_size: Annotated[int, typer.Option(help="Side of the largest slide in pixels, which sets the segments.")] = 262144,
-    order: Annotated[
-        TileOrder, typer.Option(help="hilbert: tiles along a curve, for weights that were trained so. Published weights were not.")
-    ] = TileOrder.FILE,
+    tile_size: TileSizeOption = 256,
+    slide_ngrids: SlideNgridsOption = 1000,
+    max_wsi_size: MaxWsiSizeOption = 262144,
+    order: OrderOption = TileOrder.FILE,
     device: Annotated[
         str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
     ] = "auto",
@@ -115,21 +106,14 @@ def encode_slides(
     computed, storage = dtype_named(dtype, COMPUTED), torch.float16 if stored == "float16" else torch.float32
     if stored not in STORED:
         refuse(f"--store must be one of {', '.join(STORED)}, got '{stored}'")
-    if arch not in ARCHITECTURES:
-        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
-    for option, size in {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids}.items():
-        if size < 1:
-            refuse(f"{option} must be at least 1, got {size}")
-    for option, number in {"--tile-size-level0": tile_size_level0, "--magnification": magnification}.items():
-        if number is not None and not 0 < number < float("inf"):
-            refuse(f"{option} must be above 0 and finite, got {number:g}")
+    check_sizes(arch, {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids})
+    reading = read_by(coords, table, tile_size_level0, magnification, shared_cells)
     if (weights is not None) == random:
         refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
     if weights is not None and not weights.is_file():
         refuse(f"--weights must be a file that exists, got '{weights}'")
-    for option, path in (("FOLDER", folder), ("--coords", coords)):
-        if path is not None and not path.is_dir():
-            refuse(f"{option} must be a folder that exists, got '{path}'")
+    if not folder.is_dir():
+        refuse(f"FOLDER must be a folder that exists, got '{folder}'")
     if resume and overwrite:
         refuse("--resume must come without --overwrite, got both")
     if resume and random:
@@ -138,26 +122,20 @@ def encode_slides(
     rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if split_above is not None and count == 1:
         refuse(f"--split-above must come with several ranks of torchrun, got {split_above} and one process")
+    if split_above is not None and split_above < count:  # each rank holds a tile
+        refuse(f"--split-above must be at least the ranks={count}, got {split_above}")
     if random and count > 1:
         refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
     place = _device(device, count)
     try:
-        model = create_model(
-            None,
-            arch,
-            in_chans,
-            global_pool=global_pool,
-            slide_ngrids=slide_ngrids,
-            tile_size=tile_size,
-            max_wsi_size=max_wsi_size,
-            order=None if order is TileOrder.FILE else "hilbert",
-        )
+        sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
+        model = build(arch, in_chans, order, global_pool=global_pool, **sizes)
         slides = list_slides(folder)
         digest = _load(model, weights)
-        reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
         model = model.eval().to(place, computed)
         options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}
-        job = Job(model, slides, output, {**options, "storage": storage}, split_above)
+        told = {"folder": str(folder.absolute()), "coords": None if coords is None else str(coords.absolute())}
+        job = Job(model, slides, output, {**options, "storage": storage}, split_above, told)
         settings = {
             "weights": digest,
             "arch": arch,
@@ -220,8 +198,4 @@ def _load(model: LongNetViT, path: Path | None) -> str | None:
         load_weights(model, path)
     except DAMAGED as error:
         refuse(f"--weights must be a whole checkpoint that fits --arch, --in-chans and --order, got '{path}': {first_line(error)}")
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+    return digest_of(path)

@@ -10,9 +10,27 @@ import typer
 
 from flexdilated.cli.options import device_named, integers, save_picture, writing
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.draw.slide import PICTURE_FORMATS, draw_slide_map
-from flexdilated.hub.gigapath import ARCHITECTURES, create_model, load_weights
-from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, read_tiles
+from flexdilated.cli.slide_options import (
+    PUBLISHED,
+    ArchOption,
+    CoordsOption,
+    MagnificationOption,
+    MaxWsiSizeOption,
+    OrderOption,
+    SharedCellsOption,
+    SlideNgridsOption,
+    TableOption,
+    TileOrder,
+    TileSizeLevel0Option,
+    TileSizeOption,
+    build,
+    check_sizes,
+    read_by,
+)
+from flexdilated.draw.slide import draw_slide_map
+from flexdilated.draw.weights import PICTURE_FORMATS
+from flexdilated.hub.gigapath import load_weights
+from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, Tiles, read_tiles
 from flexdilated.hub.slides.grid import grid_cells
 from flexdilated.hub.slides.heatmap import TABLES, tile_attention, write_table
 
@@ -25,24 +43,35 @@ def map_slide(
     weights: Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed.")] = None,
     layer: Annotated[str | None, typer.Option(help="Layers from 0 on, comma separated.", show_default="the last one")] = None,
     head: Annotated[str, typer.Option(help="Heads from 0 on, comma separated; mean: their mean; each: all of them.")] = "mean",
-    tile: Annotated[int | None, typer.Option(min=0, help="Which tile asks, from 0 on.", show_default="the class token")] = None,
+    tile: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Which tile asks: its row in the file, from 0 on, or LazySlide's tile_id.", show_default="the class token"
+        ),
+    ] = None,
     thumbnail: Annotated[Path | None, typer.Option(help="A picture of the whole slide, to draw underneath.")] = None,
     slide_size: Annotated[
-        str | None, typer.Option(help="Width,height of the slide in pixels of level 0, with --thumbnail.")
+        str | None,
+        typer.Option(help="Width,height of the slide in pixels of level 0, with --thumbnail, where the file does not say it."),
     ] = None,
-    coords: Annotated[Path | None, typer.Option(help="As of encode-slides, like all that follow.")] = None,
-    tile_size_level0: Annotated[float | None, typer.Option(help="Side of a tile in pixels of level 0.")] = None,
-    arch: Annotated[str, typer.Option(help="The architecture of the weights.", show_default="the published one")] = (
-        "gigapath_slide_enc12l768d"
-    ),
+    coords: CoordsOption = None,
+    tile_size_level0: TileSizeLevel0Option = None,
+    magnification: MagnificationOption = 20.0,
+    shared_cells: SharedCellsOption = False,
+    table: TableOption = None,
+    arch: ArchOption = PUBLISHED,
+    tile_size: TileSizeOption = 256,
+    slide_ngrids: SlideNgridsOption = 1000,
+    max_wsi_size: MaxWsiSizeOption = 262144,
+    order: OrderOption = TileOrder.FILE,
     device: Annotated[str, typer.Option(help="Where to compute, as torch spells it.")] = "auto",
 ) -> None:
     """Draw which tiles of a slide the class token, or a tile, attends to: by layer and head, exactly, zero keys included."""
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
-    if arch not in ARCHITECTURES:
-        refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
+    check_sizes(arch, {"--tile-size": tile_size, "--slide-ngrids": slide_ngrids})
+    reading = read_by(coords, table, tile_size_level0, magnification, shared_cells)
     if tiles.suffix.lower() not in (*SUFFIXES, STORE_SUFFIX) or not tiles.exists():
         refuse(f"TILES must be a slide that exists and ends in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got '{tiles}'")
     if weights is None:
@@ -53,13 +82,28 @@ def map_slide(
     size = None if slide_size is None else integers("--slide-size", slide_size)
     if size is not None and (thumbnail is None or len(size) != 2 or min(size) < 1):
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
+    if thumbnail is not None and output.exists() and output.samefile(thumbnail):
+        refuse(f"--output must be another file than --thumbnail, got '{output}'")
     place = device_named(device, auto=["cuda", "mps"])
     try:
-        slide = read_tiles(tiles, coords_folder=coords)
-        model = create_model(None, arch, slide.x.shape[1])
-        cells = grid_cells(slide, tile_size_level0=tile_size_level0, slide_ngrids=model.slide_ngrids)
+        slide = read_tiles(tiles, coords_folder=coords, table=table)
+        cells = grid_cells(
+            slide,
+            tile_size_level0=reading.tile_size_level0,
+            magnification=reading.magnification,
+            slide_ngrids=slide_ngrids,
+            shared_cells=reading.shared_cells,
+        )
     except SlideError as error:
         refuse(f"'{tiles}' {error}")
+    row = _row(slide, tile)
+    if thumbnail is not None and size is None and slide.slide_size is None:
+        refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
+    try:
+        sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
+        model = build(arch, slide.x.shape[1], order, **sizes)
+    except ValueError as error:
+        refuse(error)
     try:
         load_weights(model, weights)
     except DAMAGED as error:
@@ -69,7 +113,7 @@ def map_slide(
     try:
         layers = None if layer is None else integers("--layer", layer)
         x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
-        found = tile_attention(model.eval().to(place), x, where, layers=layers, tile=tile).cpu()
+        found = tile_attention(model.eval().to(place), x, where, layers=layers, tile=row).cpu()
     except ValueError as error:
         refuse(error)
     numbers = layers or (len(model.encoder.layers) - 1,)
@@ -84,8 +128,8 @@ def map_slide(
                 slide.coords,
                 tile_size=side,
                 thumbnail=thumbnail,
-                slide_size=None if size is None else (size[0], size[1]),
-                query=tile,
+                slide_size=None if thumbnail is None else (size[0], size[1]) if size is not None else slide.slide_size,
+                query=row,
                 title=f"{tiles.stem}: what {'the class token' if tile is None else f'tile {tile}'} reads",
                 titles=list(columns),
             )
@@ -93,6 +137,16 @@ def map_slide(
             refuse(error)
         save_picture(figure, output)
     typer.echo(f"wrote {len(columns)} maps of {len(slide.coords):,} tiles to '{output}'")
+
+
+def _row(slide: Tiles, tile: int | None) -> int | None:
+    """The row of the tile that is asked for."""
+    if tile is None or slide.tile_ids is None:
+        return tile
+    rows = (slide.tile_ids == tile).nonzero()[:, 0].tolist()
+    if not rows:
+        refuse(f"--tile must be a tile_id of the slide, got {tile}")
+    return int(rows[0])
 
 
 def _chosen(heads: torch.Tensor, choice: str, name: str) -> dict[str, torch.Tensor]:

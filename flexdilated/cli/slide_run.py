@@ -24,6 +24,7 @@ from flexdilated.hub.slides import encode, store
 from flexdilated.hub.slides.encode import Clock, EncodedSlide, FailedSlide
 from flexdilated.hub.slides.formats import count_tiles
 from flexdilated.hub.slides.ranks import sharded, spread
+from flexdilated.hub.slides.source import Source, is_same
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     output: Path
     options: Mapping[str, Any]  # of encode.encode_slides
     split_above: int | None
+    told: Mapping[str, str | None]  # of this run, in the provenance
 
 
 class Ranks(NamedTuple):
@@ -87,7 +89,7 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
         if ranks.rank == 0:
             with _writing(job.output):
                 stack.enter_context(store.locked(job.output))
-                done = store.begin(job.output, settings, _versions(), resume=resume, overwrite=overwrite)
+                done = store.begin(job.output, settings, {**_versions(), **job.told}, resume=resume, overwrite=overwrite)
             plan = [*_left(job, done, 1 if ranks.mesh is None else ranks.mesh.size()), len(done)]
         changed, together, shares, num_done = _told(ranks, plan)
         if ranks.rank == 0:
@@ -100,15 +102,14 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
             large = {name: job.slides[name] for name in together}
             results = chain(encode.encode_slides(sharded(job.model, ranks.mesh), large, clock=clock, **job.options), results)
         try:
-            for i, result in enumerate(_shown(results, ranks, total, num_done)):
-                is_shared = i < len(together) and ranks.rank > 0  # rank 0 has it too
+            for result in _shown(results, ranks, total, num_done, len(together)):
                 if isinstance(result, FailedSlide):
-                    failed += [] if is_shared else [_echoed(result)]
-                elif not is_shared:
-                    with _writing(job.output):
-                        kept.add(result)
-                    if result.note is not None:
-                        typer.echo(f"note: '{result.path}': {result.note}", err=True)
+                    failed.append(_echoed(result))
+                    continue
+                with _writing(job.output):
+                    kept.add(result)
+                if result.note is not None:
+                    typer.echo(f"note: '{result.path}': {result.note}", err=True)
         except KeyboardInterrupt:
             with _writing(job.output):
                 kept.write()
@@ -144,12 +145,12 @@ def _finished(job: Job, kept: _Kept, clock: Clock, everything: list[Any], num_do
     return SOME_FAILED if failures else 0
 
 
-def _left(job: Job, done: Mapping[str, tuple[str, int]], count: int) -> tuple[list[FailedSlide], list[str], list[list[str]]]:
+def _left(job: Job, done: Mapping[str, Source], count: int) -> tuple[list[FailedSlide], list[str], list[list[str]]]:
     """Slides whose file has changed since they were encoded; those for all ranks together; those of each rank."""
     changed = [
         FailedSlide(name, path, "is not the file that was encoded under its name; use --overwrite or another output")
         for name, path in job.slides.items()
-        if name in done and done[name] != (str(path), store.size_of(path))
+        if name in done and not is_same(done[name], path)
     ]
     left = [name for name in job.slides if name not in done]
     if count == 1:
@@ -182,9 +183,9 @@ def _gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def _shown(
-    results: Iterator[EncodedSlide | FailedSlide], ranks: Ranks, total: int, done: int
+    results: Iterator[EncodedSlide | FailedSlide], ranks: Ranks, total: int, done: int, shared: int
 ) -> Iterator[EncodedSlide | FailedSlide]:
-    """The results, under a bar that counts those of all ranks."""
+    """The results that this rank keeps, under a bar that counts those of all ranks; the first ones, `shared`, are rank 0's."""
     console = Console(stderr=True)
     columns = (
         TextColumn("slides"),
@@ -196,11 +197,12 @@ def _shown(
     start, tiles, slides = time.perf_counter(), 0, 0
     with Progress(*columns, console=console, disable=ranks.rank > 0 or not console.is_terminal) as progress:
         task = progress.add_task("slides", total=total, completed=done, status="")
-        for result in results:
-            tiles += len(result.coords) if isinstance(result, EncodedSlide) else 0
-            slides += 1
+        for i, result in enumerate(results):
+            if i < shared and ranks.rank > 0:
+                continue
+            size = len(result.coords) if isinstance(result, EncodedSlide) else 0
+            slides, tiles = slides + 1, tiles + size
             if ranks.counters is not None:
-                size = len(result.coords) if isinstance(result, EncodedSlide) else 0
                 slides, tiles = ranks.counters.add("slides", 1), ranks.counters.add("tiles", size)
             seconds = time.perf_counter() - start
             status = f"{slides / seconds:.2f} slides/s  {tiles / seconds:,.0f} tiles/s"

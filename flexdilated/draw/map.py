@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.draw.figure import INK, new, plain, write
-from flexdilated.draw.places import Places, check_numbers, places_of
+from flexdilated.draw.places import Places, places_of
+from flexdilated.draw.weights import MARK, UNSEEN, add_legend, check_path, check_weights
 from flexdilated.pattern import as_integer
 
 if TYPE_CHECKING:
@@ -21,11 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_attention_map"]
 
-PICTURE_FORMATS = (".png", ".pdf", ".svg")
-MAX_PANELS = 64
-UNSEEN = "#d9d9d9"  # a weight of exactly 0: no branch joins the cell with the query
 UNSEEN_SIZE = 0.6  # of a side
-MARK = "#e31a1c"
 SPREAD = 50  # largest weight over the median: beyond it a linear scale shows one cell alone
 DECADES = 1e4  # largest weight over the darkest of a logarithmic scale: one vanishing weight would make all others alike
 SMALL = 9.0  # points of a cell's side, below which the mark of the query is larger than the cell
@@ -73,14 +70,10 @@ def draw_attention_map(
         TypeError: If an argument has the wrong type.
         OSError: If the picture cannot be written.
     """
-    panels = _check_weights(weights)
-    path = None if path is None else Path(path)
-    if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
-        raise ValueError(f"path must end in one of {PICTURE_FORMATS}, got {str(path)!r}")
+    panels = check_weights(weights, titles)
+    path = check_path(path)
     places = places_of(panels, coords, grid, words, tile_size)
     panels, marks = places.gathered(panels), _marks(queries, panels)
-    if titles is not None and (isinstance(titles, str) or len(titles) != len(panels)):
-        raise ValueError(f"titles must hold one text per panel={len(panels)}, got {titles!r}")
     largest = panels.max().item()
     if log_scale and largest == 0.0:
         raise ValueError("weights must not all be 0 under log_scale, got only zeros")
@@ -91,8 +84,6 @@ def draw_attention_map(
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     if log_scale:
         smallest = panels[panels > 0].min().item()
@@ -127,17 +118,8 @@ def draw_attention_map(
     bar = figure.colorbar(ScalarMappable(norm, colormaps["cividis"]), ax=list(axes), extend="min" if beyond else "neither", **place)
     bar.set_label("attention weight" + (", logarithmic" if log_scale else ""), color=INK, fontsize=10)
     bar.ax.tick_params(labelsize=9.5, colors=INK)
-    handles: list[Patch | Line2D] = []
-    if bool((panels == 0).any()):
-        small = {"markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN, "markersize": 5}
-        handles.append(Line2D([], [], linestyle="none", marker="s", label="weight 0", **small))  # type: ignore[arg-type]
-    if marks is not None:
-        square = {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.5, "markersize": 8}
-        handles.append(Line2D([], [], linestyle="none", marker="s", label="the query", **square))  # type: ignore[arg-type]
-    if places.shared > 1:
-        handles.append(Patch(facecolor="none", edgecolor="none", label=f"a cell is the sum of {places.shared} tokens"))
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    note = f"a cell is the sum of {places.shared} tokens" if places.shared > 1 else None
+    add_legend(figure, unseen=bool((panels == 0).any()), query=marks is not None, note=note)
     if title is not None:
         figure.suptitle(plain(title), fontsize=11, weight="bold", color=INK)
     if path is not None:
@@ -149,6 +131,7 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
     """The cells of one panel, each so many points wide."""
     from matplotlib import colormaps
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
@@ -156,7 +139,7 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
     corners = torch.tensor([[0.0, 0.0], [width, 0.0], [width, height], [0.0, height]], dtype=torch.float64)
     faces = colormaps["cividis"](norm(values.numpy()))
     unseen = values.numpy() == 0.0
-    faces[unseen] = _rgba(UNSEEN)
+    faces[unseen] = to_rgba(UNSEEN)
     # Smaller, so that they differ from the largest weights where the picture is printed in grey.
     shape = torch.where(values[:, None, None] == 0.0, UNSEEN_SIZE, 1.0) * (corners - corners[2] / 2) + corners[2] / 2
     # Edges in the colour of the faces close the hairlines that antialiasing leaves between neighbours.
@@ -207,22 +190,3 @@ def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tens
         if not 0 <= position < num_tokens:
             raise ValueError(f"queries must be in [0, N={num_tokens}), got {position}")
     return found
-
-
-def _check_weights(weights: Tensor) -> Tensor:
-    """Panels `(P, N)`, float64 on the CPU."""
-    check_numbers("weights", weights)
-    if weights.dim() not in (1, 2) or weights.shape[-1] < 1:
-        advice = "; of attention_map's take one sequence and query, as weights[0, :, 0]" if weights.dim() == 4 else ""
-        raise ValueError(f"weights must have shape (N,) or (P, N), got {tuple(weights.shape)}{advice}")
-    panels = weights.detach().to("cpu", torch.float64).reshape(-1, weights.shape[-1])
-    if not 1 <= len(panels) <= MAX_PANELS:
-        raise ValueError(f"weights must have from 1 to {MAX_PANELS} panels, got {len(panels)}")
-    if not bool((panels.isfinite() & (panels >= 0)).all()):
-        raise ValueError("weights must be finite and at least 0, got others")
-    return panels
-
-
-def _rgba(color: str) -> tuple[float, float, float, float]:
-    r, g, b = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return r, g, b, 1.0

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from flexdilated.draw.figure import INK, new, plain, write
 from flexdilated.draw.places import check_numbers
+from flexdilated.draw.weights import MARK, UNSEEN, add_legend, check_path, check_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["draw_slide_map"]
 
-PICTURE_FORMATS = (".png", ".pdf", ".svg")
-MAX_PANELS = 64
 INCHES, DPI = 8.0, 200  # of one panel; several share three halves of that
 DECADES = 1e3  # largest weight over the darkest colour: what is below differs by nothing that matters
+SHAPE_ERROR = 0.02  # of a thumbnail's width over its height, beyond the rounding of both
 OVER = 0.65  # of a tile over a thumbnail
-MARK = "#e31a1c"
-UNSEEN = (0.85, 0.85, 0.85, 1.0)  # a weight of exactly 0: no branch joins the tile with the query
 
 
 def draw_slide_map(
@@ -53,7 +51,7 @@ def draw_slide_map(
         path: Where to write the picture too: .png, .pdf or .svg.
         tile_size: Side of a tile in those pixels.
         thumbnail: Path of a picture of the whole slide, of any size.
-        slide_size: Width and height of the slide in pixels of level 0, with a thumbnail. Default: where the last tile ends.
+        slide_size: Width and height of the slide in pixels of level 0, with a thumbnail and needed with one.
         query: Which tile asked, outlined in red.
         title: Above all panels.
         titles: One text per panel.
@@ -62,49 +60,38 @@ def draw_slide_map(
         The figure, of matplotlib.
 
     Raises:
-        ValueError: If shapes do not match, a weight is negative or not finite, all are 0, or the file name has another ending.
+        ValueError: If shapes do not match, a weight is negative or not finite, all are 0, tiles lie outside the slide, the
+            thumbnail is of another shape than the slide, or the file name has another ending.
         TypeError: If an argument has the wrong type.
         OSError: If a picture cannot be read or written.
     """
-    check_numbers("weights", weights)
+    panels = check_weights(weights, titles)
     check_numbers("coords", coords)
-    if weights.dim() not in (1, 2) or coords.dim() != 2 or coords.shape != (weights.shape[-1], 2) or weights.numel() == 0:
-        got = f"{tuple(weights.shape)} and {tuple(coords.shape)}"
-        raise ValueError(f"weights must have shape (N,) or (P, N), and coords (N, 2), got {got}")
-    panels = weights.detach().to("cpu", torch.float64).reshape(-1, weights.shape[-1])
-    if len(panels) > MAX_PANELS:
-        raise ValueError(f"weights must have at most {MAX_PANELS} panels, got {len(panels)}")
-    if not bool((panels.isfinite() & (panels >= 0)).all()) or not bool(panels.any()):
-        raise ValueError("weights must be finite, at least 0 and not all 0, got others")
+    if coords.shape != (panels.shape[1], 2):
+        raise ValueError(f"coords must have shape (N, 2) with N=tiles of weights={panels.shape[1]}, got {tuple(coords.shape)}")
+    if not bool(panels.any()):
+        raise ValueError("weights must not all be 0, got only zeros")
     if not (math.isfinite(tile_size) and tile_size > 0):
         raise ValueError(f"tile_size must be above 0 and finite, got {tile_size}")
-    if slide_size is not None and thumbnail is None:
-        raise ValueError(f"slide_size must come with thumbnail, got {slide_size}")
-    if titles is not None and (isinstance(titles, str) or len(titles) != len(panels)):
-        raise ValueError(f"titles must hold one text per panel={len(panels)}, got {titles!r}")
+    if (slide_size is None) != (thumbnail is None):
+        raise ValueError(f"slide_size must come with thumbnail, and a thumbnail with it, got {slide_size} and {thumbnail}")
     if query is not None and not 0 <= query < len(coords):
         raise ValueError(f"query must be in [0, N={len(coords)}), got {query}")
-    path = None if path is None else Path(path)
-    if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
-        raise ValueError(f"path must end in one of {PICTURE_FORMATS}, got {str(path)!r}")
+    path = check_path(path)
 
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, to_rgba
     from matplotlib.image import imread
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
     corners = coords.detach().to("cpu", torch.float64)
     below = None if thumbnail is None else imread(str(thumbnail))
-    high = corners.max(dim=0).values + tile_size
-    low = corners.min(dim=0).values
-    if below is not None:
-        low, high = (
-            torch.zeros(2, dtype=torch.float64),
-            high if slide_size is None else torch.tensor(slide_size, dtype=torch.float64),
-        )
+    low, high = corners.min(dim=0).values, corners.max(dim=0).values + tile_size
+    if below is not None and slide_size is not None:
+        _check_thumbnail(below, slide_size, low, high - tile_size)
+        low, high = torch.zeros(2, dtype=torch.float64), torch.tensor(slide_size, dtype=torch.float64)
     width, height = (high - low).tolist()
 
     columns = math.ceil(math.sqrt(len(panels)))
@@ -127,7 +114,7 @@ def draw_slide_map(
             continue
         image, extent = _raster(panels[i], corners - low, tile_size, longest, pixels)
         faces = colours(norm(np.maximum(image, largest / DECADES)))
-        faces[image == 0.0] = UNSEEN
+        faces[image == 0.0] = to_rgba(UNSEEN)
         faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if below is None else OVER)
         if below is not None:
             axis.imshow(below, extent=(0, width, height, 0), cmap="gray", aspect="equal")
@@ -147,19 +134,25 @@ def draw_slide_map(
     bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), extend="min", shrink=0.7)
     bar.set_label("attention weight, logarithmic", color=INK, fontsize=11)
     bar.ax.tick_params(labelsize=10, colors=INK)
-    marks: list[tuple[str, dict[str, Any]]] = []
-    if bool((panels == 0).any()):
-        marks.append(("weight 0", {"markerfacecolor": UNSEEN, "markeredgecolor": UNSEEN}))
-    if query is not None:
-        marks.append(("the query", {"markerfacecolor": "none", "markeredgecolor": MARK, "markeredgewidth": 1.5}))
-    if marks:
-        handles = [Line2D([], [], linestyle="none", marker="s", markersize=8, label=label, **style) for label, style in marks]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10, frameon=False)
+    add_legend(figure, unseen=bool((panels == 0).any()), query=query is not None)
     if title is not None:
         figure.suptitle(plain(title), fontsize=12, weight="bold", color=INK)
     if path is not None:
         write(figure, path)
     return figure
+
+
+def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], first: Tensor, last: Tensor) -> None:
+    """Refuse a thumbnail that would lie beside the tiles: sizes of another level, a part of the slide, another slide."""
+    width, height = slide_size
+    if min(first.tolist()) < 0 or last[0] >= width or last[1] >= height:
+        reach = f"from {first.tolist()} to {last.tolist()}"
+        raise ValueError(
+            f"slide_size must be that of level 0, in which all tiles begin, got {width:g} x {height:g} and tiles {reach}"
+        )
+    rows, columns = picture.shape[:2]
+    if abs(columns * height / (rows * width) - 1) > SHAPE_ERROR + 1 / min(rows, columns):
+        raise ValueError(f"thumbnail must have the shape of the slide={width:g} x {height:g}, got {columns} x {rows} pixels")
 
 
 def _raster(

@@ -133,7 +133,7 @@ def test_encode_slide_accepts_every_dtype_of_coordinates(
     [
         (["--global-pool"], {"global_pool": True}),
         (["--cls"], {"global_pool": False}),
-        (["--tile-size=512", "--max-wsi-size=2048"], {"tile_size": 512, "max_wsi_size": 2048}),
+        (["--tile-size=512", "--max-wsi-size=2048", "--shared-cells"], {"tile_size": 512, "max_wsi_size": 2048}),
         (["--max-wsi-size=2048"], {"max_wsi_size": 2048}),  # the shortest segment is then the whole slide
         (["--slide-ngrids=31"], {"slide_ngrids": 31}),
     ],
@@ -152,6 +152,33 @@ def test_encode_slide_grows_the_grid_with_slide_ngrids(tmp_path: Path, slide: tu
     far[5, 1] = 30 * 256
     actual = encode(write(tmp_path / "a.pt", features=slide[0], coords=far), weights, "--slide-ngrids=31")
     torch.testing.assert_close(actual["slide_embed"], expect(load(weights, slide_ngrids=31), (slide[0], far))[0], **SINGLE)
+
+
+@needs_h5py
+def test_encode_slide_places_tiles_by_their_side_at_level_0(tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path) -> None:
+    """TRIDENT's file of a slide scanned at 40 and tiled at 20 says that its tiles of 256 pixels are 512 wide in its coordinates."""
+    import h5py
+
+    level0 = slide[1] * 2
+    tiles = write(tmp_path / "a.h5", features=slide[0], coords=level0)
+    with h5py.File(tiles, "r+") as file:
+        file["coords"].attrs["patch_size_level0"] = 512
+    expected = expect(load(weights), slide)[0]
+    torch.testing.assert_close(encode(tiles, weights)["slide_embed"], expected, **SINGLE)
+    plain = write(tmp_path / "a.pt", features=slide[0], coords=level0)
+    torch.testing.assert_close(encode(plain, weights, "--tile-size-level0=512")["slide_embed"], expected, **SINGLE)
+    assert_refuses(tiles, weights, f"--tile-size-level0 must be what '{tiles}' says=512, got 256", "--tile-size-level0=256")
+    assert_refuses(plain, weights, "--tile-size-level0 must be above 0, got 0", "--tile-size-level0=0")
+
+
+def test_encode_slide_refuses_coordinates_that_collapse_the_grid(
+    tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path
+) -> None:
+    tiles = write(tmp_path / "a.pt", features=slide[0], coords=slide[1] // 256)
+    assert_refuses(
+        tiles, weights, "TILES would put 53 tiles in 1 cells of 256 pixels, where tiles in one cell cannot be told apart"
+    )
+    encode(tiles, weights, "--shared-cells")
 
 
 def test_encode_slide_writes_all_layers(tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path) -> None:

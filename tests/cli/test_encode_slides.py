@@ -1,9 +1,11 @@
 """Many slides by one command: each gives what it gives alone, whatever lies beside it; nothing is lost."""
 
 import errno
+import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexdilated.cli import slide_run
 from flexdilated.hub import gigapath
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
 from flexdilated.hub.slides import encode, store
@@ -73,7 +76,7 @@ def run(folder: Path, weights: Path | None = None, *more: object) -> tuple[int, 
 def read(path: Path) -> dict[str, Any]:
     with h5py.File(path) as file:
         found: dict[str, Any] = {key: file[key][()] for key in ("embeddings", "num_tiles", "file_sizes")}
-        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files")}
+        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files", "file_digests")}
         found["tiles"] = {name: {key: group[key][()] for key in group} for name, group in file.get("tiles", {}).items()}
         found["failed"] = dict(zip(*([text.decode() for text in file["failed"][key][:]] for key in ("names", "reasons"))))
         return {**found, **file.attrs, "provenance": json.loads(file.attrs["provenance"])}
@@ -146,6 +149,8 @@ def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: obj
     assert {"arch", "order", "dtype", "store", "layers", "global_pool", "magnification"} <= set(settings)
     assert versions["torch"] == torch.__version__
     assert {"flexdilated", "begun", "python", "machine"} <= set(versions)
+    assert (versions["folder"], versions["coords"]) == (str(tmp_path / "slides"), None)
+    assert found["file_digests"] == [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in found["files"]]
 
 
 def test_every_format_in_one_folder(tmp_path: Path, weights: Path) -> None:
@@ -160,6 +165,22 @@ def test_every_format_in_one_folder(tmp_path: Path, weights: Path) -> None:
     assert len(embeddings) == len(tools)
     for embedding in embeddings:
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), (x, coords))[0][0], **SINGLE)
+
+
+def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, weights: Path) -> None:
+    """Two hospitals, each with a slide of one name: of as many tiles, at other places."""
+    drawn = {}
+    for site, seed in (("x", 1), ("y", 2)):
+        x, coords = drawn[f"{site}/a"] = draw_tiles(53, seed=seed)
+        path = WRITERS["clam_pt"](tmp_path / "made" / site / "features", "a", x, coords)
+        for source, target in ((path, "slides"), (path.parent.parent / "patches" / "a.h5", "patches")):
+            (tmp_path / target / site).mkdir(parents=True)
+            source.rename(tmp_path / target / site / source.name)
+    assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
+    found = read(tmp_path / "out.h5")
+    assert found["names"] == list(drawn)
+    for embedding, slide in zip(found["embeddings"], drawn.values()):
+        torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
 # -- bad slides ---------------------------------------------------------------------------------------------------------------
@@ -333,6 +354,45 @@ def test_a_slide_that_was_replaced_is_named_and_kept_as_it_was(
     assert np.array_equal(read(tmp_path / "out.h5")["embeddings"], before["embeddings"])
 
 
+def test_a_slide_is_known_by_what_its_file_holds_not_by_where_and_when(
+    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path, weights)[0] == 0
+    # Copied to another disk, as for a job of a cluster: the times are others, and the folder is given by a relative path.
+    folder = tmp_path / "slides"
+    (tmp_path / "scratch").mkdir()
+    shutil.copytree(folder, tmp_path / "scratch" / "slides", copy_function=shutil.copyfile)
+    monkeypatch.chdir(tmp_path / "scratch")
+    names = count_encoded(monkeypatch)
+    assert invoke(*arguments(tmp_path, weights, "--resume"))[0] == 0
+    assert invoke("encode-slides", "slides", *arguments(tmp_path, weights, "--resume")[2:])[0] == 0
+    assert names == []
+    # The same path and size, other embeddings.
+    x, coords = slides["a"]
+    write_trident(folder, "a", x + 1, coords)
+    code, _, err = run(tmp_path, weights, "--resume")
+    assert code == 1
+    assert "a.h5' is not the file that was encoded under its name; use --overwrite or another output" in err
+
+
+def test_a_long_run_leaves_more_parts_than_a_process_may_open(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, coords = draw_tiles(5)
+    names = [f"s{i:02d}" for i in range(60)]
+    for name in names:
+        write_trident(tmp_path / "slides", name, x, coords)
+    monkeypatch.setattr(slide_run, "PART_SECONDS", 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        code, _, err = run(tmp_path, weights)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (code, err) == (0, "")
+    assert read(tmp_path / "out.h5")["names"] == names
+
+
 def test_other_weights_are_other_settings(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
     assert run(tmp_path, weights)[0] == 0
     other = create_model(None, "tiny", IN_CHANS, **SIZES)
@@ -386,6 +446,19 @@ def test_two_runs_on_one_output_are_refused(tmp_path: Path, slides: object, weig
     assert f"--output must not be written by two runs at once, got '{tmp_path / 'out.h5'}', which another one writes" in err
     assert run(tmp_path, weights)[0] == 0
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(store, "_lock", fail)
+    code, _, err = run(tmp_path, weights)
+    assert code == 2
+    assert f"got '{tmp_path / 'out.h5'}': {os.strerror(errno.ENOSYS)}" in err
+    assert "two runs" not in err
 
 
 @pytest.mark.parametrize("when", ["part", "end"])

@@ -142,7 +142,7 @@ OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover"}  # of torchrun, a
 def mentioned(source: str) -> set[str]:
     """Options in the strings of a source."""
     strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+    return {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)}
 
 
 @pytest.mark.parametrize("command", MODULES)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.draw.slide import DECADES, UNSEEN, draw_slide_map
+from flexdilated.draw.slide import DECADES, draw_slide_map
+from flexdilated.draw.weights import UNSEEN
 from tests.draw.layout import assert_apart
 
 SIDE = 512.0
@@ -38,6 +39,7 @@ def at(figure: Any, x: float, y: float, panel: int = 0, layer: int = 0) -> np.nd
 
 def test_every_tile_has_the_colour_of_its_weight() -> None:
     from matplotlib import colormaps
+    from matplotlib.colors import to_rgba
 
     coords = tissue(37, 29)
     weights = 10 ** (-4 * torch.rand(len(coords), dtype=torch.float64))
@@ -47,7 +49,7 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     largest = weights.max()
     for weight, corner in zip(weights, coords - low):
         value = 1 + (weight / largest).log10() / np.log10(DECADES)
-        expected = UNSEEN if weight == 0 else colormaps["cividis"](float(value.clamp(0, 1)))
+        expected = to_rgba(UNSEEN) if weight == 0 else colormaps["cividis"](float(value.clamp(0, 1)))
         np.testing.assert_allclose(at(figure, *(corner + SIDE / 2).tolist()), expected, atol=0.01)
     hole = (torch.tensor([37 * 0.35, 29 * 0.4]) * SIDE).tolist()
     assert at(figure, *hole)[3] == 0.0
@@ -99,14 +101,40 @@ def test_a_thumbnail_lies_underneath_in_the_same_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("picture", "slide_size", "message"),
+    [
+        # A slide of 8 x 4 tiles: sizes of another level, a thumbnail of a part, one that lies on its side.
+        (
+            (20, 40),
+            (8 * SIDE / 4, 4 * SIDE / 4),
+            "slide_size must be that of level 0, in which all tiles begin, got 1024 x 512 and",
+        ),
+        ((20, 30), (8 * SIDE, 4 * SIDE), "thumbnail must have the shape of the slide=4096 x 2048, got 30 x 20 pixels"),
+        ((40, 20), (8 * SIDE, 4 * SIDE), "thumbnail must have the shape of the slide=4096 x 2048, got 20 x 40 pixels"),
+    ],
+)
+def test_a_thumbnail_that_would_lie_beside_the_tiles_is_refused(
+    tmp_path: Path, picture: tuple[int, int], slide_size: tuple[float, float], message: str
+) -> None:
+    from matplotlib.image import imsave
+
+    imsave(tmp_path / "thumbnail.png", np.zeros((*picture, 3)))
+    options = {"tile_size": SIDE, "thumbnail": tmp_path / "thumbnail.png", "slide_size": slide_size}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        draw_slide_map(torch.ones(2), torch.tensor([[0.0, 0.0], [7 * SIDE, 3 * SIDE]]), **options)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": torch.ones(4)}, "weights must have shape (N,) or (P, N), and coords (N, 2), got (4,) and (3, 2)"),
-        ({"weights": torch.ones(65, 3)}, "weights must have at most 64 panels, got 65"),
-        ({"weights": torch.zeros(3)}, "weights must be finite, at least 0 and not all 0, got others"),
-        ({"weights": torch.tensor([1.0, -1.0, 0.0])}, "weights must be finite, at least 0 and not all 0"),
+        ({"weights": torch.ones(4)}, "coords must have shape (N, 2) with N=tiles of weights=4, got (3, 2)"),
+        ({"weights": torch.ones(2, 2, 3)}, "weights must have shape (N,) or (P, N), got (2, 2, 3)"),
+        ({"weights": torch.ones(65, 3)}, "weights must have from 1 to 64 panels, got 65"),
+        ({"weights": torch.zeros(3)}, "weights must not all be 0, got only zeros"),
+        ({"weights": torch.tensor([1.0, -1.0, 0.0])}, "weights must be finite and at least 0, got others"),
         ({"tile_size": 0.0}, "tile_size must be above 0 and finite, got 0.0"),
-        ({"slide_size": (5.0, 5.0)}, "slide_size must come with thumbnail, got (5.0, 5.0)"),
+        ({"slide_size": (5.0, 5.0)}, "slide_size must come with thumbnail, and a thumbnail with it, got (5.0, 5.0) and None"),
+        ({"thumbnail": "a.png"}, "slide_size must come with thumbnail, and a thumbnail with it, got None and a.png"),
         ({"titles": ["a", "b"]}, "titles must hold one text per panel=1, got ['a', 'b']"),
         ({"query": 3}, "query must be in [0, N=3), got 3"),
         ({"path": "a.jpg"}, "path must end in one of ('.png', '.pdf', '.svg'), got 'a.jpg'"),

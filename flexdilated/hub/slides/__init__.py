@@ -12,6 +12,7 @@ from flexdilated.hub.slides.formats import read_tiles as read_tiles
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
 from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
 from flexdilated.hub.slides.heatmap import write_table as write_table
+from flexdilated.hub.slides.source import Source as Source
 
 __all__ = [
     "Clock",
@@ -19,6 +20,7 @@ __all__ = [
     "FailedSlide",
     "Reading",
     "SlideError",
+    "Source",
     "Tiles",
     "encode_slides",
     "grid_cells",

@@ -18,6 +18,7 @@ from flexdilated.distributed.sharding import even_shard_lengths, group_of
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles, read_tiles
 from flexdilated.hub.slides.grid import grid_cells, neighbour_distance
+from flexdilated.hub.slides.source import Source, source_of
 
 SPARSE = 1.5  # tiles between neighbours, from which a note asks whether the size of a tile is right
 
@@ -42,6 +43,7 @@ class EncodedSlide:
         path: Of its file.
         embedding: `(embed_dim,)`, or for all layers `(depth + 1, embed_dim)`.
         coords: Of its tiles, `(N, 2)` pixels of level 0.
+        source: What its file held.
         tiles: `(N, embed_dim)`, the tiles in their context behind the last layer and its LayerNorm; None where not asked for.
         note: What a user may want to check.
     """
@@ -50,6 +52,7 @@ class EncodedSlide:
     path: Path
     embedding: Tensor
     coords: Tensor
+    source: Source
     tiles: Tensor | None = None
     note: str | None = None
 
@@ -76,6 +79,7 @@ class _Read(NamedTuple):
     path: Path
     tiles: Tiles
     cells: Tensor
+    source: Source
     note: str | None
 
 
@@ -120,7 +124,8 @@ def encode_slides(
         raise ValueError(f"storage must be float32 or float16, got {storage}")
     clock = Clock() if clock is None else clock
     reads = (_read(model, name, path, reading or Reading()) for name, path in slides.items())
-    packs = _packs(reads, 1 if model.mesh is not None else token_budget)
+    # Over a mesh every pack is one slide on every rank, even where only some can read it.
+    packs = _packs(reads, token_budget) if model.mesh is None else ([read] for read in reads)
     with ThreadPoolExecutor(1, thread_name_prefix="slides") as reader:
         ahead: Future[list[_Read | FailedSlide] | None] = reader.submit(next, packs, None)
         while True:
@@ -138,8 +143,11 @@ def encode_slides(
 
 
 def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
+    beside = reading.coords_folder
+    if beside is not None and (nested := beside / Path(name).parent).is_dir():
+        beside = nested
     try:
-        found = read_tiles(path, coords_folder=reading.coords_folder, table=reading.table)
+        found = read_tiles(path, coords_folder=beside, table=reading.table)
         if found.x.shape[1] != model.in_chans:
             raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {found.x.shape[1]}")
         cells = grid_cells(
@@ -149,26 +157,33 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
             slide_ngrids=model.slide_ngrids,
             shared_cells=reading.shared_cells,
         )
+        source = source_of(path)
     except SlideError as error:
         return FailedSlide(name, path, str(error))
+    except OSError as error:
+        return FailedSlide(name, path, f"must stay readable, got: {error.strerror}")
     note = None
     if found.tile_size_level0 is None and reading.tile_size_level0 is not None:
         step = neighbour_distance(found.coords)
         if step is not None and step > SPARSE * reading.tile_size_level0:
             note = f"neighbours are {step:g} apart: is a tile {reading.tile_size_level0:g} pixels wide at level 0?"
-    return _Read(name, path, found, cells, note)
+    return _Read(name, path, found, cells, source, note)
 
 
 def _packs(reads: Iterator[_Read | FailedSlide], token_budget: int) -> Iterator[list[_Read | FailedSlide]]:
+    """As many slides as the budget takes; one that failed is told at once where none waits for company."""
     pack: list[_Read | FailedSlide] = []
     filled = 0
     for read in reads:
         size = len(read.cells) if isinstance(read, _Read) else 0
-        if filled and size and filled + size > token_budget:
+        if filled and filled + size > token_budget:
             yield pack
             pack, filled = [], 0
         pack.append(read)
         filled += size
+        if filled == 0 or filled >= token_budget:
+            yield pack
+            pack, filled = [], 0
     if pack:
         yield pack
 
@@ -183,9 +198,15 @@ def _results(
         told: list[dict[str, FailedSlide]] = [{} for _ in range(model.mesh.size())]
         dist.all_gather_object(told, failures, group=model.mesh.get_group())
         failures = {name: failure for one in reversed(told) for name, failure in one.items()}
+        few = [slide for slide in read if len(slide.cells) < model.mesh.size()]
+        failures |= {slide.name: FailedSlide(slide.name, slide.path, _too_few(slide, model.mesh.size())) for slide in few}
         read = [slide for slide in read if slide.name not in failures]
     encoded = {slide.name: result for slide, result in zip(read, _encoded(model, read, all_layers, tiles, storage))}
     return [failures.get(slide.name) or encoded[slide.name] for slide in pack]
+
+
+def _too_few(slide: _Read, ranks: int) -> str:
+    return f"must have a tile for each of {ranks} ranks that encode it together, got {len(slide.cells)}"
 
 
 def _encoded(
@@ -221,7 +242,7 @@ def _encoded(
             results.append(FailedSlide(slide.name, slide.path, reason))
         else:
             assert kept[0] is not None
-            results.append(EncodedSlide(slide.name, slide.path, kept[0], slide.tiles.coords, kept[1], slide.note))
+            results.append(EncodedSlide(slide.name, slide.path, kept[0], slide.tiles.coords, slide.source, kept[1], slide.note))
     return results
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -49,6 +51,7 @@ class Tiles(NamedTuple):
         tile_size_level0: Side of a tile in those pixels, where the files say.
         magnification: At which the tiles were embedded, where the files say: 20 is half a micrometre per pixel.
         tile_ids: `(N,)` integers, where the tool gives tiles such.
+        slide_size: Width and height of the slide in pixels of level 0, where the files say.
     """
 
     x: Tensor
@@ -56,6 +59,7 @@ class Tiles(NamedTuple):
     tile_size_level0: float | None
     magnification: float | None
     tile_ids: Tensor | None = None
+    slide_size: tuple[float, float] | None = None
 
 
 class _Found(NamedTuple):
@@ -68,31 +72,37 @@ class _Found(NamedTuple):
 def list_slides(folder: Path) -> dict[str, Path]:
     """The slides in a folder and those below it, by name: the path without its ending, in the order of names.
 
-    What tools write beside embeddings is left out: hidden files, slide2vec's tables of coordinates.
+    Links are followed; one that leads nowhere counts as a slide, which cannot be read. What tools write beside embeddings is left
+    out: hidden files, slide2vec's tables of coordinates, embeddings that `encode-slide` put beside the tiles.
 
     Raises:
-        ValueError: If two files have one name, or there is none.
+        ValueError: If two files have one name, a name is no UTF-8 or leads back to a folder above, or there is none.
     """
     found: dict[str, Path] = {}
-    for path in sorted(_files(folder)):
+    for path in sorted(_files(folder, ())):
         name = path.relative_to(folder).with_suffix("").as_posix()
         if name in found:
             raise ValueError(f"FOLDER must hold one file of each slide, got '{found[name]}' and '{path}'")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # as Python reads other bytes
+            raise ValueError(f"FOLDER must hold slides whose names are UTF-8, got {os.fsencode(path)!r}")
         found[name] = path
     if not found:
         raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
-    return found
+    return dict(sorted(found.items()))
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    above = (*above, folder.resolve())
     for path in folder.iterdir():
         suffix = path.suffix.lower()
-        if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz")):
+        if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz", ".slide.pt", ".slide.npz")):
             continue
-        if suffix == STORE_SUFFIX or (suffix in SUFFIXES and path.is_file()):
+        if suffix == STORE_SUFFIX or (suffix in SUFFIXES and not path.is_dir()):
             yield path
         elif path.is_dir():
-            yield from _files(path)
+            if path.resolve() in above:
+                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{path}'")
+            yield from _files(path, above)
 
 
 def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | None = None) -> Tiles:
@@ -100,8 +110,8 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
 
     Args:
         path: A .pt, .npz or .h5 file, or a .zarr folder of LazySlide's.
-        coords_folder: Where files of the same name hold coordinates: CLAM's `patches`, slide2vec's `tiles`. What the file of the
-            embeddings says as well must agree.
+        coords_folder: Where files of the same name hold coordinates: CLAM's `patches`, TRIDENT's, whose names end in `_patches`,
+            slide2vec's `tiles`. What the file of the embeddings says as well must agree.
         table: Which table of a .zarr holds the embeddings. Default: the only one.
 
     Raises:
@@ -109,9 +119,10 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
     """
     try:
         if path.suffix.lower() == STORE_SUFFIX:
-            features, corners, ids, side, magnification = spatialdata.read(path, table)
-            tiles = _checked(_tensor("X", features, FLOATS), torch.from_numpy(corners), side, magnification)
-            return tiles._replace(tile_ids=torch.from_numpy(ids))
+            stored = spatialdata.read(path, table)
+            x, corners = _tensor("X", stored.x, FLOATS), torch.from_numpy(stored.coords)
+            tiles = _checked(x, corners, stored.side, stored.magnification)
+            return tiles._replace(tile_ids=torch.from_numpy(stored.tile_ids), slide_size=stored.slide_size)
         found = _open(path)
     except ImportError as error:
         raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'") from None
@@ -124,7 +135,9 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
         raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
     x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
     coords, attributes = _coordinates(path, found, coords_folder)
-    return _checked(x, coords, _tile_side(attributes), _magnification(attributes))
+    width, height = (_number(attributes.get(f"level0_{name}")) for name in ("width", "height"))
+    tiles = _checked(x, coords, _tile_side(attributes), _number(attributes.get("target_magnification")))
+    return tiles if width is None or height is None else tiles._replace(slide_size=(width, height))
 
 
 def count_tiles(path: Path, table: str | None = None) -> int:
@@ -145,9 +158,9 @@ def count_tiles(path: Path, table: str | None = None) -> int:
 
             with h5py.File(path, "r") as file:
                 shapes = {key: file[key].shape for key in EMBEDDINGS if key in file}
+        return max((shape[-2] for shape in shapes.values() if len(shape) >= 2), default=0)
     except (ImportError, *DAMAGED):
         return 0
-    return max((shape[-2] for shape in shapes.values() if len(shape) >= 2), default=0)
 
 
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
@@ -158,21 +171,29 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
         return read(file)[0]
 
 
-def read_arrays(path: Path) -> dict[str, Any]:
-    """What a .pt, .npz or .h5 file holds by key, in its order; only what can be used is read, the rest is None.
+def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
+    """What a .pt, .npz or .h5 file holds by key, in its order, and the side of a tile at level 0 where the file says it.
+
+    Only what can be used is read, the rest is None.
 
     Raises:
         ImportError: If the file needs a library that is not installed.
         OSError: If it is damaged, like the others of `DAMAGED`.
     """
-    return dict(_open(path, named_only=True).arrays)
+    found = _open(path, named_only=True)
+    return dict(found.arrays), _tile_side(found.attributes)
 
 
 def _open(path: Path, *, named_only: bool = False) -> _Found:
     """A file's arrays and attributes; `named_only`: neither a bare tensor as embeddings nor slide2vec's tables of coordinates."""
     wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
     if path.suffix.lower() == ".pt":
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
+                raise TypeError(f"it holds {held[1]}, where tensors must be") from None
+            raise
         if not named_only and isinstance(loaded, Tensor):
             return _Found({"features": loaded}, {})
         if not isinstance(loaded, dict):
@@ -203,7 +224,8 @@ def _coordinates(path: Path, found: _Found, coords_folder: Path | None) -> tuple
         return _of_slide2vec(meta, found, coords_folder)
     beside = None
     if coords_folder is not None:
-        beside = next((p for suffix in SUFFIXES if (p := coords_folder / f"{path.stem}{suffix}").is_file()), None)
+        names = [f"{path.stem}{of_trident}{suffix}" for of_trident in ("", "_patches") for suffix in SUFFIXES]
+        beside = next((p for name in names if (p := coords_folder / name).is_file()), None)
     if beside is None:
         if own is None:
             tried = "" if coords_folder is None else f", nor has '{coords_folder}' a file of that name"
@@ -273,10 +295,6 @@ def _tile_side(attributes: Mapping[str, Any]) -> float | None:
     size, downsample = _number(attributes.get("patch_size")), attributes.get("downsample")
     whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
     return None if size is None or whole is None else size * whole
-
-
-def _magnification(attributes: Mapping[str, Any]) -> float | None:
-    return _number(attributes.get("target_magnification"))
 
 
 def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:

@@ -46,7 +46,7 @@ def grid_cells(
     coords = tiles.coords
     if (twice := len(coords) - len(coords.unique(dim=0))) > 0:
         raise SlideError(f"has {twice} tiles at coordinates that another tile has too")
-    cells = coords.double().div(side).floor().to(torch.int64)
+    cells = cells_of(coords, side)
     outside = (cells < 0) | (cells >= slide_ngrids)
     if bool(outside.any()):
         row = int(outside.any(dim=1).nonzero()[0])
@@ -54,13 +54,23 @@ def grid_cells(
             f"has tile {row} at {coords[row].tolist()}, outside the grid of {slide_ngrids} cells of {side:g} pixels from 0 on; "
             "raise --slide-ngrids, or check --tile-size-level0"
         )
-    occupied = len(cells.unique(dim=0))
-    if occupied < len(cells) and not shared_cells:
-        raise SlideError(
-            f"would put {len(cells)} tiles in {occupied} cells of {side:g} pixels, where tiles in one cell cannot be told apart; "
-            + _remedy(coords, side)
-        )
+    if not shared_cells and (reason := why_shared(coords, side)) is not None:
+        raise SlideError(reason)
     return cells
+
+
+def cells_of(coords: Tensor, side: float) -> Tensor:
+    """Coordinates over the side of a tile, rounded down."""
+    return coords.double().div(side).floor().to(torch.int64)
+
+
+def why_shared(coords: Tensor, side: float) -> str | None:
+    """What is wrong where tiles would share cells, as the end of a sentence that begins with the slide; None where none do."""
+    occupied = len(cells_of(coords, side).unique(dim=0))
+    if occupied == len(coords):
+        return None
+    told = f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where tiles in one cell cannot be told apart; "
+    return told + _remedy(coords, side)
 
 
 def neighbour_distance(coords: Tensor) -> float | None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64], float | None, float | None]:
-    """Embeddings `(N, C)`, coordinates `(N, 2)` at level 0 and ids `(N,)` in their order, side of a tile there, magnification.
+class Stored(NamedTuple):
+    """Embeddings `(N, C)`, corners `(N, 2)` at level 0 and ids `(N,)` of tiles; side, magnification, the slide's size."""
+
+    x: NDArray[Any]
+    coords: NDArray[np.int64]
+    tile_ids: NDArray[np.int64]
+    side: float | None
+    magnification: float | None
+    slide_size: tuple[float, float] | None
+
+
+def read(path: Path, table: str | None) -> Stored:
+    """The tiles of a table, in its order.
 
     The features of `tiles` lie in the table `NAME_tiles`, which says what tiles it is of.
 
@@ -32,7 +43,9 @@ def read(path: Path, table: str | None) -> tuple[NDArray[Any], NDArray[np.int64]
     corners = np.stack([places["x"].to_numpy(), places["y"].to_numpy()], axis=-1)
     coords = corners[[place_of[tile] for tile in tiles]].astype(np.int64).reshape(-1, 2)
     side, magnification = _geometry(spec, properties)
-    return np.asarray(x[:]), coords, np.asarray(tiles, np.int64), side, magnification
+    height, width = properties.get("shape") or (None, None)
+    slide_size = (float(width), float(height)) if width and height else None
+    return Stored(np.asarray(x[:]), coords, np.asarray(tiles, np.int64), side, magnification, slide_size)
 
 
 def count(path: Path, table: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,10 +17,14 @@ import numpy as np
 
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.slides.encode import EncodedSlide, FailedSlide
+from flexdilated.hub.slides.source import Source
 
 FORMAT = "flexdilated slides 1"
 # What a run leaves beside its output until the end.
 RUN, PART = "run.json", "part-*.h5"
+# What a file holds of every slide beside its embedding.
+TEXTS = ("names", "files", "file_digests")
+NUMBERS = ("num_tiles", "file_sizes", "file_times")
 ANEW = "anew"  # says that the output is of an earlier run, which is to be replaced
 
 
@@ -38,15 +43,17 @@ def locked(output: Path) -> Iterator[None]:
 
     Raises:
         StoreError: If another run does.
-        OSError: If the file of the lock cannot be written.
+        OSError: If the file of the lock cannot be written, or the file system has no locks.
     """
     path = output.with_name(f".{output.name}.lock")
     while True:
         file = path.open("ab")
         try:
             _lock(file.fileno())
-        except OSError:
+        except OSError as error:
             file.close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):  # of a file system that knows no locks
+                raise
             raise StoreError(
                 f"--output must not be written by two runs at once, got '{output}', which another one writes"
             ) from None
@@ -76,8 +83,8 @@ def _lock(descriptor: int) -> None:
 
 def begin(
     output: Path, settings: Mapping[str, Any], versions: Mapping[str, Any], *, resume: bool, overwrite: bool
-) -> dict[str, tuple[str, int]]:
-    """Make the folder of parts, or go on in it; what is done already: by name, the file of the slide and its size.
+) -> dict[str, Source]:
+    """Make the folder of parts, or go on in it; what is done already, by name.
 
     Args:
         output: The file.
@@ -99,7 +106,7 @@ def begin(
     folder.mkdir(exist_ok=True)
     if overwrite and output.exists():
         (folder / ANEW).touch()
-    done: dict[str, tuple[str, int]] = {}
+    done: dict[str, Source] = {}
     runs: list[Any] = []
     if kept := _kept(output):
         with _opened(kept) as file:
@@ -116,8 +123,7 @@ def begin(
                 done |= _listed(file)
         except StoreError:  # of a machine that went down: its slides are encoded again
             part.unlink()
-    with replaced(folder / RUN) as opened:
-        opened.write(json.dumps({"settings": settings, "runs": [*runs, versions]}, indent=1).encode())
+    _write(folder / RUN, json.dumps({"settings": settings, "runs": [*runs, versions]}, indent=1).encode())
     return done
 
 
@@ -134,19 +140,15 @@ def write_part(output: Path, slides: Sequence[EncodedSlide]) -> None:
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
         file.attrs["format"] = FORMAT
-        file.create_dataset("names", data=[slide.name for slide in slides], dtype=h5py.string_dtype())
-        file.create_dataset("files", data=[str(slide.path) for slide in slides], dtype=h5py.string_dtype())
-        file["file_sizes"] = np.array([size_of(slide.path) for slide in slides], np.int64)
-        file["num_tiles"] = np.array([len(slide.coords) for slide in slides], np.int64)
+        texts = zip(*((slide.name, slide.source.file, slide.source.digest) for slide in slides))
+        numbers = zip(*((len(slide.coords), slide.source.size, slide.source.time) for slide in slides))
+        _write_columns(file, dict(zip(TEXTS, texts)), dict(zip(NUMBERS, numbers)))
         file["embeddings"] = np.stack([slide.embedding.numpy() for slide in slides])
         for slide in slides:
             if slide.tiles is not None:
                 group = file.create_group(f"tiles/{_quoted(slide.name)}")
                 group["embeddings"], group["coords"] = slide.tiles.numpy(), slide.coords.numpy()
-    with replaced(parts_folder(output) / f"part-{secrets.token_hex(8)}.h5") as written:
-        written.write(buffer.getbuffer())
-        written.flush()
-        os.fsync(written.fileno())
+    _write(parts_folder(output) / f"part-{secrets.token_hex(8)}.h5", buffer.getbuffer())
 
 
 def finish(output: Path, order: Iterable[str], failed: Sequence[FailedSlide]) -> int:
@@ -172,12 +174,7 @@ def finish(output: Path, order: Iterable[str], failed: Sequence[FailedSlide]) ->
     try:
         _reserve(partial, sum(path.stat().st_size for path in sources))
         with h5py.File(partial, "w") as whole:
-            opened = {path: h5py.File(path, "r") for path in sources}
-            try:
-                _copy(whole, [(name, opened[path], row) for name, (path, row) in ordered.items()])
-            finally:
-                for file in opened.values():
-                    file.close()
+            _copy(whole, ordered)
             failures = whole.create_group("failed")
             for key, values in (("names", [slide.name for slide in failed]), ("reasons", [slide.reason for slide in failed])):
                 failures.create_dataset(key, data=values, dtype=h5py.string_dtype())
@@ -185,6 +182,7 @@ def finish(output: Path, order: Iterable[str], failed: Sequence[FailedSlide]) ->
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         partial.replace(output)
+        (folder / ANEW).unlink(missing_ok=True)  # the output is this run's now
     except RuntimeError as error:  # h5py's, of a file that it could not close
         raise OSError(str(error)) from None
     finally:
@@ -199,31 +197,46 @@ def discard(output: Path) -> None:
     _remove(parts_folder(output))
 
 
-def _copy(whole: Any, slides: Sequence[tuple[str, Any, int]]) -> None:
-    """Rows of several files as one; every array is read when it is written."""
+def _copy(whole: Any, slides: Mapping[str, tuple[Path, int]]) -> None:
+    """Rows of several files as one; one of the files is open at a time, since a long run leaves thousands."""
+    rows_of: dict[Path, list[tuple[int, str, int]]] = {}
+    for place, (name, (path, row)) in enumerate(slides.items()):
+        rows_of.setdefault(path, []).append((place, name, row))
+    texts = {key: [""] * len(slides) for key in TEXTS}
+    numbers = {key: [0] * len(slides) for key in NUMBERS}
+    for path, rows in rows_of.items():
+        with _opened(path) as file:
+            embeddings = file["embeddings"]
+            if "embeddings" not in whole:
+                whole.create_dataset("embeddings", (len(slides), *embeddings.shape[1:]), embeddings.dtype)
+            strings, integers = {key: _strings(file[key]) for key in TEXTS}, {key: file[key][:].tolist() for key in NUMBERS}
+            for place, name, row in rows:
+                whole["embeddings"][place] = embeddings[row]
+                for key, found in strings.items():
+                    texts[key][place] = found[row]
+                for key, counts in integers.items():
+                    numbers[key][place] = counts[row]
+                group = f"tiles/{_quoted(name)}"
+                if group in file:
+                    file.copy(group, whole.require_group("tiles"), name=_quoted(name))
+    _write_columns(whole, texts, numbers)
+
+
+def _write_columns(file: Any, texts: Mapping[str, Sequence[str]], numbers: Mapping[str, Sequence[int]]) -> None:
     import h5py
 
-    whole.create_dataset("names", data=[name for name, _, _ in slides], dtype=h5py.string_dtype())
-    whole.create_dataset("files", data=[_strings(file["files"])[row] for _, file, row in slides], dtype=h5py.string_dtype())
-    for key in ("file_sizes", "num_tiles"):
-        whole[key] = np.array([file[key][row] for _, file, row in slides], np.int64)
-    if not slides:
-        return
-    first = slides[0][1]["embeddings"]
-    embeddings = whole.create_dataset("embeddings", (len(slides), *first.shape[1:]), first.dtype)
-    for place, (name, file, row) in enumerate(slides):
-        embeddings[place] = file["embeddings"][row]
-        group = f"tiles/{_quoted(name)}"
-        if group in file:
-            file.copy(group, whole.require_group("tiles"), name=_quoted(name))
+    for key, values in texts.items():
+        file.create_dataset(key, data=list(values), dtype=h5py.string_dtype())
+    for key, counts in numbers.items():
+        file[key] = np.array(counts, np.int64)
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all in a folder: a slide whose file has another size is another slide. 0 where it is gone."""
-    try:
-        return sum(size_of(inner) for inner in path.iterdir()) if path.is_dir() else path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def _write(path: Path, data: bytes | memoryview) -> None:
+    """A whole file, or none, also where the machine goes down."""
+    with replaced(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _quoted(name: str) -> str:
@@ -250,8 +263,10 @@ def _kept(output: Path) -> Path | None:
     return output if output.exists() and not (parts_folder(output) / ANEW).exists() else None
 
 
-def _listed(file: Any) -> dict[str, tuple[str, int]]:
-    return dict(zip(_strings(file["names"]), zip(_strings(file["files"]), (int(size) for size in file["file_sizes"]))))
+def _listed(file: Any) -> dict[str, Source]:
+    texts = [_strings(file[key]) for key in TEXTS]
+    numbers = [file[key][:].tolist() for key in NUMBERS[1:]]
+    return {name: Source(path, size, time, digest) for name, path, digest, size, time in zip(*texts, *numbers)}
 
 
 def _strings(dataset: Any) -> list[str]:

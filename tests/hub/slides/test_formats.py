@@ -54,16 +54,63 @@ def test_a_folder_gives_its_slides_in_the_order_of_their_names(tmp_path: Path) -
         write_plain(tmp_path, "c", x, coords),
         write_plain(tmp_path, "a", x, coords, ".npz"),
     ]
-    for other in (".hidden.pt", "notes.txt", "c.coordinates.npz"):
+    for other in (".hidden.pt", "notes.txt", "c.coordinates.npz", "c.slide.pt", "a.slide.npz"):
         (tmp_path / other).write_text("no slide")
     assert list_slides(tmp_path) == {"a": paths[2], "b/x": paths[0], "c": paths[1]}
-    assert list(list_slides(tmp_path)) == ["a", "b/x", "c"]
+    paths.append(write_plain(tmp_path, "a-1", x, coords))
+    assert list(list_slides(tmp_path)) == ["a", "a-1", "b/x", "c"]
     write_trident(tmp_path, "c", x, coords)
     with pytest.raises(ValueError, match=r"FOLDER must hold one file of each slide, got '.*c\.h5' and '.*c\.pt'"):
         list_slides(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"FOLDER must hold slides, which end in \.pt, \.h5, \.npz, \.zarr, got none"):
         list_slides(tmp_path / "empty")
+
+
+def test_links_are_followed_and_one_that_leads_nowhere_is_a_slide_that_cannot_be_read(tmp_path: Path) -> None:
+    path = write_trident(tmp_path / "elsewhere", "a", *draw_tiles(3))
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    (folder / "a b é.h5").symlink_to(path)
+    (folder / "more").symlink_to(path.parent)
+    (folder / "gone.h5").symlink_to(tmp_path / "nowhere.h5")
+    found = list_slides(folder)
+    assert list(found) == ["a b é", "gone", "more/a"]
+    assert torch.equal(read_tiles(found["a b é"]).x, read_tiles(found["more/a"]).x)
+    with pytest.raises(SlideError, match=r"^is damaged or no whole \.h5 file: .*No such file"):
+        read_tiles(found["gone"])
+    (folder / "more" / "again").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"FOLDER must hold no link to a folder above it, got '.*again'"):
+        list_slides(folder)
+
+
+def test_a_name_that_the_output_cannot_hold_is_refused(tmp_path: Path) -> None:
+    write_plain(tmp_path, "a", *draw_tiles(3)).rename(tmp_path / "a\udcff.pt")
+    with pytest.raises(ValueError, match=re.escape(r"FOLDER must hold slides whose names are UTF-8, got b'")):
+        list_slides(tmp_path)
+
+
+def test_coordinates_of_trident_lie_in_files_whose_names_end_in_patches(tmp_path: Path) -> None:
+    x, coords = draw_tiles(TILES)
+    path = WRITERS["trident"](tmp_path / "features", "a", x, coords)
+    patches = write_trident(tmp_path / "patches", "a_patches", x, coords)
+    with h5py.File(patches, "r+") as file:
+        del file["features"]
+    path.unlink()
+    path = path.with_suffix(".pt")
+    torch.save(x, path)
+    found = read_tiles(path, coords_folder=tmp_path / "patches")
+    assert torch.equal(found.coords, coords)
+    assert (found.tile_size_level0, found.magnification) == (SIDE, 20.0)
+    torch.save(x.numpy(), path)
+    with pytest.raises(SlideError, match=r"^is damaged or no whole \.pt file: it holds numpy\.\S+, where tensors must be"):
+        read_tiles(path, coords_folder=tmp_path / "patches")
+
+
+def test_the_size_of_the_slide_is_read(tmp_path: Path) -> None:
+    x, coords = draw_tiles(TILES)
+    assert read_tiles(write_trident(tmp_path, "a", x, coords)).slide_size is None  # the height is 'None'
+    assert read_tiles(write_trident(tmp_path, "b", x, coords, level0_height=9999)).slide_size == (29 * SIDE, 9999)
 
 
 def damage(path: Path, kept: float) -> None:
@@ -78,6 +125,14 @@ def test_a_file_that_was_cut_is_damaged(tmp_path: Path, tool: str, kept: float) 
     with pytest.raises(SlideError, match=rf"^is damaged or no whole \{path.suffix} file: \S"):
         read_tiles(path, coords_folder=tmp_path / "patches" if "clam" in tool else None)
     assert count_tiles(path) in (0, 499)  # a header may be whole
+
+
+def test_a_dataset_without_elements_is_no_array(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"], file["coords"] = h5py.Empty("f4"), np.zeros((3, 2))
+    with pytest.raises(SlideError, match="features must be a dense array, got Empty"):
+        read_tiles(tmp_path / "a.h5")
+    assert count_tiles(tmp_path / "a.h5") == 0
 
 
 @needs_zarr

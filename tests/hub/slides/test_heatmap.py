@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from flexdilated import attention_map
-from flexdilated.hub.slides import tile_attention, write_table
+from flexdilated.hub.slides import grid_cells, read_tiles, tile_attention, write_table
 from tests.commands import invoke
-from tests.hub.slides.tools import SIDE, draw_tiles, write_trident
+from tests.hub.slides.tools import SIDE, draw_tiles, write_lazyslide, write_trident
 from tests.hub.test_slide_encoder import DEPTH, GRIDS, HEADS, TILE_SIZE, draw_slides, encoder_model, hidden_states, norm
-from tests.tolerances import EXACT
+from tests.tolerances import EXACT, SINGLE
 
 N = 53
 
@@ -128,6 +128,71 @@ def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["layer 1, mean of heads"]
 
 
+needs_zarr = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("zarr", "pyarrow")), reason="needs zarr and pyarrow, of the extra 'slides'"
+)
+
+
+@needs_zarr
+def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> None:
+    from flexdilated.hub.gigapath import create_model
+
+    path, table = write_lazyslide(weights.parent, "slide", *draw_tiles(N)), weights.with_name("map.csv")
+    fixed = ("map-slide", path, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
+    assert invoke(*fixed, "--tile=5")[0] == 0
+    slide = read_tiles(path)
+    assert slide.tile_ids is not None
+    row = slide.tile_ids.tolist().index(5)
+    assert row != 5
+    expected = tile_attention(create_model(str(weights), "tiny", 7).eval(), slide.x, grid_cells(slide) * 256, tile=row)[0].mean(0)
+    with table.open(newline="") as file:
+        found = {int(tile): float(value) for tile, _, _, value in list(csv.reader(file))[1:]}
+    actual = torch.tensor([found[tile] for tile in slide.tile_ids.tolist()])
+    torch.testing.assert_close(actual, expected, **SINGLE)
+    code, _, err = invoke(*fixed, "--tile=99")
+    assert (code, err) == (2, "error: --tile must be a tile_id of the slide, got 99\n")
+
+
+def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights: Path) -> None:
+    from matplotlib.image import imsave
+
+    picture, thumbnail = weights.with_name("map.png"), weights.with_name("thumbnail.png")
+    imsave(thumbnail, torch.rand(29, 29, 3).numpy())
+    code, _, err = run(weights, f"--output={picture}", f"--thumbnail={thumbnail}")
+    assert code == 2
+    assert "--thumbnail must come with --slide-size where the file does not say how large the slide is, as '" in err
+    assert run(weights, f"--output={picture}", f"--thumbnail={thumbnail}", f"--slide-size={29 * SIDE},{29 * SIDE}")[0] == 0
+    before = picture.read_bytes()
+    tiles = write_trident(weights.parent, "slide", *draw_tiles(N), level0_height=29 * SIDE)
+    fixed = ("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--thumbnail={thumbnail}")
+    assert invoke(*fixed, f"--output={picture}")[0] == 0
+    assert picture.read_bytes() == before
+    code, _, err = invoke(*fixed, f"--output={thumbnail}")
+    assert (code, err) == (2, f"error: --output must be another file than --thumbnail, got '{thumbnail}'\n")
+
+
+def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
+    """Tiles that overlap, and weights of another pattern and order."""
+    from flexdilated.hub.gigapath import create_model
+
+    model = create_model(None, "tiny", 7, tile_size=128, max_wsi_size=4096, slide_ngrids=60, order="hilbert").eval()
+    torch.save({"model": model.state_dict(), "order": "hilbert", "pattern": model.pattern.to_dict()}, weights)
+    x, coords = draw_tiles(N)
+    table = weights.with_name("map.csv")
+    coords = torch.cat([coords, coords[:1] + 3])
+    tiles = write_trident(weights.parent, "slide", torch.cat([x, x[:1]]), coords)
+    fixed = ("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--output={table}")
+    sizes = ("--tile-size=128", "--max-wsi-size=4096", "--slide-ngrids=60", "--order=hilbert")
+    code, _, err = invoke(*fixed, *sizes)
+    assert code == 2
+    assert "would put 54 tiles in 53 cells of 512 pixels" in err
+    assert invoke(*fixed, *sizes, "--shared-cells")[0] == 0
+    expected = tile_attention(model, torch.cat([x, x[:1]]), coords // SIDE * 128)[0].mean(0)
+    with table.open(newline="") as file:
+        actual = torch.tensor([float(row[3]) for row in list(csv.reader(file))[1:]])
+    torch.testing.assert_close(actual, expected, **SINGLE)
+
+
 def test_map_slide_needs_weights(tmp_path: Path) -> None:
     tiles = write_trident(tmp_path, "slide", *draw_tiles(N))
     assert invoke("map-slide", tiles, "--output=a.png") == (2, "", "error: --weights must name a checkpoint, got none\n")
@@ -145,7 +210,13 @@ def test_map_slide_needs_weights(tmp_path: Path) -> None:
         (["--output=a.png", "--slide-size=5,5"], "--slide-size must be width,height and come with --thumbnail, got '5,5'"),
         (["--output=a.png", "--tile-size-level0=100"], "slide.h5' says that a tile has 512 pixels at level 0"),
         (["--output=a.png", "--arch=huge"], "--arch must be one of "),
-        (["--output=a.png", "--coords=x", "--weights=none"], "--weights must be a file that exists, got 'none'"),
+        (["--output=a.png", "--coords=x"], "--coords must be a folder that exists, got 'x'"),
+        (["--output=a.png", "--weights=none"], "--weights must be a file that exists, got 'none'"),
+        (["--output=a.png", "--magnification=40"], "says that its tiles were embedded at magnification 20, --magnification is 40"),
+        (["--output=a.png", "--magnification=0"], "--magnification must be above 0 and finite, got 0"),
+        (["--output=a.png", "--slide-ngrids=5"], "outside the grid of 5 cells of 512 pixels from 0 on"),
+        (["--output=a.png", "--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
+        (["--output=a.png", "--max-wsi-size=0"], "--tile-size must be in [1, --max-wsi-size=0], got 256"),
     ],
 )
 def test_map_slide_refuses_what_it_cannot_draw(weights: Path, more: list[str], message: str) -> None:
