@@ -114,7 +114,8 @@ def dilated_attention(
         score_mod: FlexAttention's score function, `(score, b, h, q_idx, kv_idx)` to a score: pointwise, in the positions of the
             tokens as they are given here, whatever layout runs underneath. Tensors that it holds get their gradients.
         mask_mod: FlexAttention's mask function, `(b, h, q_idx, kv_idx)` to whether the query sees the key; it takes pairs away
-            from the pattern.
+            from the pattern. Over a mesh both functions, of positions in the whole sequence, must be the same on all ranks; a
+            rank's gradient of what they hold is that of the pairs that it scores: the sum over ranks is the whole.
         backend: `"auto"`, or the name of an engine: `"sdpa"`, `"flash"`, `"triton"`, `"flex"`, `"reference"`. A named engine runs
             or raises, it is never replaced.
         return_lse: Whether to return `lse` too. It is differentiable.
@@ -132,8 +133,8 @@ def dilated_attention(
     Raises:
         ValueError: If a shape, length, probability or name is wrong, or the pattern has more groups of heads than k has heads.
         TypeError: If an argument has the wrong type or dtype.
-        NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions over
-            a mesh.
+        NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions with
+            `exchange="ring"`.
     """
     out, lse = attend(
         q,

@@ -85,6 +85,4 @@ def choose_kernel(engine: str, request: Request) -> Kernel:
 def _divided_why_not(name: str, request: Request) -> str | None:
     if name not in KERNEL_ENGINES:
         return f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
-    if request.modified:
-        return "shards have no score_mod or mask_mod; call it on the whole sequence"
     return BACKENDS[name](request)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,6 +61,22 @@ def spread(seed: int, ordinal: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
     return (z ^ (z >> 31)) % (1 << 63)
+
+
+@contextmanager
+def draws_of_its_own(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Random numbers of a seed inside, for a part of a model's tokens or heads; torch's own where there is none."""
+    if seed is None:
+        yield
+    elif device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+    else:
+        module = torch.get_device_module(device)
+        with torch.random.fork_rng(devices=[device], device_type=device.type), module.device(device):
+            module.manual_seed(seed)
+            yield
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]

@@ -1,8 +1,9 @@
-"""The mixture under users' score and mask functions: scores held a bounded number at a time, differentiated by autograd.
+"""The mixture under users' score and mask functions. Long: pieces, and grids where sizes are symbols, share what a pair is.
 
-Scores are computed for some segments and some of their queries at a time, and again in the backward (activation checkpointing), so
-that never more than `SCORES` of them exist: autograd finds whatever tensors the functions hold, learnable tables included. Under
-torch.func, which checkpoints nothing, the backward finds them all kept.
+Scores are held a bounded number at a time and differentiated by autograd: they are computed for some segments and some of their
+queries at once, and again in the backward (activation checkpointing), so that never more than `SCORES` of them exist. Autograd
+finds whatever tensors the functions hold, learnable tables included. Under torch.func, which checkpoints nothing, all scores are
+kept.
 
 Where compiled code has a symbol for the number of tokens, branches are read as padded grids instead of pieces, so that few graphs
 serve every number.
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.grids import Grid, draw_grids, num_parts
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
+from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
 from flexdilated.backends.pieces import Piece, plan_pieces
@@ -37,6 +39,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
+    if _part(call, k) is not None and call.dropout_p > 0.0:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "dropout_p must be 0 with score_mod and mask_mod on a part of a model's heads in compiled code, got "
+                f"{call.dropout_p}"
+            )
+        seed = draw_seed(call.dropout_p, call.first_sequence)
+        assert seed is not None
+        with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
+            return _pieces(q, k, v, call)
     if call.cu_seqlens is not None:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
@@ -54,7 +66,8 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """Every piece of every document, and their mixture."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
-    plans = [plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal) for _, length in spans]
+    num_heads, within = call.num_heads or k.shape[2], _part(call, k)
+    plans = [plan_pieces(pattern, ((0, length),), num_heads, call.is_causal, within) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
     if key_padding_mask is not None:
@@ -67,14 +80,21 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     with without_autocast(q.device):
         for (start, length), pieces, (q_d, k_d, v_d) in zip(spans, plans, parts):
             ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
-            results = [(piece, *_piece(q_d, k_d, v_d, ignored, start, piece, call)) for piece in pieces]
-            out, lse = mix(results, q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
+            results = [(piece, *attend_piece(q_d, k_d, v_d, ignored, start, piece, call)) for piece in pieces]
+            out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call) -> tuple[Tensor, Tensor]:
+def _part(call: Call, k: Tensor) -> range | None:
+    """The key/value heads held here, where they are not all of the model's."""
+    return None if call.num_heads in (None, k.shape[2]) else range(call.first_head, call.first_head + k.shape[2])
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call
+) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`."""
     group, device = q.shape[2] // k.shape[2], q.device
     lanes = piece.offsets * piece.heads
@@ -90,30 +110,38 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
     hidden = None
     if ignored is not None:
         hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0].split(segments, dim=1)
-    outs, lses, recomputes = [], [], _recomputes(q, k, v)
+    outs, lses = [], []
     for i, kv_idx in enumerate(position.split(segments)):
         chunks = []
         for q_c, q_idx in zip(q_s[i].split(rows, dim=5), kv_idx.split(rows, dim=2)):
-            arguments = (
-                q_c,
-                k_s[i],
-                v_s[i],
-                None if hidden is None else hidden[i],
-                b,
-                h,
-                q_idx[None, :, :, None, None, :, None],
-                kv_idx[None, :, :, None, None, None, :],
-                call,
-            )
-            chunks.append(checkpoint(_attend, *arguments, use_reentrant=False) if recomputes else _attend(*arguments))
+            mask = None if hidden is None else hidden[i]
+            pairs = q_idx[None, :, :, None, None, :, None], kv_idx[None, :, :, None, None, None, :]
+            chunks.append(attend_rows(q_c, k_s[i], v_s[i], mask, b, h, *pairs, call))
         outs.append(torch.cat([out for out, _ in chunks], dim=5))
         lses.append(torch.cat([lse for _, lse in chunks], dim=5))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def _recomputes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the backward computes scores again. Neither torch.func nor programs exported strictly can run checkpoints."""
-    return torch.is_grad_enabled() and not is_transformed(q, k, v) and not torch.compiler.is_exporting()
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`.
+
+    `hidden`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
+    The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
+    """
+    arguments = (q, k, v, hidden, b, h, q_idx, kv_idx, call)
+    if torch.is_grad_enabled() and not is_transformed(q, k, v) and not torch.compiler.is_exporting():
+        return checkpoint(_attend, *arguments, use_reentrant=False)
+    return _attend(*arguments)
 
 
 def _attend(
@@ -127,7 +155,7 @@ def _attend(
     kv_idx: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some queries `(B, ..., group, rows, D)` over the keys of their segments, `(B, ..., 1, R, D)`."""
+    """As `attend_rows`, which see."""
     q, k, v = (x.to(accumulated(x.dtype)) for x in (q, k, v))
     group, rows = q.shape[-3:-1]
     scores = _multiply(q.flatten(-3, -2), k[..., 0, :, :].transpose(-1, -2)).unflatten(-2, (group, rows)) * call.checked_scale()
@@ -162,6 +190,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         raise NotImplementedError(
             "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
             "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
+        )
+    if _part(call, k) is not None:
+        raise NotImplementedError(
+            "q must have a static number of tokens for score_mod and mask_mod on a part of a model's heads in compiled code, got a "
+            "dynamic one; use torch.compile(dynamic=False)"
         )
     pattern, ignored = call.pattern, call.key_padding_mask
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
@@ -211,7 +244,7 @@ def _branch(
     k, v = (x[:, k_token, kv_head].masked_fill(beyond[..., None], 0.0)[:, :, None] for x in (k, v))
     hidden = beyond[None] if ignored is None else beyond | ignored[:, k_token]
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None]
-    outs, lses, recomputes = [], [], _recomputes(q, k, v)
+    outs, lses = [], []
     for query in grid.queries.unbind():
         q_token, beyond = locate(query // group)
         h = kv_head * group + query % group
@@ -226,7 +259,7 @@ def _branch(
             k_token[None, :, None, None, :],
             call,
         )
-        out, lse = checkpoint(_attend, *arguments, use_reentrant=False) if recomputes else _attend(*arguments)
+        out, lse = attend_rows(*arguments)
         outs.append(out[:, :, 0])
         lses.append(lse[:, :, 0])
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)  # (B, L, M, D)

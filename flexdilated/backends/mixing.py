@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.pieces import Piece, box
 from flexdilated.backends.transforms import is_transformed
+
+
+class Scattered(NamedTuple):
+    """Rows that no piece says: of some tokens and key/value heads, two tensors of integers that broadcast to one shape `S`.
+
+    Values at them are `(B, *S, group, ...)`. No row occurs twice.
+    """
+
+    tokens: Tensor
+    heads: Tensor
+
+
+Part = tuple[Piece | Scattered, Tensor, Tensor]  # where, out, lse: -inf where no key reaches
 
 
 def tokens_of(piece: Piece, device: torch.device) -> Tensor:
@@ -26,13 +41,17 @@ def heads_of(piece: Piece, group: int, device: torch.device) -> Tensor:
     return kv_head * group + torch.arange(group, device=device)
 
 
-def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
+def read(x: Tensor, piece: Piece | Scattered, *, group: int = 1) -> Tensor:
     """The rows of a piece in `x` `(B, N, H, D)` as `(B, S, C, G, group, R, D)`: a view, but a copy in traced code.
+
+    Of scattered rows, a copy.
 
     The compiler can neither trace the offset of a tensor in its storage nor lower a strided view of a view, and torch.func maps
     neither strides nor writing through views. A tensor whose elements share memory (`expand`) is copied where it has a gradient:
     that of a strided view is divided among such elements, whatever each of them was used for.
     """
+    if isinstance(piece, Scattered):
+        return x.unflatten(2, (-1, group))[:, piece.tokens, piece.heads]
     if x.requires_grad and not torch.compiler.is_compiling() and _shares_memory(x):
         x = x.contiguous()
     if torch.compiler.is_compiling() or is_transformed(x):
@@ -41,24 +60,28 @@ def read(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     return box(x, piece, group=group)
 
 
-def mix(parts: Sequence[tuple[Piece, Tensor, Tensor]], q: Tensor, group: int, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
+def mix(layers: Sequence[Sequence[Part]], q: Tensor, group: int, *, detach_weights: bool) -> tuple[Tensor, Tensor]:
     """`lse = logsumexp_i lse_i` `(B, H, N)` and `out = sum_i exp(lse_i - lse) out_i` `(B, N, H, D)`, out in the dtype of q.
 
     Args:
-        parts: Pieces at their own tokens, with out `(B, S, C, G, group, R, D)` and lse `(B, S, C, G, group, R)`, -inf where no key
-            reaches.
+        layers: Layers of parts that share no row, each at its own tokens: at a piece, out `(B, S, C, G, group, R, D)` and lse
+            `(B, S, C, G, group, R)`. A map of the sequence is made for each layer. At least one.
         q: The queries `(B, N, H, D)`.
         group: Query heads per key/value head.
         detach_weights: Whether the weights `exp(lse_i - lse)` count as constants, as in torchscale.
     """
-    maps = [
-        _add(lse_i.new_full((*q.shape[:3], 1), -math.inf), piece, group, lse_i[..., None], replace=True)
-        for piece, _, lse_i in parts
-    ]
-    weights, lse = normalised(torch.stack(maps)[..., 0], dim=0)  # (pieces, B, N, H), (1, B, N, H)
+    maps = []
+    for layer in layers:
+        like = layer[0][2] if layer else q.new_empty(0, dtype=accumulated(q.dtype))
+        lses = like.new_full((*q.shape[:3], 1), -math.inf)
+        for place, _, lse_i in layer:
+            lses = _add(lses, place, group, lse_i[..., None], replace=True)
+        maps.append(lses)
+    weights, lse = normalised(torch.stack(maps)[..., 0], dim=0)  # (layers, B, N, H), (1, B, N, H)
     out = lse.new_zeros(q.shape)
-    for (piece, out_i, _), weight in zip(parts, weights.detach() if detach_weights else weights):
-        out = _add(out, piece, group, out_i.to(out.dtype) * read(weight[..., None], piece, group=group))
+    for layer, weight in zip(layers, weights.detach() if detach_weights else weights):
+        for place, out_i, _ in layer:
+            out = _add(out, place, group, out_i.to(out.dtype) * read(weight[..., None], place, group=group))
     return out.to(q.dtype), lse[0].transpose(1, 2)
 
 
@@ -75,8 +98,12 @@ def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return weights / total * reached, (largest + torch.log(total)).masked_fill(~reached, -math.inf)
 
 
-def _add(x: Tensor, piece: Piece, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
+def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, replace: bool = False) -> Tensor:
     """`x` `(B, N, H, D)` with the values added, or put, at the rows of a piece; x itself may be written."""
+    if isinstance(piece, Scattered):
+        grouped, at = x.unflatten(2, (-1, group)), (slice(None), piece.tokens, piece.heads)
+        grouped[at] = values if replace else grouped[at] + values
+        return x
     if torch.compiler.is_compiling() or is_transformed(x, values):
         index = _index(piece, group, x.device)
         batch = torch.arange(x.shape[0], device=x.device)[:, None, None, None, None, None]

@@ -24,7 +24,7 @@ from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents
-from flexdilated.distributed import cost
+from flexdilated.distributed import cost, functions
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
@@ -53,6 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     """
     assert call.mesh is not None
     group_name, rank, num_ranks = group_of(call.mesh)
+    if call.is_modified() and num_ranks > 1 and torch.compiler.is_compiling():
+        return torch.compiler.disable(attend)(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
         if num_ranks == 1:
@@ -64,16 +66,52 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             )
         request = call.request(q, k, v)
         call = call._replace(backend=choose(call.backend, request, divided=True))
+        if call.is_modified() and call.exchange == "ring":
+            raise NotImplementedError(
+                "exchange must be 'auto', 'gather' or 'heads' with score_mod and mask_mod, got 'ring', which keeps no rows of "
+                "other ranks: autograd keeps them"
+            )
     except Exception as error:  # of a score or mask function too
         if num_ranks > 1 and not torch.compiler.is_compiling():
             withdraw_from(group_name, str(error))  # the other ranks would wait for this one
         raise
+    if call.is_modified():
+        return _with_functions(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
     seed = draw_seed(call.dropout_p, call.first_sequence)
     out, lse, _, _ = CONTEXT_PARALLEL.forward(q, k, v, call.key_padding_mask, call.cu_seqlens, seed, *call.flat(), *place)
     return out, lse
+
+
+def _shares_gradients(*tensors: Tensor) -> bool:
+    """Whether a backward has messages: a score function may learn without any."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _with_functions(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
+    """A call with a score or mask function. No operator: autograd finds the tensors that the functions hold."""
+    group = _resolve(place.group_name)
+    inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
+    try:
+        plan, chosen = _plan(inputs, flat, place)
+        functions.refuse_shifted(plan)
+    except (ValueError, NotImplementedError) as error:
+        withdraw(group, str(error))
+        raise
+    terms = _Terms.of(inputs, flat, place)._replace(score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None)
+    described, contract = _contract(plan, terms)
+    seed = draw_seed(call.dropout_p, call.first_sequence)
+    share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
+    with in_turn(group):
+        agree(group, described)
+        number = 0 if plan.is_local else number_of_call(group)
+
+        def transport(backward: bool) -> Transport:
+            return _transport(group, plan, q.device, _tag(contract, number, backward=backward))
+
+        return functions.attend(q, k, v, call, share, transport)
 
 
 def withdraw_from(group_name: str, reason: str) -> None:
@@ -128,6 +166,8 @@ class _Terms(NamedTuple):
     masked: bool
     exchange: str  # as asked
     differentiable: bool
+    score_mod: bool = False  # whether there is one: functions cannot be compared
+    mask_mod: bool = False
 
     @classmethod
     def of(cls, inputs: Inputs, flat: Flat, place: Place) -> _Terms:

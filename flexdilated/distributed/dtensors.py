@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from flexdilated.call import Call
+from flexdilated.call import Call, check_mods
 from flexdilated.distributed.agreement import withdraw
 
 BATCH, TOKENS, HEADS = 0, 1, 2
@@ -98,6 +98,8 @@ def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceM
     if isinstance(borders, DTensor):
         borders = borders.full_tensor()
     first_head, num_heads = _heads(q, k, layout)
+    if first_head:
+        call = _with_heads_from(first_head * (q.shape[HEADS] // k.shape[HEADS]), q.to_local(), call)
     first_sequence = 0 if batches is None else sum(_chunks(q.shape[BATCH], layout.mesh.size(batches))[: layout.place(batches)])
     return call._replace(
         key_padding_mask=mask, cu_seqlens=borders, first_head=first_head, num_heads=num_heads, first_sequence=first_sequence
@@ -163,6 +165,16 @@ def _heads(q: DTensor, k: DTensor, layout: _Layout) -> tuple[int, int | None]:
     if kv_heads % size or heads % size:
         raise NotImplementedError(f"heads must be a multiple of the ranks that share them={size}, got {heads} and {kv_heads} of k")
     return rank * (kv_heads // size), kv_heads
+
+
+def _with_heads_from(first: int, q: Tensor, call: Call) -> Call:
+    """The call with functions that are told heads of the model, where q holds those from the first on."""
+    check_mods(call.score_mod, call.mask_mod, q)  # what is wrong with them they would say later, from inside
+    score, mask = call.score_mod, call.mask_mod
+    return call._replace(
+        score_mod=None if score is None else lambda s, b, h, q_idx, kv_idx: score(s, b, h + first, q_idx, kv_idx),
+        mask_mod=None if mask is None else lambda b, h, q_idx, kv_idx: mask(b, h + first, q_idx, kv_idx),
+    )
 
 
 def _chunks(length: int, parts: int) -> Sequence[int]:

@@ -39,6 +39,11 @@ class Share:
     seed: int | None = None  # of the dropout: the same on all ranks or not, the parts of all ranks differ
 
 
+def rows_of_share(inputs: Inputs, share: Share) -> Rows:
+    """The rows that a rank reads, sends and adds to; in a ring it keeps none of others."""
+    return Rows(inputs, program(share.plan, share.exchange, share.rank, inputs.q.device), keeps=share.exchange != "ring")
+
+
 class Given(NamedTuple):
     """What a backward is given for some rows, whose output and lse may be those of the mixture."""
 
@@ -76,8 +81,8 @@ class _Work:
     def __init__(self, inputs: Inputs, share: Share) -> None:
         plan = share.plan
         self.share, self.is_ring = share, share.exchange == "ring"
-        self.program = program(plan, share.exchange, share.rank, inputs.q.device)
-        self.rows = Rows(inputs, self.program, keeps=not self.is_ring)
+        self.rows = rows_of_share(inputs, share)
+        self.program = self.rows.program
         ordinal = ((share.rank + 1) << 40) + (plan.within.start << 24)
         self._seed = None if share.seed is None else spread(share.seed, ordinal)
         self.walk = Walk(inputs, share.flat, local_pieces(plan, share.rank), self._seed)
@@ -157,7 +162,7 @@ def context_forward(inputs: Inputs, share: Share, transport: Transport) -> tuple
     received = q.new_empty(work.rows.num_received)
     if work.is_ring:
         work.rows.take(q.new_empty(work.rows.num_queries_received))
-        _swap_queries(work, transport)()
+        swap_queries(work.rows, transport)()
         owns = [work.start(number) for number in work.numbers]
         for source in _around(work, transport):
             if source == share.rank:
@@ -166,7 +171,7 @@ def context_forward(inputs: Inputs, share: Share, transport: Transport) -> tuple
                 work.attend(number, work.parts(number, source), owns[number])
     else:
         work.rows.take(received)
-        arrived = [_swap_queries(work, transport), _swap_keys(work, transport)]
+        arrived = [swap_queries(work.rows, transport), swap_keys(work.rows, transport)]
         out, lse = forward(q, k, v, work.walk)  # while messages travel
         for wait in arrived:
             wait()
@@ -179,13 +184,15 @@ def context_forward(inputs: Inputs, share: Share, transport: Transport) -> tuple
     return out, lse, received
 
 
-def _swap_queries(work: _Work, transport: Transport) -> Callable[[], None]:
-    via, rows = work.program.q, work.rows
+def swap_queries(rows: Rows, transport: Transport) -> Callable[[], None]:
+    """Begin to send and receive queries; what is given waits for them."""
+    via = rows.program.q
     return transport.swap({peer: rows.owned(rows.q, via, peer) for peer in via.sends}, rows.q_rows).wait
 
 
-def _swap_keys(work: _Work, transport: Transport) -> Callable[[], None]:
-    return transport.swap({peer: work.rows.kv_message(peer) for peer in work.program.kv.sends}, work.rows.kv_rows).wait
+def swap_keys(rows: Rows, transport: Transport) -> Callable[[], None]:
+    """Begin to send and receive keys and values, of all peers at once; what is given waits for them."""
+    return transport.swap({peer: rows.kv_message(peer) for peer in rows.program.kv.sends}, rows.kv_rows).wait
 
 
 def _around(work: _Work, transport: Transport) -> Iterator[int]:
@@ -242,16 +249,24 @@ def _deliver(work: _Work, transport: Transport, out: Tensor, lse: Tensor, owns: 
                 _merge_at(away_of[part.rank], lse_of[part.rank], index, part_out, part_lse)
     if not via:
         return
-    message = torch.cat([away.to(rows.dtype).flatten(2), _bits(away_lse, rows.dtype)], dim=-1)
-    received = message.new_empty(via.num_received, rows.batch, message.shape[-1])
-    parts = via.split(received, sent=False)
-    transport.swap(via.split(message, sent=True), parts).wait()
-    width = rows.group * rows.head_dim
-    for peer, arrived in parts.items():  # peers may have computed branches of one row: one after another
+    arrived, arrived_lse = swap_outputs(rows, transport, away, away_lse, back=False)
+    for peer, place in via.receives.items():  # peers may have computed branches of one row: one after another
         tokens, heads = via.rows(peer)
-        part_out = arrived[..., :width].unflatten(-1, (rows.group, rows.head_dim))
-        part_lse = _bits(arrived[..., width:], rows.sums)
-        _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), (tokens, slice(None), heads), part_out, part_lse)
+        home = (tokens, slice(None), heads)
+        _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), home, arrived[place], arrived_lse[place])
+
+
+def swap_outputs(rows: Rows, transport: Transport, out: Tensor, lse: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    """Send `(E, B, group, D)` and `(E, B, group)` of the rows computed for others home, or `back` of the rows at home: what comes.
+
+    Rows travel in the dtype of q, their lse in that of sums, and so they come.
+    """
+    via = rows.program.out
+    message = torch.cat([out.to(rows.dtype).flatten(2), _bits(lse, rows.dtype)], dim=-1)
+    received = message.new_empty(via.num_sent if back else via.num_received, rows.batch, message.shape[-1])
+    transport.swap(via.split(message, sent=not back), via.split(received, sent=back)).wait()
+    width = rows.group * rows.head_dim
+    return received[..., :width].unflatten(-1, (rows.group, rows.head_dim)), _bits(received[..., width:], rows.sums)
 
 
 def _merge_at(out: Tensor, lse: Tensor, index: object, part_out: Tensor, part_lse: Tensor) -> None:
@@ -280,15 +295,15 @@ def context_backward(
     """
     work = _Work(inputs, share)
     q, k, v, *_ = inputs
-    remote, outputs_come = _swap_outputs(work, transport, given)
+    remote, outputs_come = _swap_givens(work, transport, given)
     if work.is_ring:
         work.rows.take(q.new_empty(work.rows.num_queries_received))
-        _swap_queries(work, transport)()
+        swap_queries(work.rows, transport)()
     elif received is not None:
         work.rows.take(received)
     else:
         work.rows.take(q.new_empty(work.rows.num_received))
-        for wait in (_swap_queries(work, transport), _swap_keys(work, transport)):
+        for wait in (swap_queries(work.rows, transport), swap_keys(work.rows, transport)):
             wait()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
     grads = Grads(work.rows, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.walk, work.rows.sums))
@@ -303,18 +318,18 @@ def context_backward(
                 grads.lend(source)
             for number in work.numbers:
                 work.differentiate(number, work.parts(number, source), givens[number], grads)
-            _return_keys(work, transport, grads, [(share.rank + step) % share.plan.num_ranks])
+            return_keys(work.rows, transport, grads, [(share.rank + step) % share.plan.num_ranks])
     else:
         for peer in work.program.kv.receives:
             grads.lend(peer)
         for number in work.numbers:
             work.differentiate(number, work.parts(number), givens[number], grads)
-        _return_keys(work, transport, grads, list(work.program.kv.sends))
-    _return_queries(work, transport, grads)
+        return_keys(work.rows, transport, grads, list(work.program.kv.sends))
+    return_queries(work.rows, transport, grads)
     return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)
 
 
-def _swap_outputs(work: _Work, transport: Transport, given: Given) -> tuple[dict[int, Tensor], Callable[[], None]]:
+def _swap_givens(work: _Work, transport: Transport, given: Given) -> tuple[dict[int, Tensor], Callable[[], None]]:
     """Send dout, out, lse and dlse of rows that other ranks computed to them: `(E, B, ...)`."""
     via, rows = work.program.out, work.rows
     # Whether lse has a gradient may differ from rank to rank: the message does not.
@@ -369,20 +384,20 @@ def _detached(work: _Work, transport: Transport, givens: list[Given]) -> list[Gi
     return detached
 
 
-def _return_keys(work: _Work, transport: Transport, grads: Grads, lenders: Sequence[int]) -> None:
+def return_keys(rows: Rows, transport: Transport, grads: Grads, lenders: Sequence[int]) -> None:
     """Send the gradients of borrowed keys and values home, and add up those of the rows that were lent to some peers."""
-    rows = work.rows
     messages = {peer: grad.to(rows.dtype) for peer, grad in grads.kv_rows.items()}
     grads.kv_rows = {}
-    lent = {peer: work.program.kv.sends[peer] for peer in lenders if peer in work.program.kv.sends}
+    lent = {peer: rows.program.kv.sends[peer] for peer in lenders if peer in rows.program.kv.sends}
     returned = {peer: rows.k.new_empty(place.stop - place.start, rows.batch, 2 * rows.head_dim) for peer, place in lent.items()}
     transport.swap(messages, returned).wait()
     for peer, grad in returned.items():  # one after another: peers may have borrowed the same row
         grads.settle_keys(peer, grad)
 
 
-def _return_queries(work: _Work, transport: Transport, grads: Grads) -> None:
-    via, rows = work.program.q, work.rows
+def return_queries(rows: Rows, transport: Transport, grads: Grads) -> None:
+    """The same of borrowed queries."""
+    via = rows.program.q
     messages = {peer: grad.to(rows.dtype) for peer, grad in grads.q_rows.items()}
     returned = via.split(rows.q.new_empty(via.num_sent, rows.batch, rows.group, rows.head_dim), sent=True)
     transport.swap(messages, returned).wait()

@@ -32,6 +32,12 @@ class Rows:
         self.kv_rows: dict[int, Tensor] = {}
         self.q_rows: dict[int, Tensor] = {}
 
+    def without_tokens(self) -> Rows:
+        """The same sizes and places, and no values."""
+        q, k, v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.q, self.k, self.v))
+        mask = None if self.mask is None else self.mask.new_empty((self.batch, 0))
+        return Rows(Inputs(q, k, v, mask, None, None), self.program, keeps=self.keeps)
+
     @property
     def num_queries_received(self) -> int:
         """Elements of the queries that other ranks send."""

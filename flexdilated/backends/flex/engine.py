@@ -159,7 +159,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Ten
 def _packed(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
     pieces = plan_pieces(call.pattern, ((0, q.shape[1]),), k.shape[2], call.is_causal)
     results = [(piece, *_piece(q, k, v, piece, start, call)) for piece in pieces]
-    return mix(results, q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
+    return mix([[part] for part in results], q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
 
 
 def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, call: Call) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,301 @@
+"""Users' score and mask functions over shards against the oracle on the whole sequence: ranks in one process, then processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Shard
+from torch.utils.checkpoint import checkpoint
+
+import flexdilated.backends.materialised
+from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.call import Call
+from flexdilated.distributed import cost, functions
+from flexdilated.distributed.sharding import shard_sequence
+from tests.backends.test_mods import Mods, run
+from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
+from tests.distributed.processes import Ranks, several
+from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
+from tests.distributed.test_dtensors import scattered
+from tests.distributed.test_parallel import share_of
+from tests.tolerances import EXACT
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dtable")
+EXCHANGES = ("gather", "heads")
+SCORES = ("table", "alibi", "softcap", "window", None)
+MASKS = ("prefix", "thirds", "one_token", None)
+
+
+def drawn(seed: int, num_ranks: int, longest: int = 90) -> tuple[ShardedCase, Mods]:
+    case = random_case(seed, num_ranks, longest=longest)
+    case = replace(case, pattern=replace(case.pattern, zero_padding=False))
+    return case, Mods(SCORES[seed % 5], MASKS[seed // 5 % 4], seed)
+
+
+@lru_cache(maxsize=8)
+def expected_of(case: ShardedCase, mods: Mods) -> list[Tensor]:
+    return run(reference.dilated_attention, case, mods)
+
+
+def weighed(case: ShardedCase, rank: int, mods: Mods, out: Tensor, lse: Tensor) -> Tensor:
+    """This rank's part of the loss of `run`."""
+    given, here = case.named(), case.shard(rank)
+    reached = expected_of(case, mods)[1][:, :, here] > -torch.inf
+    return (out * given["dout"][:, here]).sum() + torch.where(reached, lse * given["dlse"][:, :, here], 0.0).sum()
+
+
+def joined(parts: list[Any]) -> list[Tensor]:
+    """What ranks give, put together; the gradients of tables are summed."""
+    out, lse, dq, dk, dv, table = zip(*parts)
+    return [torch.cat(out, 1), torch.cat(lse, 2), *(torch.cat(x, 1) for x in (dq, dk, dv)), torch.stack(table).sum(0)]
+
+
+# -- all ranks in one process -------------------------------------------------------------------------------------------------
+
+
+def simulate(case: ShardedCase, mods: Mods, exchange: str) -> tuple[list[Tensor], Counter[Any], Counter[Any]]:
+    """As `run`, and the bytes of forward and backward by (receiver, sender)."""
+    plan, given, mask = case.plan(), case.named(), case.mask()
+    expected_of(case, mods)  # threads would all compute it
+    mail, ahead = Mail(), threading.Barrier(len(case.shard_lengths))
+    moved: list[Counter[Any]] = []
+
+    def part(rank: int) -> object:
+        here = case.shard(rank)
+        q, k, v = (given[name][:, here].clone().requires_grad_() for name in "qkv")
+        table = mods.table(q.shape[2])
+        call = Call(
+            case.pattern,
+            case.is_causal,
+            case.scale,
+            key_padding_mask=None if mask is None else mask[:, here],
+            num_heads=case.kv_heads,
+            **mods.functions(table),
+        )
+        share = share_of(plan, exchange, rank, case.scale)
+        out, lse = functions.attend(q, k, v, call, share, lambda backward: SimulatedTransport(rank, mail))
+        if ahead.wait(60.0) == 0:
+            moved.append(mail.bytes)
+            mail.bytes = Counter()
+        ahead.wait(60.0)
+        inputs = (q, k, v, table)
+        grads = torch.autograd.grad(weighed(case, rank, mods, out, lse), inputs, allow_unused=True)
+        return out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
+
+    parts = run_ranks(len(case.shard_lengths), part)
+    return joined(parts), moved[0], mail.bytes
+
+
+def check(case: ShardedCase, mods: Mods, exchange: str) -> None:
+    """The oracle's values, and the plan's bytes: a backward of whole heads sends no outputs, since autograd kept them."""
+    got, *counted = simulate(case, mods, exchange)
+    for name, value, expected in zip(NAMES, got, expected_of(case, mods), strict=True):
+        torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
+    plan = case.plan()
+    planned = list(cost.bytes_received(plan, exchange, **sizes))
+    returned = plan.traffic(exchange, "out").reversed().received(plan.num_ranks)
+    planned[1] = planned[1] - returned * case.batch * plan.group * 8 * (case.head_dim + 1)
+    for found, wanted in zip(counted, planned):
+        assert [sum(n for (to, _), n in found.items() if to == rank) for rank in range(plan.num_ranks)] == wanted.tolist()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int) -> None:
+    for seed in range(20):
+        check(*drawn(1000 * num_ranks + seed, num_ranks), exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_many_ranks_give_what_one_gives(exchange: str) -> None:
+    for seed in range(4):
+        check(*drawn(16_000 + seed, 16, longest=150), exchange)
+
+
+@pytest.mark.parametrize("scores", [1, 40, 700])
+def test_scores_are_bounded_in_tasks_too(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flexdilated.backends.materialised, "SCORES", scores)
+    check(cut(3, ignored=0.3, is_causal=True), Mods("table", "thirds"), "gather")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_drawn_cases_move_rows(exchange: str) -> None:
+    plans = [drawn(3000 + seed, 3)[0].plan() for seed in range(20)]
+    assert sum(not plan.is_local for plan in plans) > 10
+    assert exchange == "gather" or sum(bool(plan.traffic("heads", "out").rows.sum()) for plan in plans) > 5
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------------
+
+
+def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exchange: str, way: str) -> None:
+    q, k, v, _ = (x.clone().requires_grad_() for x in shards(case, rank))
+    table = mods.table(q.shape[2])
+    given = arguments(case, rank, mesh, exchange=exchange, **mods.functions(table))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return dilated_attention(q, k, v, case.pattern, **given)
+
+    if way == "checkpointed":
+        out, lse = checkpoint(attend, q, k, v, use_reentrant=False)
+    elif way == "compiled":
+        torch._dynamo.reset()
+        out, lse = torch.compile(attend, backend="aot_eager")(q, k, v)
+    else:
+        out, lse = attend(q, k, v)
+    inputs = (q, k, v, table)
+    grads = torch.autograd.grad(weighed(case, rank, mods, out, lse), inputs, allow_unused=True)
+    found = [out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))]
+    dist.all_reduce(found[-1], group=mesh.get_group())
+    here = case.shard(rank)
+    for name, value, expected in zip(NAMES, found, expected_of(case, mods), strict=True):
+        part = expected if name == "dtable" else expected[:, :, here] if name == "lse" else expected[:, here]
+        torch.testing.assert_close(value, part, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@several
+@pytest.mark.parametrize("number", range(10))
+def test_ranks_give_what_one_gives_with_all_gradients(ranks: Ranks, number: int) -> None:
+    size = ranks.world_size
+    ranks.run(check_oracle, *drawn(2000 * size + number, size), ("auto", *EXCHANGES)[number % 3], "plain")
+
+
+@several
+@pytest.mark.parametrize("way", ["checkpointed", "compiled"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_checkpoints_and_compilers_change_nothing(ranks: Ranks, way: str, exchange: str) -> None:
+    ranks.run(check_oracle, cut(ranks.world_size, ignored=0.3), Mods("table", "thirds"), exchange, way)
+
+
+class Biased(nn.Module):
+    """Attention with a learnable table of biases, by head and distance."""
+
+    def __init__(self, tokens: int, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.table = nn.Parameter(torch.randn(4, 2 * tokens, generator=generator, dtype=torch.float64))
+        self.tokens, self.mesh = tokens, mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + table[h, i - j + self.tokens]
+
+        table = self.table
+        return dilated_attention(x, x, x, DilatedPattern((8, 31), (1, 3)), score_mod=score_mod, mesh=self.mesh)
+
+
+def check_sharded_table(rank: int, mesh: DeviceMesh) -> None:
+    tokens = 12 * mesh.size()
+    generator = torch.Generator().manual_seed(9)
+    x, target = (torch.randn(2, tokens, 4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    whole, model = Biased(tokens), Biased(tokens, mesh)
+    fully_shard(model, mesh=mesh)
+    F.mse_loss(whole(x), target).backward()
+    F.mse_loss(model(shard_sequence(x, mesh)), shard_sequence(target, mesh)).backward()
+    torch.testing.assert_close(model.table.grad.full_tensor(), whole.table.grad, **EXACT)
+
+
+@several
+def test_a_table_that_fsdp_shards_has_the_gradient_of_one_process(ranks: Ranks) -> None:
+    """Each rank's loss is the mean over its own equal shard: FSDP2 averages the gradients."""
+    ranks.run(check_sharded_table)
+
+
+def check_dtensors(rank: int, mesh: DeviceMesh, both: bool) -> None:
+    """Functions are told the heads of the model, and the positions of the whole sequence."""
+    mesh = grid(mesh.size()) if both else mesh
+    placements: list[Placement] = [Shard(1), Shard(2)] if both else [Shard(2)]
+    pattern = DilatedPattern((8, 30), (1, 3))
+    case = ShardedCase(pattern, shard_lengths=(41,), batch=2, kv_heads=12, group=2, is_causal=True)
+    mods, given = Mods("table", "thirds"), case.named()
+    table = mods.table(24)
+    options = {**case.options(), **mods.functions(table)}
+    whole = [given[name].clone().requires_grad_() for name in "qkv"]
+    parts = [scattered(given[name], mesh, placements).requires_grad_() for name in "qkv"]
+    expected = reference.dilated_attention(*whole, pattern, **options)[0]
+    out = dilated_attention(*parts, pattern, **options)
+    torch.testing.assert_close(out.full_tensor(), expected, **EXACT)
+    wanted = torch.autograd.grad(expected, [*whole, table], given["dout"])
+    *grads, mine = torch.autograd.grad(out, [*parts, table], scattered(given["dout"], mesh, placements))
+    dist.all_reduce(mine)
+    for value, other in zip((*(x.full_tensor() for x in grads), mine), wanted, strict=True):
+        torch.testing.assert_close(value, other, **EXACT)
+
+
+@several
+@pytest.mark.parametrize("both", [False, True], ids=["heads", "tokens_and_heads"])
+def test_functions_are_told_the_heads_of_the_model(ranks: Ranks, both: bool) -> None:
+    ranks.run(check_dtensors, both)
+
+
+def check_dropout(rank: int, mesh: DeviceMesh) -> Tensor:
+    """Ranks seeded alike, of equal data, without rows to move; then with some."""
+    q = torch.ones(1, 16, 2, 4, dtype=torch.float64)
+    v = torch.eye(16, dtype=torch.float64)[None, :, None, :4].expand(1, 16, 2, 4)
+    found = []
+    for length, seed in ((16, 1), (16, 1), (16, 2), (16 * mesh.size(), 1), (16 * mesh.size(), 1)):
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s, "dropout_p": 0.5, "mesh": mesh}
+        found.append(dilated_attention(q, q, v, DilatedPattern((length,), (1,)), **options))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[3], found[4])
+    assert not torch.equal(found[0], found[2])
+    assert torch.rand(1).item() == _drawn_after(1, 1)  # what is drawn inside leaves the generator as one seed does
+    return found[0]
+
+
+def _drawn_after(seed: int, draws: int) -> float:
+    torch.manual_seed(seed)
+    for _ in range(draws):
+        torch.randint(1 << 62, (1,))
+    return torch.rand(1).item()
+
+
+@several
+def test_ranks_that_are_seeded_alike_drop_differently(ranks: Ranks) -> None:
+    outs = ranks.run(check_dropout)
+    assert all(not torch.equal(outs[0], out) for out in outs[1:])
+
+
+def check_refusals(rank: int, mesh: DeviceMesh) -> None:
+    case = cut(mesh.size())
+    q, k, v, _ = shards(case, rank)
+    mods = Mods("alibi", "thirds").functions(torch.zeros(()))
+
+    def refuses(error: type[Exception], match: str, pattern: DilatedPattern = case.pattern, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            dilated_attention(q, k, v, pattern, mesh=mesh, shard_lengths=case.shard_lengths, **options)
+
+    refuses(
+        NotImplementedError,
+        r"^exchange must be 'auto', 'gather' or 'heads' with score_mod and mask_mod, got 'ring'",
+        **mods,
+        exchange="ring",
+    )
+    refuses(
+        NotImplementedError, r"must come with a pattern that adds no zero keys", DilatedPattern.torchscale((7, 16), (3, 5)), **mods
+    )
+    refuses(NotImplementedError, r"backend 'flex' cannot run this", **mods, backend="flex")
+    alone = {"score_mod": mods["score_mod"]} if rank == 0 else {}
+    refuses(ValueError, r"ranks must agree on score_mod, got True on rank 0 and False on rank", **alone)
+    wrong = {"mask_mod": (lambda b, h, i, j: i) if rank == 0 else mods["mask_mod"]}
+    refuses(*((TypeError, "must return a bool") if rank == 0 else (ValueError, "rank 0 refused: mask_mod must return")), **wrong)
+    check_oracle(rank, mesh, case, Mods("table", "thirds"), "auto", "plain")
+
+
+@several
+def test_what_ranks_refuse_leaves_them_in_order(ranks: Ranks) -> None:
+    ranks.run(check_refusals)
