@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("auto", "gather", "ring", "heads")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Where torch keeps its own context parallelism: in 2.11 and newer, and before.
+TORCH_SHARDS = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
 # Said where shapes suggest that tokens and heads have changed places.
 LAYOUT = "; the layout is (B, N, H, D): transpose dims 1 and 2 of tensors made for scaled_dot_product_attention"
 
@@ -112,6 +118,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
         if call.exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {call.exchange!r} and no mesh")
     check_tensors(q, k, v, call)
+    if not torch.compiler.is_compiling():  # operators over ranks ask again when they run
+        refuse_shards_of_torch(0 if call.mesh is None else call.mesh.size())
     if not isinstance(call.backend, str):
         raise TypeError(f"backend must be the name of an engine, got {call.backend!r}")
     num_heads = k.shape[2] if call.num_heads is None else call.num_heads
@@ -176,6 +184,38 @@ def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None,
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def refuse_shards_of_torch(num_ranks: int) -> None:
+    """Refuse shards that torch's own context parallelism has cut and this library would read as something else.
+
+    Its load balancer gives a rank two chunks of a sequence, one of either half. Its context manager says so while it is open. Its
+    newer function `_context_parallel_shard` says of its last call alone whether it had a balancer.
+
+    Args:
+        num_ranks: Of the mesh of a call; 0: it has none.
+
+    Raises:
+        ValueError: If a call over several ranks may get such shards, or a call without a mesh any shards.
+    """
+    module = next((found for name in TORCH_SHARDS if hasattr(found := sys.modules.get(name), "_replaced_functions")), None)
+    if module is None:
+        return
+    attention = torch.nn.functional.scaled_dot_product_attention
+    is_open = attention in module._replaced_functions
+    if is_open:
+        mesh = inspect.getclosurevars(attention).nonlocals.get("device_mesh")
+        if mesh is not None and mesh.size() == 1:
+            return
+    by_function = getattr(getattr(module, "_dispatch_mode", None), "name", "") == "MODULE_WRAPPER"
+    if num_ranks > 1 and (is_open or by_function) and module._cp_options.enable_load_balance:
+        raise ValueError(
+            "mesh must come with contiguous shards, got shards that torch's context_parallel cut head-tail by its load balancer; "
+            "set enable_load_balance = False in torch.distributed.tensor.experimental._attention._cp_options, pass "
+            "load_balancer=None, or cut by flexdilated.distributed.shard_sequence"
+        )
+    if is_open and num_ranks == 0:
+        raise ValueError("mesh must be given inside torch's context_parallel, which cuts sequences in shards, got None")
 
 
 def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:

@@ -23,7 +23,7 @@ from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import Call, check, documents
+from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Transport
@@ -198,6 +198,7 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     flat, place = options
     group = _resolve(place.group_name)
     try:
+        refuse_shards_of_torch(len(place.shard_lengths))
         plan, chosen = _plan(inputs, flat, place)
     except ValueError as error:
         withdraw(group, str(error))
