@@ -1,4 +1,7 @@
-"""LongNet as encoder and decoder, on embeddings: dilated self-attention in both, dilated cross-attention in the decoder."""
+"""LongNet as encoder and decoder, on embeddings. Long: one constructor says all of both sides.
+
+Dilated self-attention in both, dilated or dense cross-attention in the decoder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.attention import dilated_attention
+from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
@@ -23,23 +29,63 @@ class CrossAttention(nn.Module):
         num_heads: Must divide `embed_dim`.
         dropout_p: Probability of dropping an attention weight in training.
         gamma_init: Gain of the initial value and output projections.
+        mesh: A 1-D `DeviceMesh` over which query and memory are sharded, cut alike. Default: they are whole.
+        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, dropout_p: float = 0.0, gamma_init: float = 1.0) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout_p: float = 0.0,
+        gamma_init: float = 1.0,
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
+    ) -> None:
         super().__init__()
-        self.num_heads, self.dropout_p = num_heads, dropout_p
+        self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, mesh, exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             gain = gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
             nn.init.xavier_normal_(projection.weight, gain=gain)
             nn.init.zeros_(projection.bias)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`."""
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        shard_lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, None]:
+        """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`.
+
+        With a mesh they are this rank's shards, of one length; `shard_lengths` are the tokens of each rank, by default as many.
+        """
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        dropout_p = self.dropout_p if self.training else 0.0
+        if self.mesh is not None:
+            _, lengths = local_shard_lengths(self.mesh, query.shape[1], shard_lengths)
+            dense = DilatedPattern((sum(lengths),), (1,))
+            out = dilated_attention(
+                q,
+                k,
+                v,
+                dense,
+                dropout_p=dropout_p,
+                key_padding_mask=key_padding_mask,
+                mesh=self.mesh,
+                exchange=self.exchange,
+                shard_lengths=lengths,
+            )
+            return self.out_proj(out.flatten(2)), None
+        if shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got {tuple(shard_lengths)} and no mesh")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
         seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=self.dropout_p if self.training else 0.0)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
@@ -73,13 +119,19 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout_p)
 
     def forward(
-        self, x: Tensor, memory: Tensor, *, key_padding_mask: Tensor | None, memory_key_padding_mask: Tensor | None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        key_padding_mask: Tensor | None,
+        memory_key_padding_mask: Tensor | None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, embed_dim)` from x of that shape and memory, as long under dilated cross-attention; True ignores a key."""
         h = self.self_attn_layer_norm(x)
-        x = x + self.dropout(self.self_attn(h, h, h, key_padding_mask)[0])
+        x = x + self.dropout(self.self_attn(h, h, h, key_padding_mask, shard_lengths=shard_lengths)[0])
         h = self.encoder_attn_layer_norm(x)
-        x = x + self.dropout(self.encoder_attn(h, memory, memory, memory_key_padding_mask)[0])
+        x = x + self.dropout(self.encoder_attn(h, memory, memory, memory_key_padding_mask, shard_lengths=shard_lengths)[0])
         return x + self.dropout(self.ffn(self.final_layer_norm(x)))
 
 
@@ -111,12 +163,17 @@ class LongNet(nn.Module):
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
         cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
         backend: `"auto"` or the name of an engine.
+        mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes this rank's contiguous
+            shards and gives that of the output. Dense cross-attention then needs sides of one length, cut alike: it is one branch
+            that keeps everything. Default: the sequences are whole.
+        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, or the cross-attention is of no such
-            kind, or dense and causal.
+        ValueError: If a number is below 1 or does not divide, a probability is out of range, the cross-attention is of no such
+            kind, or dense and causal, the mesh is not 1-D or lacks this rank, or the exchange is unknown.
+        TypeError: If the mesh is no `DeviceMesh`.
     """
 
     def __init__(
@@ -138,6 +195,8 @@ class LongNet(nn.Module):
         cross_is_causal: bool = False,
         cross_attention: Literal["dilated", "dense"] = "dilated",
         backend: str = "auto",
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,7 +216,7 @@ class LongNet(nn.Module):
             raise ValueError(f"cross_attention must be 'dilated' or 'dense', got {cross_attention!r}")
         if cross_attention == "dense" and cross_is_causal:
             raise ValueError("cross_is_causal must be False with cross_attention='dense', which has no positions, got True")
-        self.d_model, self.cross_attention = d_model, cross_attention
+        self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, mesh
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
@@ -173,11 +232,15 @@ class LongNet(nn.Module):
                 gamma_init=gamma,
                 is_causal=is_causal,
                 backend=backend,
+                mesh=mesh,
+                exchange=exchange,
             )
 
         def cross() -> MultiheadDilatedAttention | CrossAttention:
             if cross_attention == "dense":
-                return CrossAttention(d_model, nhead, dropout_p=attention_dropout, gamma_init=decoder_gamma)
+                return CrossAttention(
+                    d_model, nhead, dropout_p=attention_dropout, gamma_init=decoder_gamma, mesh=mesh, exchange=exchange
+                )
             return attention(decoder_gamma, cross_is_causal, layer_norm=False)
 
         def ffn(gamma: float) -> FeedForward:
@@ -208,6 +271,7 @@ class LongNet(nn.Module):
         *,
         src_key_padding_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, d_model)` from source and target embeddings of that shape.
 
@@ -216,9 +280,12 @@ class LongNet(nn.Module):
             tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
             src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention.
             tgt_key_padding_mask: `(B, N)` bool, True where a target token is ignored.
+            shard_lengths: With a mesh, where all of the above are this rank's shards: tokens of each rank, of src and of tgt, the
+                same on every rank. Default: equally many.
 
         Raises:
-            ValueError: If a shape is wrong, or the lengths differ under dilated cross-attention.
+            ValueError: If a shape is wrong, the lengths differ under dilated cross-attention or over a mesh, or shard lengths come
+                without a mesh.
         """
         for name, x in (("src", src), ("tgt", tgt)):
             if x.dim() != 3 or x.shape[2] != self.d_model:
@@ -229,12 +296,20 @@ class LongNet(nn.Module):
                 f"the segments of both sides must line up; pad the shorter side and give its key_padding_mask, or build it with "
                 f"cross_attention='dense'"
             )
+        if src.shape[1] != tgt.shape[1] and self.mesh is not None:
+            raise ValueError(f"tgt must be as long as src={src.shape[1]} on every rank of a mesh, got {tgt.shape[1]}")
         if src.shape[0] != tgt.shape[0]:
             raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")
         memory = src
         for layer in self.encoder:
-            memory = layer(memory, key_padding_mask=src_key_padding_mask, cu_seqlens=None, rotation=None)
+            memory = layer(memory, key_padding_mask=src_key_padding_mask, shard_lengths=shard_lengths)
         memory = self.encoder_layer_norm(memory)
         for layer in self.decoder:
-            tgt = layer(tgt, memory, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=src_key_padding_mask)
+            tgt = layer(
+                tgt,
+                memory,
+                key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=src_key_padding_mask,
+                shard_lengths=shard_lengths,
+            )
         return self.decoder_layer_norm(tgt)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
 from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
-from flexdilated.nn import Rotary, XPos
-from tests.distributed.processes import Ranks, exactly
+from flexdilated.nn import LongNet, Rotary, XPos
+from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT
 
 NESTED = DilatedPattern((5, 15), (1, 3))
@@ -134,6 +134,47 @@ def check_decoding(mesh: DeviceMesh) -> None:
 @exactly(2)
 def test_longnet_over_two_ranks_equals_one_process(ranks: Ranks) -> None:
     ranks.run(check_two)
+
+
+# -- encoder and decoder ----------------------------------------------------------------------------------------------------------
+
+
+def build_pair(mesh: DeviceMesh | None = None, **options: Any) -> LongNet:
+    torch.manual_seed(2307)
+    sizes: dict[str, Any] = {"segment_lengths": (5, 15), "dilation_rates": (1, 3), "dtype": torch.float64}
+    return LongNet(12, 3, 1, 2, 19, **sizes, mesh=mesh, **options)
+
+
+def check_pair(rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: str) -> None:
+    """Output and gradients of an encoder with a decoder, of masked tokens in uneven shards."""
+    size = mesh.size()
+    lengths = tuple(7 + 3 * i for i in range(size))
+    generator = torch.Generator().manual_seed(5)
+    src, tgt, weight = (torch.randn(2, sum(lengths), 12, generator=generator, dtype=torch.float64) for _ in range(3))
+    src_mask, tgt_mask = (torch.rand(2, sum(lengths), generator=generator) < 0.2 for _ in range(2))
+    batch = {"src": src, "tgt": tgt, "src_key_padding_mask": src_mask, "tgt_key_padding_mask": tgt_mask}
+    whole, model = build_pair(**options), build_pair(mesh, exchange=exchange, **options)
+    expected = whole(**batch)
+    (expected * weight).sum().backward()
+    local, dout = shard_sequence((batch, weight), mesh, shard_lengths=lengths)
+    actual = model(**local, shard_lengths=lengths)
+    (actual * dout).sum().backward()
+    torch.testing.assert_close(unshard_sequence(actual.detach(), mesh, shard_lengths=lengths), expected.detach(), **EXACT)
+    for name, grad in gradients(model).items():
+        dist.all_reduce(grad, group=mesh.get_group())
+        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    with pytest.raises(ValueError, match=r"^tgt must be as long as src=\d+ on every rank of a mesh, got \d+$"):
+        build_pair(mesh, cross_attention="dense")(local["src"], local["tgt"][:, 1:])
+
+
+@several
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [({}, "auto"), ({"cross_is_causal": True}, "ring"), ({"cross_attention": "dense"}, "heads")],
+    ids=["dilated", "causal", "dense"],
+)
+def test_encoder_and_decoder_over_ranks_equal_one_process(ranks: Ranks, options: dict[str, Any], exchange: str) -> None:
+    ranks.run(check_pair, options, exchange)
 
 
 # -- beside data parallelism ------------------------------------------------------------------------------------------------------
