@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from flexdilated.backends.merge import accumulated
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check_dtypes, check_tensors
 from flexdilated.pattern import DilatedPattern, as_integer, num_kept
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexdilated.distributed.sums import Sums
 
 
 @torch.no_grad()
@@ -26,12 +31,16 @@ def attention_map(
     is_causal: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    mesh: DeviceMesh | None = None,
+    shard_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """The exact weights with which chosen queries of `dilated_attention` read every key, all branches mixed.
 
     `weights[b, h, i, p]` is the factor of `v[b, p]` in `out[b, queries[i], h]`: `exp(score - lse)`, added up over the branches that
     join the pair, so `weights @ v == out`. A row sums to 1, less what zero keys take (`DilatedPattern.zero_padding`); the row of a
     query that no key reaches is 0. Memory and time grow with N times the number of queries, never with N squared. No gradient.
+    With `mesh`, q, k and `key_padding_mask` are this rank's contiguous shard of a longer sequence, and so are the weights: those of
+    the same queries on every rank, for the keys that this one holds. A row then sums to 1 over all ranks.
     Source: LongNet, arXiv 2307.02486, equations 9-10.
 
     Args:
@@ -42,9 +51,13 @@ def attention_map(
         is_causal: Whether a query sees only keys at its own position and before.
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
         key_padding_mask: `(B, N)` bool, True where a key is ignored.
+        mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order. All of them must call,
+            with the same queries, which are positions in the whole sequence.
+        shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:
-        `(B, H, Q, N)`, Q positions in the order of `queries` (1 for an integer), float32, or float64 for float64 inputs.
+        `(B, H, Q, N)`, Q positions in the order of `queries` (1 for an integer), float32, or float64 for float64 inputs. With
+        `mesh` N are the tokens of this rank.
 
     Raises:
         ValueError: If a shape is wrong, a position is outside the sequence, or k has fewer heads than the pattern groups.
@@ -56,49 +69,109 @@ def attention_map(
             "attention_map must be called outside torch.func and forward-mode differentiation, got a call under one: its weights "
             "have no derivative"
         )
-    check_tensors(q, k, k, Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask))
-    check_dtypes(q, k, k)
-    pattern.check_heads(k.shape[2])
-    num_tokens, kv_heads = q.shape[1], k.shape[2]
-    positions = _positions(queries, num_tokens)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    dtype = accumulated(q.dtype)
-    q = q.unflatten(2, (kv_heads, -1))  # (B, N, Hkv, group, D)
+    if mesh is None:
+        if shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
+        call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask)
+        return _weights(q, k, call, _checked(q, k, call, queries))
+    from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
 
-    mixed = torch.full((*q.shape[:1], *q.shape[2:4], len(positions), num_tokens), -math.inf, dtype=dtype, device=q.device)
+    sums = Sums(mesh)
+    call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
+    with sums.told():
+        check_tensors(q, k, k, call)
+        lengths = sums.lengths(q, shard_lengths)
+        positions = _checked(q, k, call, queries, sum(lengths))
+    described = {
+        "queries": positions,
+        "pattern": pattern.to_dict(),
+        "shard_lengths": lengths,
+        "is_causal": is_causal,
+        "scale": scale,
+    }
+    sums.agree("attention_map", {**described, "shape": [q.shape[0], *q.shape[2:]], "kv_heads": k.shape[2], "dtype": str(q.dtype)})
+    return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
+
+
+def _checked(
+    q: Tensor, k: Tensor, call: Call, queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int | None = None
+) -> list[int]:
+    """The positions asked for, of arguments in order."""
+    check_tensors(q, k, k, call)
+    check_dtypes(q, k, k)
+    call.pattern.check_heads(k.shape[2])
+    return _positions(queries, q.shape[1] if num_tokens is None else num_tokens)
+
+
+def _weights(
+    q: Tensor, k: Tensor, call: Call, positions: list[int], start: int = 0, num_tokens: int | None = None, sums: Sums | None = None
+) -> Tensor:
+    """The weights of the keys held here: of tokens from `start` on, among `num_tokens`; by default all."""
+    pattern, here, kv_heads = call.pattern, q.shape[1], k.shape[2]
+    num_tokens = here if num_tokens is None else num_tokens
+    scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+    dtype = accumulated(q.dtype)
+    mixed = torch.full(
+        (q.shape[0], kv_heads, q.shape[2] // kv_heads, len(positions), here), -math.inf, dtype=dtype, device=q.device
+    )
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
+        asked = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in pattern.branches for p in positions], start, sums)
         for branch, (length, rate) in enumerate(pattern.branches):
             length = min(length, num_tokens)
-            # Where the rate does not divide the segment, torchscale pads each one and reads its rows back as positions.
-            padded = length + -length % rate if pattern.zero_padding else length
-            for offset, start, step, count in pattern.head_runs(branch, kv_heads):
-                heads = slice(start, start + step * (count - 1) + 1, step)
+            padded = _padded(pattern, length, rate)
+            for offset, head, step, count in pattern.head_runs(branch, kv_heads):
+                heads = slice(head, head + step * (count - 1) + 1, step)
                 for i, position in enumerate(positions):
                     segment, row = divmod(position, padded)
                     if row % rate != offset:
                         continue
                     first = segment * length
                     size = min(length, num_tokens - first)
-                    # A row behind the segment's tokens is a query of zeros.
-                    query = q[:, first + row, heads].to(dtype) * scale if row < size else q.new_zeros((), dtype=dtype)
-                    seen = min(size, row + 1) if is_causal else size
-                    keys = slice(first + offset, first + seen, rate)
-                    query = query.expand(q.shape[0], count, *q.shape[3:])
+                    seen = min(size, row + 1) if call.is_causal else size
+                    if pattern.zero_padding:
+                        reach = row + 1 if call.is_causal else padded
+                        zero_keys[heads, i] += num_kept(reach, rate, offset) - num_kept(seen, rate, offset)
+                    low = first + offset
+                    low += max(0, -((low - start) // rate)) * rate
+                    keys = slice(low - start, max(low, min(first + seen, start + here)) - start, rate)
+                    query = asked[branch * len(positions) + i].unflatten(1, (kv_heads, -1))[:, heads].to(dtype) * scale
                     scores = torch.einsum("bhgd,bnhd->bhgn", query, k[:, keys, heads].to(dtype))
-                    if key_padding_mask is not None:
-                        scores = scores.masked_fill(key_padding_mask[:, None, None, keys], -math.inf)
+                    if call.key_padding_mask is not None:
+                        scores = scores.masked_fill(call.key_padding_mask[:, None, None, keys], -math.inf)
                     pairs = mixed[:, heads, :, i, keys]
                     pairs.copy_(torch.logaddexp(pairs, scores))
-                    if pattern.zero_padding:
-                        reach = row + 1 if is_causal else padded
-                        zero_keys[heads, i] += num_kept(reach, rate, offset) - num_kept(seen, rate, offset)
-
-    lse = torch.logaddexp(torch.logsumexp(mixed, dim=-1), zero_keys.to(q.device).log()[None, :, None])  # (B, Hkv, group, Q)
+    lse = torch.logsumexp(mixed, dim=-1)
+    if sums is not None:
+        lse = sums.logsumexp(lse)
+    lse = torch.logaddexp(lse, zero_keys.to(q.device).log()[None, :, None])  # (B, Hkv, group, Q)
     # Rows without any key have scores and lse of -inf: their difference would be NaN.
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     return mixed.sub_(lse[..., None]).exp_().flatten(1, 2)
+
+
+def _padded(pattern: DilatedPattern, length: int, rate: int) -> int:
+    """Tokens of a segment as torchscale reads its rows back: where the rate does not divide it, it is padded."""
+    return length + -length % rate if pattern.zero_padding else length
+
+
+def _source(pattern: DilatedPattern, branch: tuple[int, int], position: int, num_tokens: int) -> int | None:
+    """The token whose query gives the output at a position; None: a query of zeros, behind the tokens of a segment."""
+    length, rate = min(branch[0], num_tokens), branch[1]
+    segment, row = divmod(position, _padded(pattern, length, rate))
+    return segment * length + row if row < min(length, num_tokens - segment * length) else None
+
+
+def _rows(q: Tensor, tokens: list[int | None], start: int, sums: Sums | None) -> list[Tensor]:
+    """The queries `(B, H, D)` of some tokens, also of those that other ranks hold; zeros for None."""
+    found = [
+        q[:, t - start] if t is not None and start <= t < start + q.shape[1] else q.new_zeros(q.shape[0], *q.shape[2:])
+        for t in tokens
+    ]
+    if sums is None:
+        return found
+    return list(sums.total(torch.stack(found).to(accumulated(q.dtype))).unbind())
 
 
 def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int) -> list[int]:

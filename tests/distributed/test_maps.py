@@ -1,0 +1,68 @@
+"""Attention maps of a sequence over ranks: each rank's columns of the whole map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated import DilatedPattern, attention_map
+from tests.distributed.cases import LENGTHS, ShardedCase, cut, random_case
+from tests.distributed.processes import Ranks, several
+from tests.tolerances import EXACT
+
+
+def check_map(rank: int, mesh: DeviceMesh, case: ShardedCase, dtype: torch.dtype = torch.float64) -> None:
+    q, k = (case.named(dtype)[name] for name in "qk")
+    mask, here = case.mask(), case.shard(rank)
+    queries = list(range(case.num_tokens))[::-3]
+    options = {"queries": queries, "is_causal": case.is_causal, "scale": case.scale}
+    expected = attention_map(q, k, case.pattern, key_padding_mask=mask, **options)
+    weights = attention_map(
+        q[:, here],
+        k[:, here],
+        case.pattern,
+        key_padding_mask=None if mask is None else mask[:, here],
+        mesh=mesh,
+        shard_lengths=case.shard_lengths,
+        **options,
+    )
+    assert weights.dtype == expected.dtype
+    torch.testing.assert_close(weights, expected[..., here], **(EXACT if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}))
+
+
+def check_maps(rank: int, mesh: DeviceMesh) -> None:
+    size = mesh.size()
+    for seed in range(12):
+        case = random_case(4000 * size + seed, size, longest=40)
+        if case.borders is None:
+            check_map(rank, mesh, case)
+    shifted = ShardedCase(DilatedPattern.torchscale((11, 7), (3, 4)), shard_lengths=LENGTHS[:size], kv_heads=2)
+    check_map(rank, mesh, shifted)
+    check_map(rank, mesh, cut(size, ignored=0.3), torch.bfloat16)
+
+
+def test_each_rank_gets_its_columns_of_the_map(ranks: Ranks) -> None:
+    ranks.run(check_maps)
+
+
+def check_refusals(rank: int, mesh: DeviceMesh) -> None:
+    case = cut(mesh.size())
+    q, k = (case.named()[name][:, case.shard(rank)] for name in "qk")
+    given = {"mesh": mesh, "shard_lengths": case.shard_lengths}
+    with pytest.raises(ValueError, match=r"^ranks must agree on queries, got \[1\] on rank 0 and \[0\] on rank"):
+        attention_map(q, k, case.pattern, queries=1 if rank == 0 else 0, **given)
+    wrong = case.num_tokens if rank == 0 else 0
+    text = r"^queries\[0\] must be in \[0, N=\d+\), got \d+$" if rank == 0 else r"^rank 0 refused: queries\[0\] must be in"
+    with pytest.raises(ValueError, match=text):
+        attention_map(q, k, case.pattern, queries=wrong, **given)
+    with pytest.raises(ValueError, match=r"^shard_lengths must hold one length per rank of mesh"):
+        attention_map(q, k, case.pattern, queries=0, mesh=mesh, shard_lengths=(1,) * 9)
+    with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(4,\) and no mesh$"):
+        attention_map(q, k, case.pattern, queries=0, shard_lengths=(4,))
+    check_map(rank, mesh, case)
+
+
+@several
+def test_ranks_refuse_maps_together(ranks: Ranks) -> None:
+    ranks.run(check_refusals)
