@@ -30,6 +30,7 @@ from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.distributed.telling import all_know, known
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
@@ -74,6 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     except Exception as error:  # of a score or mask function too
         if num_ranks > 1 and not torch.compiler.is_compiling():
             withdraw_from(group_name, str(error))  # the other ranks would wait for this one
+            known(error)
         raise
     if call.is_modified():
         return _with_functions(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))
@@ -90,6 +92,7 @@ def _shares_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+@all_know
 def _with_functions(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
     """A call with a score or mask function. No operator: autograd finds the tensors that the functions hold."""
     group = _resolve(place.group_name)
@@ -193,6 +196,7 @@ def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
     return Flat(*options[:count]), Place(*options[count:])
 
 
+@all_know
 def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     flat, place = options

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flexdilated.call import Call, check_mods
 from flexdilated.distributed.agreement import withdraw
+from flexdilated.distributed.telling import known
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -59,6 +60,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     except (TypeError, ValueError, NotImplementedError) as error:
         if mesh is not None and mesh.size() > 1 and not torch.compiler.is_compiling():
             withdraw(mesh.get_group(), str(error))  # the other ranks would wait for this one
+            known(error)
         raise
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
     local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
+from flexdilated.distributed.telling import tells_others
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.ordering import ORDERS, Curve, coordinate_order
 from flexdilated.pattern import DilatedPattern, is_integer
@@ -119,6 +120,7 @@ class LongNetViT(nn.Module):
         """Which tokens attend to which."""
         return self.encoder.pattern
 
+    @tells_others
     def forward(
         self,
         x: Tensor,

@@ -17,6 +17,7 @@ from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
+from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern, as_integer
 from flexdilated.reference import MaskMod, ScoreMod
@@ -291,6 +292,7 @@ class MultiheadDilatedAttention(nn.Module):
                 converted.out_proj.bias.copy_(module.out_proj.bias)
         return converted.train(module.training)
 
+    @tells_others
     def forward(
         self,
         query: Tensor,

@@ -20,6 +20,7 @@ from flexdilated.backends.hardware import autocast_dtype, holds_values
 from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import local_shard_lengths
+from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
@@ -154,6 +155,7 @@ class LongNetLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
 
+    @tells_others
     def forward(
         self,
         tokens: Tensor,

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.distributed.sharding import local_shard_lengths
+from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
@@ -264,6 +265,7 @@ class LongNet(nn.Module):
         self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
         self.to(device=device, dtype=dtype)
 
+    @tells_others
     def forward(
         self,
         src: Tensor,

@@ -136,6 +136,49 @@ def test_longnet_over_two_ranks_equals_one_process(ranks: Ranks) -> None:
     ranks.run(check_two)
 
 
+# -- refusals --------------------------------------------------------------------------------------------------------------------
+
+
+def check_told(rank: int, mesh: DeviceMesh) -> None:
+    """What goes wrong in a module before its attention reaches the other ranks, once; then all go on."""
+    last = mesh.size() - 1
+    tokens = draw_tokens(tokens=12 * mesh.size())
+    local = shard_sequence(tokens, mesh)
+
+    def refuses(model: nn.Module, own: type[Exception], text: str, given: Tensor = local) -> None:
+        error, match = (own, f"^{text}") if rank == last else (ValueError, f"^rank {last} refused: {text}")
+        with pytest.raises(error, match=match):
+            model(given)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    expected = shard_sequence(build()(tokens), mesh)
+    model = build(mesh)
+    refuses(model, TypeError, "tokens must be of int64 or int32, got float32", local.float() if rank == last else local)
+    torch.testing.assert_close(model(local), expected, **EXACT)
+    model = build(mesh, pattern=RAGGED)  # of which ranks have not agreed yet
+    hook = model.layers[0].register_forward_pre_hook(fails) if rank == last else None
+    refuses(model, RuntimeError, "out of luck")
+    if hook is not None:
+        hook.remove()
+    torch.testing.assert_close(model(local), shard_sequence(build(pattern=RAGGED)(tokens), mesh), **EXACT)
+    with pytest.raises(ValueError, match=r"^shard_lengths must hold one length per rank"):  # on all ranks
+        model(local, shard_lengths=(1,) * 9)
+    layer = build(mesh, exchange="gather").layers[0].self_attn
+    x = torch.zeros(1, 3, 24, dtype=torch.float64)
+    wrong = {"scale": 0.5} if rank == last else {}
+    layer.attention.scale = wrong.get("scale")
+    with pytest.raises(ValueError, match=r"^ranks must agree on scale, got 0\.40"):  # told by the attention
+        layer(x, x, x)
+    torch.testing.assert_close(build(mesh)(local), expected, **EXACT)
+
+
+@several
+def test_other_ranks_hear_what_a_module_refuses(ranks: Ranks) -> None:
+    ranks.run(check_told)
+
+
 # -- encoder and decoder ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,64 @@
+"""What a module refuses on one rank, the others hear of: they would wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.distributed.agreement import withdraw
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
+
+
+def known(error: BaseException) -> None:
+    """Say that the other ranks know of an error."""
+    setattr(error, MARK, True)
+
+
+def all_know(call: Forward) -> Forward:
+    """A call that all ranks make, and whose errors they all have."""
+
+    @wraps(call)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            known(error)
+            raise
+
+    return made  # type: ignore[return-value]
+
+
+def tell(mesh: DeviceMesh, error: Exception) -> None:
+    """Tell the other ranks of a mesh that this one takes no part in the call that they make now or next, unless they know."""
+    if mesh.size() > 1 and not hasattr(error, MARK):
+        withdraw(mesh.get_group(), str(error) or type(error).__name__)
+        known(error)
+
+
+def tells_others(forward: Forward) -> Forward:
+    """A module's forward whose errors before an attention reach the ranks of its `mesh`, or of its attention's, at once.
+
+    Ranks that have agreed on the plan of that attention before, and wait for rows of this one, end by the timeout of their group.
+    Decoding, by a cache or caches, is each rank's own.
+    """
+
+    @wraps(forward)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = self.mesh if hasattr(self, "mesh") else self.attention.mesh
+        alone = mesh is None or kwargs.get("cache") is not None or kwargs.get("caches") is not None
+        if alone or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        except Exception as error:
+            tell(mesh, error)
+            raise
+
+    return told  # type: ignore[return-value]
