@@ -20,6 +20,7 @@ check_installed()  # before anything of the library is imported
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
+from flexdilated.hub.transformers.context import shard_context as shard_context
 from flexdilated.hub.transformers.interface import dilated_attention_forward as dilated_attention_forward
 from flexdilated.hub.transformers.longnet import LongNetForCausalLM as LongNetForCausalLM
 from flexdilated.hub.transformers.longnet import LongNetHFConfig as LongNetHFConfig
@@ -35,6 +36,7 @@ __all__ = [
     "dilated_attention_forward",
     "dilated_attention_positions",
     "register",
+    "shard_context",
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
@@ -13,9 +14,10 @@ from transformers.utils.output_capturing import _active_collector
 from flexdilated.attention import attend
 from flexdilated.call import Call
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
+from flexdilated.hub.transformers.context import context_of
 from flexdilated.hub.transformers.decoding import decode
-from flexdilated.hub.transformers.heads import find_head_shard
-from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.hub.transformers.heads import HeadShard, find_head_shard
+from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.pattern import DilatedPattern
 
@@ -48,6 +50,8 @@ KNOWN = {
     "position_ids",
     "return_dict",
     "seq_idx",
+    "shard_lengths",
+    "shift_labels",
     "token_type_ids",
     "use_cache",
 }
@@ -80,7 +84,7 @@ def dilated_attention_forward(
         module: Whose `config` holds the pattern, and whose `is_causal` counts where the call says nothing.
         query: `(B, H, queries, D)`.
         key: `(B, Hkv, keys, D)`.
-        value: As key.
+        value: As key; its head dim may be another.
         attention_mask: What `dilated_attention_positions` gave: None, or positions.
         dropout: Probability of dropping an attention weight.
         scaling: Multiplies the scores. Default: `D ** -0.5`.
@@ -100,11 +104,9 @@ def dilated_attention_forward(
     """
     _refuse_options(options)
     config: Any = module.config
-    crosses = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    if crosses or getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise NotImplementedError(
-            f"config must have no cross-attention with {NAME!r} attention, got {type(config).__name__} with it"
-        )
+    refuse_crossing(config)
+    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+        raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
     pattern = _pattern_of(config)
     if is_causal is None:
         is_causal = _is_causal(module, config)
@@ -115,33 +117,7 @@ def dilated_attention_forward(
     if shard is not None:
         key, value = key[:, shard.held], value[:, shard.held]
     q, k, v = query.transpose(1, 2), key[:, :, :num_keys].transpose(1, 2), value[:, :, :num_keys].transpose(1, 2)
-    borders = borders_of(attention_mask, q, options)
-    if borders is None and options.get("seq_idx") is not None:
-        raise ValueError(
-            "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
-        )
-    if layer is not None:
-        if borders is not None:
-            raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
-        if not is_causal:
-            raise NotImplementedError("is_causal must be True with a DilatedCache, got False")
-        if dropout:
-            raise NotImplementedError(f"dropout must be 0 with a DilatedCache, got {dropout}")
-        seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
-        return layer.attend(q, k, v, seen, pattern, shard, scaling).contiguous(), None
-    if num_keys != q.shape[1]:
-        if borders is not None:
-            raise NotImplementedError(
-                f"cu_seq_lens_q must be None while decoding from a cache, got {num_keys} keys for {q.shape[1]} queries"
-            )
-        if not is_causal:
-            raise NotImplementedError(
-                f"queries and keys must be the same tokens unless is_causal=True, got {q.shape[1]} queries and {num_keys} keys"
-            )
-        assert attention_mask is not None
-        positions = attention_mask[:, 0, 0]
-        return decode(q, k, v, pattern, shard, positions[:, num_keys:], positions[:, :num_keys], scaling, dropout), None
-
+    q, k, v = _of_one_width(q, k, v)
     call = Call(
         pattern,
         is_causal,
@@ -150,18 +126,81 @@ def dilated_attention_forward(
         first_head=0 if shard is None else shard.first_key,
         num_heads=None if shard is None else shard.total_key,
     )
+    context = context_of(module)
+    if context is None:
+        if options.get("shard_lengths") is not None:
+            raise ValueError("shard_lengths must be None without a mesh, got some; see flexdilated.hub.transformers.shard_context")
+        borders = borders_of(attention_mask, q, options)
+        if borders is None and options.get("seq_idx") is not None:
+            raise ValueError(
+                "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
+            )
+        if layer is not None:
+            _refuse_with_cache(borders, call)
+            seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
+            out = layer.attend(q, k, v, seen, pattern, shard, scaling)
+        elif num_keys != q.shape[1]:
+            out = _decode(q, k, v, attention_mask, borders, shard, call)
+        else:
+            out = _attend_whole(q, k, v, attention_mask, borders, call)
+    else:
+        context.calls += 1
+        # The positions of documents, which the mask tells, are checked where the tokens come in.
+        borders = borders_of(None, q, options)
+        call = call._replace(
+            mesh=context.mesh, exchange=context.exchange, cu_seqlens=borders, shard_lengths=options.get("shard_lengths")
+        )
+        out, _ = attend(q, k, v, call)
+    return out[..., : value.shape[3]].contiguous(), None
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros behind the narrower ones where values have another head dim than keys, which changes no score and no output."""
+    more = k.shape[3] - v.shape[3]
+    if more >= 0:
+        return q, k, F.pad(v, (0, more)) if more else v
+    return F.pad(q, (0, -more)), F.pad(k, (0, -more)), v
+
+
+def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
+    if borders is not None:
+        raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
+    if not call.is_causal:
+        raise NotImplementedError("is_causal must be True with a DilatedCache, got False")
+    if call.dropout_p:
+        raise NotImplementedError(f"dropout must be 0 with a DilatedCache, got {call.dropout_p}")
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, shard: HeadShard | None, call: Call
+) -> Tensor:
+    """Some queries over all keys of a cache."""
+    if borders is not None:
+        raise NotImplementedError(
+            f"cu_seq_lens_q must be None while decoding from a cache, got {k.shape[1]} keys for {q.shape[1]} queries"
+        )
+    if not call.is_causal:
+        raise NotImplementedError(
+            f"queries and keys must be the same tokens unless is_causal=True, got {q.shape[1]} queries and {k.shape[1]} keys"
+        )
+    assert mask is not None
+    positions = mask[:, 0, 0]
+    there, here = positions[:, : k.shape[1]], positions[:, k.shape[1] :]
+    return decode(q, k, v, call.pattern, shard, here, there, call.checked_scale(), call.dropout_p)
+
+
+def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, call: Call) -> Tensor:
+    """Whole sequences: packed, padded or neither."""
     if borders is not None:
         batch = q.shape[0]
         q, k, v = (rearrange(x, "b n h d -> 1 (b n) h d") for x in (q, k, v))
-        out, _ = attend(q, k, v, call._replace(cu_seqlens=borders))
-        return rearrange(out, "1 (b n) h d -> b n h d", b=batch).contiguous(), None
-    if attention_mask is None:
-        return attend(q, k, v, call)[0].contiguous(), None
-    real = attention_mask[:, 0, 0, :num_keys] >= 0
+        return rearrange(attend(q, k, v, call._replace(cu_seqlens=borders))[0], "1 (b n) h d -> b n h d", b=batch)
+    if mask is None:
+        return attend(q, k, v, call)[0]
+    real = mask[:, 0, 0, : q.shape[1]] >= 0
     shift = first_real(real)
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    out, _ = attend(q, k, v, call._replace(key_padding_mask=padding))
-    return shifted(out, -shift).contiguous(), None
+    return shifted(attend(q, k, v, call._replace(key_padding_mask=padding))[0], -shift)
 
 
 def _is_causal(module: nn.Module, config: Any) -> bool:

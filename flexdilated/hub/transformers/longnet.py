@@ -1,10 +1,10 @@
-"""LongNet as a model of the transformers library."""
+"""LongNet as a model of the transformers library. Long: its config, its forward, its cache, and what each of them refuses."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -114,7 +114,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["CheckpointedBlock"]
-    _supports_context_parallel = False  # the library's: it cuts the sequence behind the model's back
+    _supports_context_parallel = False  # the library's and torch's, which know dense attention only; see shard_context
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Dilated attention: there is no other.
@@ -172,6 +172,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        shift_labels: Tensor | None = None,
+        shard_lengths: Sequence[int] | None = None,
         **packed: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
@@ -188,6 +190,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: Must not be True, here or in the config.
             output_hidden_states: Must not be True, here or in the config.
             logits_to_keep: Only the last so many logits. Default: all.
+            shift_labels: `(B, N)`, the labels already moved by one; `labels` must come too, and does not count.
+            shard_lengths: Tokens of each rank, after `shard_context`. Default: equally many.
             **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
                 `max_length_q` and `max_length_k` follow from them, and are not needed.
 
@@ -239,16 +243,22 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
             logits = self._decode(input_ids, real, past_key_values, last_only=logits_to_keep == 1)
         elif real is None:
-            logits = self.model(input_ids, cu_seqlens=borders)
+            logits = self.model(input_ids, cu_seqlens=borders, shard_lengths=shard_lengths)
         else:
             shift = first_real(real)
             tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
             logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
         logits = logits[:, -logits_to_keep:]
+        if shift_labels is not None and labels is None:
+            raise ValueError("shift_labels must come with labels, got them alone")
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+                logits=logits,
+                labels=labels,
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
             )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -19,6 +19,7 @@ from flexdilated.pattern import DilatedPattern
 
 NAME = "flexdilated"
 
+BY_NAME = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")  # a model's own table of classes
 TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention
 
 
@@ -28,6 +29,8 @@ def extend_configs_and_models() -> None:
         return
     PreTrainedConfig.dilated_pattern = _PatternOfConfig()
     PreTrainedModel.get_correct_attn_implementation = _choosing(PreTrainedModel.get_correct_attn_implementation)
+    if hasattr(PreTrainedModel, "supports_context_parallel"):  # since 5.23
+        PreTrainedModel.supports_context_parallel = property(_supporting(PreTrainedModel.supports_context_parallel.fget))
 
 
 def pattern_values(pattern: object) -> dict[str, Any] | None:
@@ -81,16 +84,39 @@ def _choosing(choose: Any) -> Any:
             _refuse_parts(self.config)
             requested_attention = NAME if requested_attention is None else requested_attention
         chosen: str = choose(self, requested_attention, is_init_check, **options)
-        if chosen == NAME and not _takes_attention_from_the_interface(self.__class__):
-            raise NotImplementedError(
-                f"attn_implementation must not be {NAME!r} in {type(self).__name__}, whose attention, if it has any, does not come "
-                "from the library's AttentionInterface: a pattern would change nothing"
-            )
+        if chosen == NAME:
+            if not type(self).__name__.endswith(("Encoder", "EncoderModel")):  # whose config is that of the whole
+                refuse_crossing(self.config)
+            refusal = _attention_refusal(self.__class__)
+            if refusal is not None:
+                raise NotImplementedError(f"attn_implementation must not be {NAME!r} in {type(self).__name__}, {refusal}")
         if pattern is not None:
             _warn_if_dense(self.config, chosen)
         return chosen
 
     return get_correct_attn_implementation
+
+
+def _supporting(supports: Any) -> Any:
+    """The library's answer whether its context parallelism may run a model: it knows dense attention only."""
+
+    @functools.wraps(supports)
+    def supports_context_parallel(self: Any) -> bool:
+        return self.config.get_text_config()._attn_implementation != NAME and supports(self)
+
+    return supports_context_parallel
+
+
+def refuse_crossing(config: Any) -> None:
+    """Refuse a config whose model has layers in which queries and keys are not the same tokens.
+
+    Raises:
+        NotImplementedError: If it has.
+    """
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise NotImplementedError(
+            f"config must have no cross-attention with {NAME!r} attention, got {type(config).__name__} with it"
+        )
 
 
 def _warn_if_dense(config: Any, attention: str | None) -> None:
@@ -115,19 +141,38 @@ def _refuse_parts(config: Any) -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _takes_attention_from_the_interface(model_class: type) -> bool:
-    """Whether an attention implementation can reach the model's attention; the library's own test, which it makes too late."""
+def _attention_refusal(model_class: type) -> str | None:
+    """Why an attention implementation cannot reach the model's attention, by its source; the library's own test comes too late."""
     code = ""
     for base in model_class.__mro__:
         if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
             try:
                 code += inspect.getsource(sys.modules[base.__module__])
             except (OSError, TypeError, KeyError):
-                return True  # typed into a notebook: nobody can tell
+                return None  # typed into a notebook: nobody can tell
+    if BY_NAME.search(code) and BY_NAME.search(_reached_code(model_class)):
+        return "whose attention is a class for each implementation, of which none is this one"
     if "ALL_ATTENTION_FUNCTIONS" in code:
-        return True
-    if re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE):
-        return False
-    # Without attention of its own it may be made of other models; in the library it then names them.
-    made_of_others = re.search(r"Auto(Model|Backbone)|load_backbone|from \.\.\w+(\.modeling_\w+)? import", code)
-    return made_of_others is not None or not model_class.__module__.startswith("transformers.models.")
+        return None
+    # Without attention of its own it may be made of other models, which its imports then name; examples in docstrings do too.
+    made_of_others = re.search(r"^\s*from \.\.(\.models\.)?\w+(\.modeling_\w+)? import|\bload_backbone\(", code, re.MULTILINE)
+    is_the_library_s = model_class.__module__.startswith("transformers.models.")
+    has_its_own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
+    if not has_its_own and (made_of_others or not is_the_library_s):
+        return None
+    return "whose attention, if it has any, does not come from the library's AttentionInterface: a pattern would change nothing"
+
+
+def _reached_code(model_class: type) -> str:
+    """The source of a class and of those of its file that it names, and they name."""
+    file = sys.modules[model_class.__module__]
+    found: dict[type, str] = {}
+    waiting = [model_class]
+    while waiting:
+        named = waiting.pop()
+        if named in found:
+            continue
+        found[named] = inspect.getsource(named)
+        others = (getattr(file, name, None) for name in re.findall(r"\b[A-Z]\w+", found[named]))
+        waiting += [other for other in others if isinstance(other, type) and other.__module__ == file.__name__]
+    return "".join(found.values())

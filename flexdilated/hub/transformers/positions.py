@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_causal_mask
 
 from flexdilated.hub.transformers.patterns import NAME
+
+CAN_READ_MASKS = "allow_is_causal_skip" in inspect.signature(create_causal_mask).parameters  # before, static caches say it too
 
 
 def dilated_attention_positions(
@@ -52,13 +55,19 @@ def dilated_attention_positions(
         seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
 
     Raises:
-        NotImplementedError: If the model asks for a mask function of its own.
+        NotImplementedError: If the model asks for a mask function of its own, or reads its mask itself.
         RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
     """
     if local_size is not None:
         return torch.empty(batch_size, 1, 0, local_size, dtype=torch.int64, device=device)
     if use_vmap:
         raise NotImplementedError(f"mask functions of a model's own must be absent with {NAME!r} attention, got one")
+    if CAN_READ_MASKS and mask_function is causal_mask_function and q_length > 1 and not options.get("allow_is_causal_skip", True):
+        # Neither documents nor a function of its own make the library say so: the model does.
+        raise NotImplementedError(
+            f"layers must leave their mask to the attention with {NAME!r} attention, got a model that reads it, as indexers do "
+            "that choose keys for each query"
+        )
     if kv_offset:
         if kv_length != q_length:
             raise NotImplementedError(f"the cache must hold every token from the first, got a first key at {kv_offset}")

@@ -310,9 +310,44 @@ def test_masks_that_are_no_padding_masks_are_refused() -> None:
 
 
 def test_cross_attention_is_refused() -> None:
-    model = build("Bert", is_decoder=True, add_cross_attention=True)
     with pytest.raises(NotImplementedError, match=r"config must have no cross-attention .*got BertConfig with it"):
+        build("Bert", is_decoder=True, add_cross_attention=True)
+    model = build("Bert")
+    model.bert.encoder.layer[0].attention.self.is_cross_attention = True
+    with pytest.raises(NotImplementedError, match=r"layers must have no cross-attention .*got BertSelfAttention"):
         model(draw_tokens())
+
+
+@pytest.mark.parametrize("dims", [(8, 5), (5, 8)])
+def test_values_may_be_wider_or_narrower_than_keys(dims: tuple[int, int]) -> None:
+    module = build("Llama", RAGGED).model.layers[0].self_attn
+    q, k = (torch.randn(BATCH, heads, TOKENS, dims[0], dtype=torch.float64, requires_grad=True) for heads in (6, 2))
+    v = torch.randn(BATCH, 2, TOKENS, dims[1], dtype=torch.float64, requires_grad=True)
+    out, _ = hub.dilated_attention_forward(module, q, k, v, None)
+    rows = [x.transpose(1, 2) for x in (q, k)]
+    columns = (column.transpose(1, 2)[..., None].expand(rows[1].shape) for column in v.unbind(-1))
+    columns = (reference.dilated_attention(*rows, column, RAGGED, is_causal=True)[0][..., :1] for column in columns)
+    expected = torch.cat(list(columns), dim=-1)
+    weights = torch.randn_like(expected)
+    torch.testing.assert_close(out, expected, **EXACT)
+    actual, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
+    torch.testing.assert_close(actual, wanted, **EXACT)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    mask[0, :4] = False
+    last = hub.dilated_attention_positions(BATCH, 3, TOKENS, q_offset=TOKENS - 3, attention_mask=mask)
+    whole = hub.dilated_attention_positions(BATCH, TOKENS, TOKENS, attention_mask=mask)
+    decoded, _ = hub.dilated_attention_forward(module, q[:, :, -3:], k, v, last)
+    padded, _ = hub.dilated_attention_forward(module, q, k, v, whole)
+    torch.testing.assert_close(decoded, padded[:, -3:], **EXACT)
+
+
+def test_models_that_read_their_masks_are_refused() -> None:
+    sizes = {"batch_size": BATCH, "q_length": TOKENS, "kv_length": TOKENS, "allow_is_causal_skip": False}
+    if transformers.__version__.startswith("5.12"):
+        assert hub.dilated_attention_positions(**sizes) is None  # there static caches say it
+        return
+    with pytest.raises(NotImplementedError, match=r"layers must leave their mask to the attention .* indexers do"):
+        hub.dilated_attention_positions(**sizes)
 
 
 def test_borders_that_differ_or_lack_their_pair_are_refused() -> None:

@@ -1,0 +1,177 @@
+"""A model of the library whose tokens are sharded over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from flexdilated.call import EXCHANGES
+from flexdilated.distributed.sharding import group_of, local_shard_lengths
+from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
+from flexdilated.nn.longnet import LongNetLM
+from flexdilated.nn.position import token_positions
+
+PLACE = "_dilated_context"  # the attribute by which the attention function finds the mesh of a module
+SHARDED = "in a model over a mesh"
+
+
+class Context:
+    """The mesh over which a model's tokens are sharded, how rows travel on it, and how many layers have attended in a forward."""
+
+    def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
+        self.mesh, self.exchange, self.calls = mesh, exchange, 0
+
+    def __deepcopy__(self, memo: Any) -> Context:
+        return Context(self.mesh, self.exchange)  # process groups have no copies
+
+
+def context_of(module: nn.Module) -> Context | None:
+    """What `shard_context` told a module."""
+    return getattr(module, PLACE, None)
+
+
+def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "auto") -> PreTrainedModel:
+    """Shard the tokens of a model over the ranks of a mesh, in place: each rank gives contiguous tokens, and gets their logits.
+
+    Positions are those of the whole sequence, and segments may cross shards anywhere. The parameters stay whole: a rank's gradient
+    is that of its own tokens, and the sum over the axis is the whole. `forward` then takes `shard_lengths` too, the number of
+    tokens of each rank, by default equally many, and `cu_seq_lens_q` and `cu_seq_lens_k` are the borders of documents packed in the
+    whole sequence. Tokens behind the shard are the labels of its last: give `labels` with `shift_labels`, the labels already
+    moved by one, and with `num_items_in_batch`, the number of labels of all ranks: the loss is then the rank's part of the sum.
+    Every rank must run every forward and backward.
+
+    Args:
+        model: A decoder of the library with a dilated pattern, or `LongNetForCausalLM`.
+        mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
+        exchange: How keys and values travel, as in `flexdilated.dilated_attention`.
+
+    Returns:
+        The model. Its `forward` raises NotImplementedError for padding, for a cache, and, when it is done, if some of the model's
+        layers did not attend; ValueError for positions other than those of the whole sequence, and for labels alone.
+
+    Raises:
+        TypeError: If the mesh is no `DeviceMesh`, or the model none of the library's.
+        ValueError: If the mesh has other than one dim, or the exchange is unknown.
+        NotImplementedError: If the model generates nothing, has several parts, has another attention, or mixes tokens in another
+            way too: by convolutions, by losses of its experts, or by rotary positions that depend on the longest one.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+    group_of(mesh)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    _check_model(model)
+    context = Context(mesh, exchange)
+    for module in model.modules():
+        setattr(module, PLACE, context)
+        if isinstance(module, (DilatedAttention, MultiheadDilatedAttention, LongNetLM)):
+            module.mesh, module.exchange = mesh, exchange
+    model.register_forward_pre_hook(_check_labels, with_kwargs=True)
+    if any(isinstance(module, LongNetLM) for module in model.modules()):
+        model.register_forward_pre_hook(_place_tokens, with_kwargs=True)
+        return model
+    model.base_model.register_forward_pre_hook(_place_tokens, with_kwargs=True)
+    model.base_model.register_forward_hook(_check_layers)
+    return model
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    config: Any = model.config
+    name = type(model).__name__
+    if hasattr(model, PLACE):
+        raise ValueError(f"model must be without a mesh, got {name} with one")
+    parts = [part for part in config.sub_configs if isinstance(getattr(config, part, None), PreTrainedConfig)]
+    if parts:
+        raise NotImplementedError(f"model must have one part to be sharded, got {name} of {sorted(parts)}")
+    if config._attn_implementation != NAME or getattr(config, "dilated_pattern", None) is None:
+        raise NotImplementedError(f"model must have a dilated_pattern and {NAME!r} attention, got {config._attn_implementation!r}")
+    if any(isinstance(module, LongNetLM) for module in model.modules()):
+        return
+    if not model.can_generate() or "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise NotImplementedError(f"model must be a decoder that takes position_ids, got {name}")
+    mixing = next((child for child in model.modules() if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
+    if mixing is not None:
+        raise NotImplementedError(f"model must mix tokens by attention alone, got {name} with {type(mixing).__name__}")
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError("config.output_router_logits must be False over a mesh, got True: its loss is no sum over tokens")
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if rope in ("dynamic", "longrope"):
+            raise NotImplementedError(f"rope_type must not depend on the longest position over a mesh, got {rope!r}")
+
+
+def _ropes(parameters: Any) -> list[str]:
+    """The kinds of rotary positions in a config's field, which may have one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    if "rope_type" in parameters:
+        return [parameters["rope_type"]]
+    return [kind for value in parameters.values() for kind in _ropes(value)]
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
+
+
+def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    given = _by_name(module, args, kwargs)
+    if given.get("labels") is None:
+        return (), given
+    for name in ("shift_labels", "num_items_in_batch"):
+        if given.get(name) is None:
+            raise ValueError(
+                f"labels must come with {name} {SHARDED}, got them without: the label of a shard's last token is the next rank's, "
+                "and the loss is a mean over the labels of all ranks"
+            )
+    given["shift_labels"] = given["shift_labels"].contiguous()  # the library's loss takes a view of them
+    return (), given
+
+
+def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Give the tokens of a shard their positions in the whole sequence, and refuse what is not known of shards."""
+    given = _by_name(module, args, kwargs)
+    context: Context = getattr(module, PLACE)
+    context.calls = 0
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    if given.get("past_key_values") is not None or given.get("use_cache"):
+        raise NotImplementedError(f"use_cache must be False and past_key_values None {SHARDED}, got a cache")
+    parameters = inspect.signature(module.forward).parameters
+    if "use_cache" in parameters:
+        given["use_cache"] = False
+    mask = given.pop("attention_mask", None)
+    if mask is not None and (torch.compiler.is_compiling() or mask.dim() != 2 or not bool(mask.all())):
+        raise NotImplementedError(
+            f"attention_mask must be None {SHARDED}, got a mask; leave padding out, and pack documents by cu_seq_lens_q"
+        )
+    if "position_ids" not in parameters:
+        return (), given
+    rank, lengths = local_shard_lengths(context.mesh, tokens.shape[1], given.get("shard_lengths"))
+    positions = token_positions(tokens.shape[1], given.get("cu_seq_lens_q"), tokens.device, sum(lengths[:rank]))[None]
+    told = given.get("position_ids")
+    if told is not None and (torch.compiler.is_compiling() or not _agree(told, positions)):
+        raise ValueError(
+            f"position_ids must be None, or count from {sum(lengths[:rank])} in the whole sequence on rank {rank} {SHARDED}, "
+            "got others; cu_seq_lens_q packs documents"
+        )
+    given["position_ids"] = positions
+    return (), given
+
+
+def _agree(told: Tensor, positions: Tensor) -> bool:
+    return told.shape[-1] == positions.shape[-1] and told.dim() == 2 and bool((told == positions).all())
+
+
+def _check_layers(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    context: Context = getattr(module, PLACE)
+    config: Any = module.config
+    if context.calls != config.num_hidden_layers:
+        raise NotImplementedError(
+            f"every layer must attend {SHARDED}, got {context.calls} calls of attention in {config.num_hidden_layers} layers of "
+            f"{type(module).__name__}"
+        )

@@ -1,0 +1,331 @@
+"""Models over ranks: tokens by this library's exchange, parameters by FSDP2, heads by wrappers that send them for tokens."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.distributed.processes import run_ranks
+from tests.tolerances import EXACT, SINGLE
+
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
+
+from flexdilated.hub import transformers as hub  # noqa: E402
+from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, longnet  # noqa: E402
+
+TOKENS, BATCH, VOCAB = 34, 2, 31
+IGNORED = -100
+
+
+def models() -> dict[str, Any]:
+    """The same on every rank, in float64."""
+    found = {}
+    for name, pattern, options in (("Llama", RAGGED, {}), ("Qwen3", GROUPED, {}), ("GPT2", INTERLEAVED, None)):
+        torch.manual_seed(11)
+        if options is None:  # learned positions
+            sizes = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+            config = transformers.GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, dilated_pattern=pattern)
+            found[name] = transformers.GPT2LMHeadModel(config).double()
+        else:
+            found[name] = build(name, pattern, **options).double()
+    torch.manual_seed(12)
+    found["LongNet"] = longnet(vocab_size=VOCAB).double()
+    return found
+
+
+def labelled(tokens: Tensor) -> dict[str, Tensor]:
+    """Labels of whole sequences, moved by one, some of them ignored."""
+    labels = tokens.clone()
+    labels[:, 5:9] = IGNORED
+    return {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=IGNORED)}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def check_gradients(model: Any, expected: dict[str, Tensor], reduce: Any, tolerance: Any = EXACT) -> None:
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            reduce(parameter.grad), expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def summed(gradient: Tensor) -> Tensor:
+    dist.all_reduce(gradient)
+    return gradient
+
+
+@pytest.mark.ranks
+def test_shards_of_tokens_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(compare_shards, 2, tmp_path)
+
+
+def compare_shards(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    torch.manual_seed(3)
+    tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
+    borders = torch.tensor([0, 9, 20, TOKENS])
+    packed = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    for name, whole in models().items():
+        sharded = hub.shard_context(copy.deepcopy(whole).train(), mesh)
+        whole.train()
+        for rows, lengths, options in (
+            (slice(None), None, {}),
+            (slice(None), (13, TOKENS - 13), {}),
+            (slice(0, 1), None, packed),
+        ):
+            batch = {"input_ids": tokens[rows], **labelled(tokens[rows])}
+            count = int((batch["shift_labels"] != IGNORED).sum())
+            told = {**options, "use_cache": False, "num_items_in_batch": count}
+            for model in (whole, sharded):
+                model.zero_grad()
+            if options and name != "LongNet":  # the model's own positions would go on from one document to the next
+                positions = {"position_ids": torch.cat([torch.arange(n) for n in borders.diff().tolist()])[None]}
+            else:
+                positions = {}
+            expected = whole(**batch, **told, **positions)
+            expected.loss.backward()
+            # Shards are cut by hand: what the library cuts is tested elsewhere.
+            first = TOKENS // 2 if lengths is None else lengths[0]
+            here = slice(0, first) if rank == 0 else slice(first, TOKENS)
+            mine = {key: value[:, here] for key, value in batch.items()}
+            out = sharded(**mine, **told, **({} if lengths is None else {"shard_lengths": lengths}))
+            out.loss.backward()
+            torch.testing.assert_close(out.logits, expected.logits[:, here], **EXACT)
+            torch.testing.assert_close(summed(out.loss.detach()), expected.loss.detach(), **SINGLE)  # the library's is float32
+            check_gradients(sharded, gradients(whole), summed, SINGLE)
+    # As the library computes them again in the backward.
+    model = models()["Llama"]
+    sharded = hub.shard_context(copy.deepcopy(model), mesh, exchange="ring").train()
+    sharded.gradient_checkpointing_enable()
+    model.train()(tokens).logits.sin().sum().backward()
+    sharded(tokens[:, 17 * rank :][:, :17]).logits.sin().sum().backward()
+    check_gradients(sharded, gradients(model), summed)
+    refuses_what_is_not_known_of_shards(sharded, tokens[:, :17], rank)
+
+
+def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -> None:
+    positions = torch.arange(17)[None] + 17 * rank
+    model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
+    with pytest.raises(
+        ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank {rank}"
+    ):
+        model(tokens, position_ids=positions + 1)
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    with pytest.raises(NotImplementedError, match="attention_mask must be None in a model over a mesh, got a mask"):
+        model(tokens, attention_mask=mask)
+    with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):
+        model(tokens, use_cache=True)
+    with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):
+        model.generate(tokens, max_new_tokens=2)
+    for given in ({}, {"shift_labels": tokens}):
+        missing = "num_items_in_batch" if given else "shift_labels"
+        with pytest.raises(ValueError, match=f"labels must come with {missing} in a model over a mesh"):
+            model(tokens, labels=tokens, **given)
+    with pytest.raises(ValueError, match="model must be without a mesh, got LlamaForCausalLM with one"):
+        hub.shard_context(model, model._dilated_context.mesh)
+
+
+# -- FSDP2 --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_sharded_parameters_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(compare_fsdp, 2, tmp_path)
+
+
+def compare_fsdp(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(4)
+    tokens = torch.randint(2, VOCAB, (2 * BATCH, TOKENS))
+    for by_tokens in (False, True):  # each rank its own sequences, or its own part of all
+        for name, whole in models().items():
+            if by_tokens and name == "GPT2":
+                continue
+            sharded = copy.deepcopy(whole)
+            if by_tokens:
+                hub.shard_context(sharded, mesh["dp"])
+            blocks = [module for module in sharded.modules() if type(module).__name__ in sharded._no_split_modules]
+            assert len(blocks) == 2
+            for module in (*blocks, sharded):
+                fully_shard(module, mesh=mesh)
+            expected = whole(tokens, use_cache=False).logits
+            expected.sin().sum().backward()
+            here = (slice(None), slice(17 * rank, 17 * rank + 17)) if by_tokens else slice(BATCH * rank, BATCH * rank + BATCH)
+            logits = sharded(tokens[here], use_cache=False).logits
+            (2 * logits.sin().sum()).backward()  # FSDP2 averages over its ranks
+            torch.testing.assert_close(logits, expected[here], **EXACT)
+            assert all(isinstance(parameter, dist.tensor.DTensor) for parameter in sharded.parameters())
+            check_gradients(sharded, gradients(whole), lambda gradient: gradient.full_tensor())
+
+
+# -- heads for tokens ---------------------------------------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of equal parts along dim 0, as sequence-parallel wrappers send heads for tokens; its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Exchange.apply(grad)
+
+
+class Ulysses:
+    """Around an attention function of the library: tokens of all ranks and a part of the heads inside, as DeepSpeed's wrapper."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        q, k, v = (self.heads_for_tokens(x) for x in (query, key, value))
+        out, _ = self.core(module, q, k, v, None, **options)  # such wrappers drop the mask, which is that of a shard
+        size = dist.get_world_size()
+        batch, tokens, heads, dim = out.shape
+        parts = out.view(batch, size, tokens // size, heads, dim).transpose(0, 1)  # (ranks, B, n, h, D)
+        return Exchange.apply(parts).permute(1, 2, 0, 3, 4).reshape(batch, tokens // size, size * heads, dim), None
+
+    def heads_for_tokens(self, x: Tensor) -> Tensor:
+        """`(B, H / ranks, N, D)` from `(B, H, N / ranks, D)`."""
+        size = dist.get_world_size()
+        batch, heads, tokens, dim = x.shape
+        parts = Exchange.apply(x.view(batch, size, heads // size, tokens, dim).transpose(0, 1))
+        return parts.permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * tokens, dim)
+
+
+@pytest.mark.ranks
+def test_wrappers_that_send_heads_for_tokens_are_right_when_they_say_which_and_refused_otherwise(tmp_path: Path) -> None:
+    run_ranks(compare_ulysses, 2, tmp_path)
+
+
+def compare_ulysses(rank: int) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    torch.manual_seed(6)
+    tokens, half = torch.randint(2, VOCAB, (BATCH, TOKENS)), TOKENS // 2
+    core = ALL_ATTENTION_FUNCTIONS["flexdilated"]
+    here = slice(half * rank, half * rank + half)
+    position_ids = torch.arange(TOKENS)[None, here]
+    for name, pattern in (("Llama", RAGGED), ("Llama", INTERLEAVED), ("Qwen3", GROUPED)):
+        torch.manual_seed(7)
+        whole = build(name, pattern).double()  # 6 query heads, 2 of keys
+        sharded = copy.deepcopy(whole)
+        expected = whole(tokens, use_cache=False).logits
+        expected.sin().sum().backward()
+        transformers.AttentionInterface.register("flexdilated", Ulysses(core))
+        try:
+            with pytest.raises(NotImplementedError, match=r"query must hold all 6 heads of the model, got 3, .* first_head"):
+                sharded(tokens[:, here], position_ids=position_ids, use_cache=False)
+            logits = sharded(tokens[:, here], position_ids=position_ids, use_cache=False, first_head=3 * rank).logits
+            logits.sin().sum().backward()
+        finally:
+            transformers.AttentionInterface.register("flexdilated", core)
+        torch.testing.assert_close(logits, expected[:, here], **EXACT)
+        check_gradients(sharded, gradients(whole), summed)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_torch_s_own_context_parallelism_is_refused(tmp_path: Path) -> None:
+    run_ranks(refuse_torch_s, 2, tmp_path)
+
+
+def refuse_torch_s(rank: int) -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(8)
+    tokens, model = torch.randint(2, VOCAB, (1, 32)), build("Llama")
+    expected = model(tokens).logits
+    shard = tokens.clone()
+    with (
+        context_parallel(mesh, buffers=[shard], buffer_seq_dims=[1], no_restore_buffers={shard}),
+        pytest.raises(ValueError, match="mesh must be given inside torch's context_parallel"),
+    ):
+        model(shard)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("mesh") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    dist.destroy_process_group()
+
+
+def test_models_that_cannot_be_sharded_are_refused(mesh: DeviceMesh) -> None:
+    shard = hub.shard_context
+    with pytest.raises(ValueError, match="exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'post'"):
+        shard(build("Llama"), mesh, exchange="post")
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
+        shard(build("Llama"), "cp")
+    with pytest.raises(TypeError, match="model must be a PreTrainedModel, got Linear"):
+        shard(nn.Linear(2, 2), mesh)
+    with pytest.raises(NotImplementedError, match="model must be a decoder that takes position_ids, got ViTForImageClassification"):
+        shard(build("ViT"), mesh)
+    with pytest.raises(NotImplementedError, match="model must be a decoder that takes position_ids, got BertForMaskedLM"):
+        shard(build("Bert"), mesh)
+    dense = build("Llama")
+    dense.config.dilated_pattern = None
+    with pytest.raises(NotImplementedError, match="model must have a dilated_pattern and 'flexdilated' attention"):
+        shard(dense, mesh)
+    for rope in ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},):
+        with pytest.raises(
+            NotImplementedError, match="rope_type must not depend on the longest position over a mesh, got 'dynamic'"
+        ):
+            shard(build("Llama", rope_parameters=rope), mesh)
+    parts = transformers.LlavaConfig(
+        text_config={"model_type": "llama", "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "vocab_size": 31},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1},
+    )
+    with pytest.raises(NotImplementedError, match=r"model must have one part .*of \['text_config', 'vision_config'\]"):
+        shard(transformers.LlavaForConditionalGeneration(parts), mesh)
+    with pytest.raises(ValueError, match="shard_lengths must be None without a mesh"):
+        build("Llama")(torch.ones(1, 5, dtype=torch.int64), shard_lengths=(5,))
+
+
+def test_layers_that_mix_tokens_otherwise_are_refused(mesh: DeviceMesh) -> None:
+    model = build("Llama")
+    model.model.layers[1].self_attn = nn.Identity()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
+    shard = hub.shard_context(model, mesh)
+    with pytest.raises(NotImplementedError, match=r"every layer must attend .*got 1 calls of attention in 2 layers of LlamaModel"):
+        shard(torch.ones(1, 5, dtype=torch.int64))
+    model = build("Llama")
+    model.model.layers[0].mixer = nn.Conv1d(2, 2, 3)
+    with pytest.raises(NotImplementedError, match="model must mix tokens by attention alone, got LlamaForCausalLM with Conv1d"):
+        hub.shard_context(model, mesh)
+    model = build("Llama")
+    model.config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False over a mesh, got True"):
+        hub.shard_context(model, mesh)
+
+
+def test_only_dense_attention_supports_the_library_s_context_parallelism() -> None:
+    model = build("Llama")
+    if not hasattr(model, "supports_context_parallel"):
+        pytest.skip("this version does not say")
+    assert not model.supports_context_parallel
+    assert not longnet().supports_context_parallel
+    model.config.dilated_pattern = None
+    model.set_attn_implementation("sdpa")
+    assert model.supports_context_parallel
