@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from flexdilated.nn.position import XPos
 from flexdilated.nn.transformer import Block
 from flexdilated.pattern import DilatedPattern, is_integer
 
-PACKED = tuple(FlashAttentionKwargs.__annotations__)
+PACKED = (*FlashAttentionKwargs.__annotations__, "shift_labels", "shard_lengths")
 
 
 class LongNetHFConfig(PreTrainedConfig):
@@ -172,8 +172,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
-        shift_labels: Tensor | None = None,
-        shard_lengths: Sequence[int] | None = None,
         **packed: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token that follows each of `input_ids`, and the loss against `labels`.
@@ -190,10 +188,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: Must not be True, here or in the config.
             output_hidden_states: Must not be True, here or in the config.
             logits_to_keep: Only the last so many logits. Default: all.
-            shift_labels: `(B, N)`, the labels already moved by one; `labels` must come too, and does not count.
-            shard_lengths: Tokens of each rank, after `shard_context`. Default: equally many.
             **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
-                `max_length_q` and `max_length_k` follow from them, and are not needed.
+                `max_length_q` and `max_length_k` follow from them, and are not needed. `shift_labels`, `(B, N)`: the labels already
+                moved by one; `labels` must come too, and does not count. `shard_lengths`: the tokens of each rank, after
+                `shard_context`; by default equally many.
 
         Raises:
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
@@ -235,6 +233,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         real = None if attention_mask is None else attention_mask[:, seen:].bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
+        if packed.get("shard_lengths") is not None and self.model.mesh is None:
+            raise ValueError("shard_lengths must be None without a mesh, got some; see flexdilated.hub.transformers.shard_context")
         borders = borders_of(None, input_ids, packed)
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
@@ -243,12 +243,13 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
                 raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
             logits = self._decode(input_ids, real, past_key_values, last_only=logits_to_keep == 1)
         elif real is None:
-            logits = self.model(input_ids, cu_seqlens=borders, shard_lengths=shard_lengths)
+            logits = self.model(input_ids, cu_seqlens=borders, shard_lengths=packed.get("shard_lengths"))
         else:
             shift = first_real(real)
             tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
             logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
         logits = logits[:, -logits_to_keep:]
+        shift_labels = packed.get("shift_labels")
         if shift_labels is not None and labels is None:
             raise ValueError("shift_labels must come with labels, got them alone")
         loss = None

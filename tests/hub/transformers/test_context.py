@@ -299,8 +299,12 @@ def test_models_that_cannot_be_sharded_are_refused(mesh: DeviceMesh) -> None:
     )
     with pytest.raises(NotImplementedError, match=r"model must have one part .*of \['text_config', 'vision_config'\]"):
         shard(transformers.LlavaForConditionalGeneration(parts), mesh)
-    with pytest.raises(ValueError, match="shard_lengths must be None without a mesh"):
-        build("Llama")(torch.ones(1, 5, dtype=torch.int64), shard_lengths=(5,))
+    tokens = torch.ones(1, 5, dtype=torch.int64)
+    for model in (build("Llama"), longnet()):
+        with pytest.raises(ValueError, match="shard_lengths must be None without a mesh, got some"):
+            model(tokens, shard_lengths=(5,))
+    with pytest.raises(ValueError, match="shift_labels must come with labels, got them alone"):
+        longnet()(tokens, shift_labels=tokens)
 
 
 def test_layers_that_mix_tokens_otherwise_are_refused(mesh: DeviceMesh) -> None:
