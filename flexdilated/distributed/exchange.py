@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
 from weakref import WeakSet
 
@@ -103,10 +103,11 @@ class Index:
     @classmethod
     def of(cls, values: Integers, device: torch.device) -> Index:
         """An index of these integers, `(lanes, rows)`, below 2 ** 31."""
-        steps = np.unique(np.diff(values, axis=1))
+        steps = np.diff(values, axis=1)
         table = torch.from_numpy(values.astype(np.int32)).to(device)
-        if len(steps) <= 1:
-            return cls(table[:, :1].clone(), int(steps[0]) if len(steps) else 1, values.shape[1], None)
+        step = int(steps.flat[0]) if steps.size else 1
+        if (steps == step).all():
+            return cls(table[:, :1].clone(), step, values.shape[1], None)
         return cls(table[:, :1], 0, values.shape[1], table)
 
     def read(self) -> Tensor:
@@ -149,18 +150,20 @@ class Links:
         return torch.cat(tokens), torch.cat(heads)
 
 
-def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device) -> Links:
-    """What a rank exchanges of one kind under a plan."""
-    places: dict[bool, dict[int, slice]] = {}
-    owned = {}
-    for sent in (True, False):
-        places[sent], end = {}, 0
-        for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=sent):
-            places[sent][peer] = slice(end, end + len(tokens))
-            end += len(tokens)
-            if sent == (kind != "out"):
-                owned[peer] = tuple(_blocks(heads, tokens - plan.borders[rank], device))
-    return Links(places[True], places[False], owned)
+def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, borrowed: Mapping[int, int]) -> Links:
+    """What a rank exchanges of one kind under a plan; `borrowed`: how many rows that others own, by peer in their order."""
+    owned, lent = {}, {}
+    for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=kind != "out"):
+        lent[peer] = len(tokens)
+        owned[peer] = tuple(_blocks(heads, tokens - plan.borders[rank], device))
+    sends, receives = (borrowed, lent) if kind == "out" else (lent, borrowed)
+    return Links(_places(sends), _places(receives), owned)
+
+
+def _places(counts: Mapping[int, int]) -> dict[int, slice]:
+    """Where the rows of each peer stand, one peer after another."""
+    ends = list(accumulate(counts.values(), initial=0))
+    return {peer: slice(first, end) for peer, first, end in zip(counts, ends, ends[1:])}
 
 
 def _blocks(heads: Integers, tokens: Integers, device: torch.device) -> Iterator[tuple[Tensor, Index]]:

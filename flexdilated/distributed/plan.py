@@ -21,10 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.call import EXCHANGES as ASKED
-from flexdilated.distributed.spans import Integers, Kept, Spans, Traffic, count_rows, expanded, has_rows, rows_of
+from flexdilated.distributed.counts import Counter
+from flexdilated.distributed.spans import Integers, Kept, Spans, Traffic, expanded, has_rows, rows_of
 from flexdilated.pattern import DilatedPattern
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
+SPANS = 1 << 16  # pairs of ranks whose spans are made at once
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
 
 
@@ -37,7 +39,7 @@ class Needs(NamedTuple):
     stride: Integers
     rows: Integers
 
-    def where(self, chosen: NDArray[np.bool_]) -> Needs:
+    def where(self, chosen: Integers | slice) -> Needs:
         return Needs(*(x[chosen] for x in self))
 
 
@@ -209,21 +211,32 @@ class ContextPlan:
 
     def spans(self, exchange: str, kind: str, rank: int | None = None, *, sent: bool = False) -> Spans:
         """What travels, as spans of tokens: all of it, or what one rank receives or sends."""
-        spans = Spans.joined(list(self._spans(exchange, kind, rank, sent)))
-        if rank is not None:
-            spans = spans.where((spans.sender if sent else spans.receiver) == rank)
-        return spans
+        ranks = range(self.num_ranks)
+        one = ranks if rank is None else range(rank, rank + 1)
+        return Spans.joined(list(self._spans(exchange, kind, *((ranks, one) if sent else (one, ranks)))))
 
-    def _spans(self, exchange: str, kind: str, rank: int | None = None, sent: bool = False) -> Iterator[Spans]:
+    def some_ranks(self) -> Iterator[range]:
+        """All ranks, some at a time: pairs of ranks are the square of their number."""
+        several = max(1, SPANS // self.num_ranks)
+        for first in range(0, self.num_ranks, several):
+            yield range(first, min(first + several, self.num_ranks))
+
+    def received(self, exchange: str, kind: str, receivers: range) -> Spans:
+        """What some ranks receive."""
+        return Spans.joined(list(self._spans(exchange, kind, receivers, range(self.num_ranks))))
+
+    def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Iterator[Spans]:
+        """Branch by branch, what some ranks receive of some."""
         for branch in range(len(self.pattern.branches)):
             if not self.kept[branch].heads or not len(self.cut[branch]):
                 continue
             whole = self.by_heads[branch] if exchange == "heads" else np.zeros(len(self.cut[branch]), bool)
-            if kind != "out":
-                near = self.near(branch, rank, sources=sent)
-                yield self._row_spans(branch, kind, np.flatnonzero(near & ~whole))
+            if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
+                yield self._row_spans(branch, kind, np.flatnonzero(~whole), receivers, senders)
             if whole.any():
-                yield self._head_spans(branch, kind, np.flatnonzero(whole))
+                spans = self._head_spans(branch, kind, np.flatnonzero(whole))
+                near = (receivers.start <= spans.receiver) & (spans.receiver < receivers.stop)
+                yield spans.where(near & (senders.start <= spans.sender) & (spans.sender < senders.stop))
 
     def near(self, branch: int, rank: int | None, *, sources: bool) -> NDArray[np.bool_]:
         """The segments of which a rank may hold tokens, or outputs."""
@@ -233,17 +246,20 @@ class ContextPlan:
         first, last = (at.first_source, at.last_source) if sources else (at.first_owner, at.last_owner)
         return (first <= rank) & (rank <= last)
 
-    def _row_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
+    def _row_spans(self, branch: int, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
         """Rows that the ranks of a segment need for their own outputs."""
         rate, heads = self.kept[branch]
         at = self.segments[branch]
-        sources, owners = at.last_source - at.first_source + 1, at.last_owner - at.first_owner + 1
-        away = (sources > 1) | (owners > 1) | (at.first_source != at.first_owner)
-        chosen = chosen[away[chosen]]
+        first_owner, owners = _among(at.first_owner, at.last_owner, receivers)
+        first_source, sources = _among(at.first_source, at.last_source, senders)
+        # A rank that holds both sides of a segment alone needs nothing.
+        away = (at.first_source < at.last_source) | (at.first_owner != at.first_source) | (at.first_owner < at.last_owner)
+        chosen = chosen[(away & (owners > 0) & (sources > 0))[chosen]]
         which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
-        at = Segments(*(x[chosen[which]] for x in at))
-        steps = sources[chosen[which]]
-        receiver, sender = at.first_owner + number // steps, at.first_source + number % steps
+        of = chosen[which]
+        at = Segments(*(x[of] for x in at))
+        steps = sources[of]
+        receiver, sender = first_owner[of] + number // steps, first_source[of] + number % steps
         low, high = self.held(at.out_token, at.outputs, receiver)  # the slots of the outputs there
         first, end = self.held(at.token, at.size, sender)
         if kind == "q":
@@ -326,7 +342,13 @@ class ContextPlan:
     @cached_property
     def is_local(self) -> bool:
         """Whether no rank needs anything of another."""
-        return not any(has_rows(spans, self.kept) for kind in ("kv", "q") for spans in self._spans("gather", kind))
+        everyone = range(self.num_ranks)
+        return not any(
+            has_rows(spans, self.kept)
+            for kind in ("kv", "q")
+            for receivers in self.some_ranks()
+            for spans in self._spans("gather", kind, receivers, everyone)
+        )
 
     def messages(self, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
         """Peer by peer, `(peer, head, token)` of rows that travel, ascending; tokens of the whole sequence."""
@@ -338,12 +360,18 @@ class ContextPlan:
                 key = (offsets, head) if exchange == "heads" else offsets
                 if key not in needed:
                     needed[key] = self.needs(head, spans)
-        peers = np.unique(spans.receiver if sent else spans.sender).tolist()
+        peers = np.unique(spans.receiver if sent else spans.sender)
         heads = sorted((head, offsets) for offsets, members in self.classes.items() for head in members)
-        for peer in peers:
+        # Sorted by peer once: to look for each among all would take the square of their number.
+        parts = {}
+        for key, needs in needed.items():
+            of = needs.receiver if sent else needs.sender
+            order = np.argsort(of, kind="stable")
+            parts[key] = needs.where(order), np.searchsorted(of[order], [peers, peers + 1])
+        for place, peer in enumerate(peers.tolist()):
             lists: dict[Any, Integers] = {}
-            for key, needs in needed.items():
-                lists[key] = _tokens(needs.where((needs.receiver if sent else needs.sender) == peer))
+            for key, (needs, (first, end)) in parts.items():
+                lists[key] = _tokens(needs.where(slice(first[place], end[place])))
             rows = [(head, lists[(offsets, head) if exchange == "heads" else offsets]) for head, offsets in heads]
             if not any(len(tokens) for _, tokens in rows):
                 continue
@@ -371,7 +399,15 @@ def context_plan(
 
 @lru_cache(maxsize=256)
 def _traffic(plan: ContextPlan, exchange: str, kind: str) -> Traffic:
-    return count_rows(plan.spans(exchange, kind), plan.kept, plan.num_ranks)
+    counter = Counter(plan.kept, plan.num_ranks)
+    found = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]
+    return Traffic(*(np.concatenate(columns) for columns in zip(*found)))
+
+
+def _among(first: Integers, last: Integers, ranks: range) -> tuple[Integers, Integers]:
+    """Of runs of ranks the part in a range: the first, and how many."""
+    low = np.maximum(first, ranks.start)
+    return low, np.maximum(0, np.minimum(last, ranks.stop - 1) - low + 1)
 
 
 def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
@@ -390,6 +426,7 @@ def _shown(values: tuple[Any, ...]) -> Any:
 
 def _tokens(needs: Needs) -> Integers:
     """The tokens of some progressions: ascending, each once."""
+    if len(needs.rows) == 1:
+        return needs.first[0] + needs.stride[0] * np.arange(needs.rows[0])
     run, number = expanded(np.zeros_like(needs.rows), needs.rows)
-    tokens = needs.first[run] + number * needs.stride[run]
-    return tokens if len(needs.rows) == 1 else np.unique(tokens)
+    return np.unique(needs.first[run] + number * needs.stride[run])

@@ -56,6 +56,7 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
     """What a rank does; built once."""
     tasks = tasks_of(plan, exchange, rank)
     found: dict[tuple[int, str, int], Index] = {}
+    borrowed: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows that others own, by peer
     for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs)):
         asked: dict[int, list[tuple[int, Integers]]] = {}
         for number, task in enumerate(tasks):
@@ -67,6 +68,7 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
                     asked.setdefault(owner, []).append((number, at))
         # One message at a time: the rows of all ranks together would be the whole sequence.
         for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=kind == "out"):
+            borrowed[kind][peer] = len(tokens)
             keys = heads * plan.num_tokens + tokens
             for number, at in asked.pop(peer, ()):
                 wanted = np.array(tasks[number].heads, np.int64)[:, None] * plan.num_tokens + at
@@ -88,7 +90,7 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
         )
         for number, task in enumerate(tasks)
     ]
-    kv, q, out = (link(plan, exchange, kind, rank, device) for kind in KINDS)
+    kv, q, out = (link(plan, exchange, kind, rank, device, borrowed[kind]) for kind in KINDS)
     return Program(tuple(jobs), kv, q, out)
 
 

@@ -81,9 +81,9 @@ def _alike(plan: ContextPlan, branch: int, offset: int, chosen: Integers, rank: 
         few = np.flatnonzero(spread == ranks)
         table = [x[few] for x in columns]
         for token, size, begin in ((at.token, at.size, at.first_source), (at.out_token, at.outputs, owners[0])):
-            for i in range(ranks):
-                who = np.minimum(begin[few] + i, plan.num_ranks - 1)
-                table += [kept_below(slot, rate, offset) for slot in plan.held(token[few], size[few], who)]
+            who = np.minimum(begin[few, None] + np.arange(ranks), plan.num_ranks - 1)
+            bounds = [kept_below(slot, rate, offset) for slot in plan.held(token[few, None], size[few, None], who)]
+            table += [*np.stack(bounds, axis=-1).reshape(len(few), 2 * ranks).T]
         kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
         order = np.argsort(which.reshape(-1), kind="stable")
         borders = np.searchsorted(which.reshape(-1)[order], np.arange(len(kinds) + 1)).tolist()

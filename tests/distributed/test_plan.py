@@ -16,9 +16,11 @@ from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
-from flexdilated.distributed import cost, spans
+from flexdilated.distributed import cost
+from flexdilated.distributed import counts as counting
+from flexdilated.distributed.counts import count_rows
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
-from flexdilated.distributed.spans import Kept, Spans, count_rows
+from flexdilated.distributed.spans import Kept, Spans
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
 from flexdilated.reference import _rows
 from tests.cases import least_heads
@@ -423,7 +425,7 @@ def wild_plans(draw: st.DrawFn) -> ContextPlan:
 def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: int, exchange: str) -> None:
     """Both ways to count, against the definition, and the work that ranks do against it."""
     takers = expected_rows(plan, exchange)
-    with mock.patch.object(spans, "FEW", few), mock.patch.object(spans, "BLOCK", 11):
+    with mock.patch.object(counting, "FEW", few), mock.patch.object(counting, "BLOCK", 11):
         for kind, expected in takers.items():
             traffic = count_rows(plan.spans(exchange, kind), plan.kept, plan.num_ranks)
             assert {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)} == {pair: len(rows) for pair, rows in expected.items()}
@@ -497,8 +499,8 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
         looked[1] += 1
         original_add(line, seen, span, first)
 
-    original_block, original_add = spans._Line._block, spans._Line._add
-    with mock.patch.object(spans._Line, "_block", block), mock.patch.object(spans._Line, "_add", add):
+    original_block, original_add = counting._Line._block, counting._Line._add
+    with mock.patch.object(counting._Line, "_block", block), mock.patch.object(counting._Line, "_add", add):
         assert not plan.is_local
         assert looked == [0, 0]  # no unions
         for exchange, kind in (("gather", "kv"), ("gather", "q"), ("heads", "kv"), ("heads", "q"), ("heads", "out")):
