@@ -122,8 +122,9 @@ def dilated_attention(
         mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
         exchange: How rows travel over the mesh. `"gather"`: the keys and values that a rank needs, all at once. `"ring"`: those of
             one rank after another, in memory that does not grow with the number of ranks. `"heads"`: the rows of a segment to the
-            ranks that compute its heads, and the outputs back. `"auto"`: the least bytes whose buffers are no larger than twice
-            q, k, v and out.
+            ranks that compute its heads, and the outputs back. `"auto"`: whichever takes the busiest rank the least time, by the
+            speeds of links and ranks that `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED` say, of those whose buffers are
+            no larger than twice q, k, v and out.
         shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:

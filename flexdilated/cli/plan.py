@@ -1,4 +1,4 @@
-"""`flexdilated plan`: what a sharded sequence costs each rank, as a table, JSON or a picture."""
+"""`flexdilated plan`: what a sharded sequence costs each rank. Long: a table, JSON and a picture that explain themselves."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ MAX_HEAD_DIM = 4096
 MAX_BATCH = 2**16
 LIMIT = 2**62  # counts are 64-bit integers
 
+SPEEDS = cost.Speeds()
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
 both: forward and backward together; messages: what a forward holds of them at once, on the rank that holds most
 rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
-auto takes the least of both at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages;
-  never heads where the busiest rank would score more than {cost.IDLE_LIMIT} times the pairs
+auto takes the least time at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages
+time: both at the speed of the link, then {cost.FLOPS_PER_PAIR} operations per pair and element of a head; nothing hides the other
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""
@@ -92,6 +93,20 @@ def plan(
             "Default: that of exchange='auto', twice q, k, v and out of the largest shard."
         ),
     ] = None,
+    link_speed: Annotated[
+        float,
+        typer.Option(
+            help="GB (1e9 bytes) that a rank receives per second, for the choice of auto. "
+            "In a run FLEXDILATED_LINK_SPEED says it, in bytes."
+        ),
+    ] = SPEEDS.link / 1e9,
+    compute_speed: Annotated[
+        float,
+        typer.Option(
+            help="1e12 floating-point operations that a rank computes per second, for the choice of auto. "
+            "In a run FLEXDILATED_COMPUTE_SPEED says it, in operations."
+        ),
+    ] = SPEEDS.compute / 1e12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     output: Annotated[
         Path | None,
@@ -105,11 +120,12 @@ def plan(
     """What a sequence sharded over P ranks costs per rank and layer: bytes received, memory, work. For our exchanges and others.
 
     JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
-    memory_budget; is_local (no rank needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list
-    of: name, is_ours, is_auto, why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and
-    bytes_both (busiest rank, mean), message_bytes (of the rank that holds most; auto chooses by it and by bytes_both, busiest),
-    rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers, total), fits_budget, pairs (busiest, mean),
-    imbalance.
+    memory_budget; speeds (link, compute: what a rank receives and computes per second, in bytes and operations); is_local (no rank
+    needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
+    why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
+    message_bytes (of the rank that holds most), rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers,
+    total), fits_budget, pairs (busiest, mean), imbalance, seconds of the busiest rank (total, receiving, computing; auto chooses by
+    the total).
     """
     options.check_picture(output)
     for option, value, most in (
@@ -127,6 +143,10 @@ def plan(
     options.dtype_named(dtype)
     if memory_budget is not None and memory_budget < 0:
         refuse(f"--memory-budget must be at least 0 bytes, got {memory_budget}")
+    for option, speed in (("--link-speed", link_speed), ("--compute-speed", compute_speed)):
+        if not 0.0 < speed < math.inf:
+            refuse(f"{option} must be a number above 0, got {speed}")
+    speeds = cost.Speeds(link_speed * 1e9, compute_speed * 1e12)
     pattern = options.pattern_named(
         segment_lengths,
         dilation_rates,
@@ -144,8 +164,8 @@ def plan(
     whole = layer_plan(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
     budget = cost.default_budget(whole, **sizes) if memory_budget is None else memory_budget
-    auto = cost.choose(whole, budget=budget, **layer.sizes)
-    report = _report(layer, whole, found, budget, auto)
+    auto = cost.choose(whole, budget=budget, speeds=speeds, **layer.sizes)
+    report = _report(layer, whole, found, budget, auto, speeds)
     if as_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
     else:
@@ -182,7 +202,9 @@ def _check_counts(layer: Layer) -> None:
         refuse(f"--dilation-rates must have a least common multiple that is small enough to count with, got {multiple}")
 
 
-def _report(layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget: int, auto: str) -> dict[str, Any]:
+def _report(
+    layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget: int, auto: str, speeds: cost.Speeds
+) -> dict[str, Any]:
     """The answer in JSON types."""
     return {
         "tokens": layer.tokens,
@@ -196,19 +218,24 @@ def _report(layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget:
         "causal": layer.is_causal,
         "shards": {"largest": max(whole.shard_lengths), "smallest": min(whole.shard_lengths)},
         "memory_budget": budget,
+        "speeds": speeds._asdict(),
         "is_local": whole.is_local,
         "auto": auto,
-        "strategies": [_row(layer, whole, each, budget, auto) for each in found],
+        "strategies": [_row(layer, whole, each, budget, auto, speeds) for each in found],
     }
 
 
-def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str) -> dict[str, Any]:
+def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str, speeds: cost.Speeds) -> dict[str, Any]:
     row: dict[str, Any] = {"name": each.name, "is_ours": each.is_ours, "is_auto": each.name == auto, "why_not": each.why_not}
     moved = ("bytes_forward", "bytes_backward", "bytes_both", "message_bytes")
-    numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance")
+    numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance", "seconds")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
         return row | dict.fromkeys(numbers)
-    mean = _mean(each.pairs)
+    mean, moved_bytes = _mean(each.pairs), each.forward + each.backward
+    scored = each.pairs * (layer.group * layer.batch)
+    seconds = cost.taken(moved_bytes, scored, layer.head_dim, speeds)
+    busiest = int(seconds.argmax())
+    receiving = float(moved_bytes[busiest] / speeds.link)
     values = (
         {"busiest": int(each.forward.max()), "mean": _mean(each.forward)},
         {"busiest": int(each.backward.max()), "mean": _mean(each.backward)},
@@ -219,6 +246,7 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
         int(each.buffers.max()) <= budget,
         {"busiest": int(each.pairs.max()), "mean": mean},
         int(each.pairs.max()) / mean,
+        {"total": float(seconds[busiest]), "receiving": receiving, "computing": float(seconds[busiest]) - receiving},
     )
     return row | dict(zip(numbers, values))
 
@@ -237,7 +265,19 @@ def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
     for row in report["strategies"]:
         if row["why_not"] is not None:
             console.print(Text(f"{LABELS[row['name']]}: {row['why_not']}"), soft_wrap=True)
+    console.print(Text(_times(report)), soft_wrap=True)
     console.print(Text(f"\nmemory budget of the messages: {_bytes(report['memory_budget'])}\n{EXPLANATION}"), soft_wrap=True)
+
+
+def _times(report: dict[str, Any]) -> str:
+    """What auto decides by."""
+    told = []
+    for row in report["strategies"]:
+        if row["is_ours"]:
+            total, receiving, computing = (f"{1e3 * row['seconds'][part]:.3g}" for part in ("total", "receiving", "computing"))
+            told.append(f"{row['name']} {total} ms ({receiving} receiving, {computing} computing)")
+    link, compute = report["speeds"]["link"] / 1e9, report["speeds"]["compute"] / 1e12
+    return f"\ntime of the busiest rank at {link:g} GB/s and {compute:g} Tflop/s: {'; '.join(told)}"
 
 
 def _table(report: dict[str, Any]) -> Table:

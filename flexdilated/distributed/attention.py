@@ -143,19 +143,19 @@ def _plan(inputs: Inputs, flat: Flat, place: Place) -> tuple[ContextPlan, str]:
     spans = documents(cu_seqlens, sum(lengths))
     plan = context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
     if place.exchange == "auto":
-        return plan, _choice(plan, q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None)
+        sizes = q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None
+        return plan, _choice(plan, *sizes, cost.speeds_of_environment())
     return plan, place.exchange
 
 
 @lru_cache(maxsize=64)
-def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool) -> str:
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost.Speeds) -> str:
     """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
     if plan.is_local:
         return "gather"
     sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
-    return cost.choose(
-        plan, budget=cost.default_budget(plan, **sizes), **sizes, masked=masked, lse_size=accumulated(dtype).itemsize
-    )
+    budget, lse_size = cost.default_budget(plan, **sizes), accumulated(dtype).itemsize
+    return cost.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
 
 
 class _Terms(NamedTuple):
@@ -169,13 +169,16 @@ class _Terms(NamedTuple):
     masked: bool
     exchange: str  # as asked
     differentiable: bool
+    speeds: tuple[float, float] | None  # by which an exchange is chosen
     score_mod: bool = False  # whether there is one: functions cannot be compared
     mask_mod: bool = False
 
     @classmethod
     def of(cls, inputs: Inputs, flat: Flat, place: Place) -> _Terms:
         q, masked = inputs.q, inputs.key_padding_mask is not None
-        return cls(q.dtype, q.shape[0], q.shape[3], flat.scale, flat.dropout_p, masked, place.exchange, place.differentiable)
+        speeds = cost.speeds_of_environment() if place.exchange == "auto" else None
+        sizes = q.dtype, q.shape[0], q.shape[3]
+        return cls(*sizes, flat.scale, flat.dropout_p, masked, place.exchange, place.differentiable, speeds)
 
 
 @lru_cache(maxsize=64)

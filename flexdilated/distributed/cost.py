@@ -1,16 +1,54 @@
-"""What an exchange costs each rank, and which one to take: bytes, buffers and pairs of a plan."""
+"""What an exchange costs each rank, and which one to take: bytes, buffers, pairs and time of a plan."""
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below
 
-IDLE_LIMIT = 4  # moving rows takes longer than computing them: some imbalance is worth it
+FLOPS_PER_PAIR = 14  # times the head dim: two products forward, five backward, of 2 operations each
+
+
+class Speeds(NamedTuple):
+    """What a rank does in a second, by which exchanges are compared; all ranks must say the same.
+
+    By default that of a GPU in a DGX H100: a 400 Gb/s port of its own, and the 35 % of 989e12 operations in half precision that
+    FlashAttention-2 reaches there (arXiv 2407.08608, abstract).
+    """
+
+    link: float = 50e9  # bytes that a rank receives
+    compute: float = 350e12  # floating-point operations
+
+
+@lru_cache(maxsize=1)  # a backward must choose as its forward did
+def speeds_of_environment() -> Speeds:
+    """What `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED` say, where they are set; read once.
+
+    Raises:
+        ValueError: If one is no number above 0.
+    """
+    return Speeds(*(_speed(name, default) for name, default in zip(("LINK", "COMPUTE"), Speeds())))
+
+
+def _speed(name: str, default: float) -> float:
+    variable = f"FLEXDILATED_{name}_SPEED"
+    given = os.environ.get(variable)
+    if given is None:
+        return default
+    try:
+        speed = float(given)
+    except ValueError:
+        speed = 0.0
+    if not 0.0 < speed < float("inf"):
+        unit = "bytes" if name == "LINK" else "floating-point operations"
+        raise ValueError(f"{variable} must be a number of {unit} per second above 0, got {given!r}")
+    return speed
 
 
 class _Sizes:
@@ -64,20 +102,33 @@ def default_budget(plan: ContextPlan, *, head_dim: int, itemsize: int, batch: in
     return 2 * max(plan.shard_lengths) * heads * head_dim * itemsize * batch
 
 
-def choose(plan: ContextPlan, *, budget: int, **sizes: Any) -> str:
-    """The exchange of the least bytes at the busiest rank, forward and backward, whose buffers fit `budget` bytes.
+def seconds(
+    plan: ContextPlan, exchange: str, *, speeds: Speeds, head_dim: int, batch: int = 1, **sizes: Any
+) -> NDArray[np.float64]:
+    """`(num_ranks,)` seconds of a forward and its backward: what a rank receives at the speed of its link, then what it computes.
 
-    Where none fits, the one of the smallest buffers. Whole heads are left out where too few heads would leave ranks idle: where
-    they give the busiest rank more than `IDLE_LIMIT` times the pairs.
+    Nothing hides behind anything else, and messages have no latency: an estimate by which exchanges are compared.
     """
-    idle = int(pairs(plan, "heads").max()) > IDLE_LIMIT * int(pairs(plan, "gather").max())
-    names = [name for name in EXCHANGES if name != "heads" or not idle]
-    buffers = {name: int(buffer_bytes(plan, name, **sizes).max()) for name in names}
-    fitting = [name for name in names if buffers[name] <= budget]
+    forward, backward = bytes_received(plan, exchange, head_dim=head_dim, batch=batch, **sizes)
+    return taken(forward + backward, pairs(plan, exchange) * (plan.group * batch), head_dim, speeds)
+
+
+def taken(received: Integers, scored: Integers, head_dim: int, speeds: Speeds) -> NDArray[np.float64]:
+    """The seconds of bytes received and of pairs scored, over query heads and sequences."""
+    return received / speeds.link + scored * float(FLOPS_PER_PAIR * head_dim) / speeds.compute
+
+
+def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:
+    """The exchange whose busiest rank takes the least time, of those whose buffers fit `budget` bytes.
+
+    Where none fits, the one of the smallest buffers.
+    """
+    speeds = Speeds() if speeds is None else speeds
+    buffers = {name: int(buffer_bytes(plan, name, **sizes).max()) for name in EXCHANGES}
+    fitting = [name for name in EXCHANGES if buffers[name] <= budget]
     if not fitting:
-        return min(names, key=lambda name: buffers[name])
-    moved = {name: bytes_received(plan, name, **sizes) for name in fitting}
-    return min(fitting, key=lambda name: int((moved[name][0] + moved[name][1]).max()))
+        return min(EXCHANGES, key=lambda name: buffers[name])
+    return min(fitting, key=lambda name: float(seconds(plan, name, speeds=speeds, **sizes).max()))
 
 
 def pairs(plan: ContextPlan, exchange: str) -> Integers:

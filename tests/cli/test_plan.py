@@ -113,7 +113,7 @@ def test_memory_holds_tensors_gradients_and_messages() -> None:
 
 def test_memory_budget_decides_the_choice() -> None:
     options = ("--tokens", MILLION, "--context-parallel", 8, "--preset", "gigapath")
-    answer, rows = ask(*options, "--memory-budget", 2**40)
+    answer, rows = ask(*options, "--memory-budget", 2**40, "--link-speed", 1)
     assert answer["auto"] == "heads"
     assert all(rows[name]["fits_budget"] for name in EXCHANGES)
     answer, rows = ask(*options, "--memory-budget", 0)
@@ -159,21 +159,29 @@ def test_plan_prints_the_table() -> None:
     assert "16 heads of 64, blocked offsets, not causal, bfloat16" in text
 
 
+@pytest.mark.parametrize("speeds", [(50, 350), (450, 35)], ids=["default", "other"])
 @pytest.mark.parametrize("budget", [0, 10**8, 10**10])
-def test_plan_prints_what_it_chooses_by(budget: int) -> None:
-    options = ("--tokens", 100_003, "--context-parallel", 8, "--preset", "gigapath", "--heads", 16, "--memory-budget", budget)
+def test_plan_prints_what_it_chooses_by(budget: int, speeds: tuple[int, int]) -> None:
+    options: tuple[Any, ...] = ("--tokens", 100_003, "--context-parallel", 8, "--preset", "gigapath", "--heads", 16)
+    options = (*options, "--memory-budget", budget, "--link-speed", speeds[0], "--compute-speed", speeds[1])
     answer, rows = ask(*options)
-    pairs = {name: row["pairs"]["busiest"] for name, row in rows.items() if name in EXCHANGES}
-    ours = [name for name in pairs if name != "heads" or pairs[name] <= cost.IDLE_LIMIT * pairs["gather"]]
-    fitting = [name for name in ours if rows[name]["message_bytes"] <= budget]
-    moved = {name: rows[name]["bytes_both"]["busiest"] for name in ours}
-    best = min(fitting, key=moved.__getitem__) if fitting else min(ours, key=lambda name: rows[name]["message_bytes"])
+    assert answer["speeds"] == {"link": speeds[0] * 1e9, "compute": speeds[1] * 1e12}
+    fitting = [name for name in EXCHANGES if rows[name]["message_bytes"] <= budget]
+    times = {name: rows[name]["seconds"]["total"] for name in EXCHANGES}
+    best = min(fitting, key=times.__getitem__) if fitting else min(EXCHANGES, key=lambda name: rows[name]["message_bytes"])
     assert answer["auto"] == best
     text = plan(*options)[1]
-    assert {"both", "messages"} <= set(text.split())
+    assert {"time", "messages"} <= set(text.split())
     row = next(line for line in text.splitlines() if line.startswith(f"{best} (auto)"))
-    assert _bytes(rows[best]["bytes_both"]["busiest"]) in row
     assert _bytes(rows[best]["message_bytes"]) in row
+    said = f"time of the busiest rank at {speeds[0]} GB/s and {speeds[1]} Tflop/s: gather {1e3 * times['gather']:.3g} ms ("
+    assert said in text
+    for name in EXCHANGES:
+        seconds, pairs = rows[name]["seconds"], rows[name]["pairs"]["busiest"]
+        assert seconds["total"] == pytest.approx(seconds["receiving"] + seconds["computing"])
+        assert seconds["receiving"] <= rows[name]["bytes_both"]["busiest"] / (speeds[0] * 1e9) * (1 + 1e-12)
+        assert seconds["computing"] <= 14 * 64 * pairs / (speeds[1] * 1e12) * (1 + 1e-12)
+        assert f"{name} {1e3 * seconds['total']:.3g} ms" in text
 
 
 def test_plan_says_how_uneven_shards_are() -> None:
@@ -197,6 +205,8 @@ def test_plan_writes_a_png(tmp_path: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
+    (("--link-speed", 0), "--link-speed must be a number above 0, got 0.0"),
+    (("--compute-speed", "nan"), "--compute-speed must be a number above 0, got nan"),
     (("--tokens", 0), "--tokens must be in [1, 1099511627776], got 0"),
     (("--tokens", 2**40 + 1), "--tokens must be in [1, 1099511627776], got 1099511627777"),
     (("--context-parallel", 0), "--context-parallel must be in [1, 4096], got 0"),

@@ -595,26 +595,29 @@ def test_buffers_hold_all_messages_of_gather_and_heads_but_three_of_the_ring(pla
 
 
 @pytest.mark.slow
-@given(plans(), SIZES, st.data())
-def test_choice_is_the_least_bytes_within_the_budget(plan: ContextPlan, sizes: dict[str, Any], data: st.DataObject) -> None:
-    allowed = [
-        x
-        for x in EXCHANGES
-        if x != "heads" or cost.pairs(plan, "heads").max() <= cost.IDLE_LIMIT * cost.pairs(plan, "gather").max()
-    ]
-    buffers = {exchange: int(cost.buffer_bytes(plan, exchange, **sizes).max()) for exchange in allowed}
+@given(plans(), SIZES, st.sampled_from((1e3, 1e6, 1e9)), st.data())
+def test_choice_is_the_least_time_within_the_budget(
+    plan: ContextPlan, sizes: dict[str, Any], compute: float, data: st.DataObject
+) -> None:
+    buffers = {exchange: int(cost.buffer_bytes(plan, exchange, **sizes).max()) for exchange in EXCHANGES}
     budget = data.draw(st.sampled_from(sorted({b + step for b in buffers.values() for step in (-1, 0)} | {0, 1 << 40})))
-    moved = {x: max((a + b for a, b in zip(*cost.bytes_received(plan, x, **sizes))), default=0) for x in allowed}
-    fitting = [exchange for exchange in allowed if buffers[exchange] <= budget]
-    chosen = cost.choose(plan, budget=budget, **sizes)
+    times = {}
+    for exchange in EXCHANGES:
+        received = zip(*(x.tolist() for x in cost.bytes_received(plan, exchange, **sizes)))
+        # Two products forward and five backward, a multiplication and an addition for each element.
+        operations = [14 * sizes["head_dim"] * plan.group * sizes["batch"] * n for n in cost.pairs(plan, exchange).tolist()]
+        times[exchange] = max((a + b) / 1e6 + n / compute for (a, b), n in zip(received, operations))
+    fitting = [exchange for exchange in EXCHANGES if buffers[exchange] <= budget]
+    chosen = cost.choose(plan, budget=budget, speeds=cost.Speeds(1e6, compute), **sizes)
     if fitting:
         assert chosen in fitting
-        assert moved[chosen] == min(moved[x] for x in fitting)
+        assert times[chosen] == pytest.approx(min(times[x] for x in fitting), rel=1e-12)
     else:
         assert buffers[chosen] == min(buffers.values())
 
 
 BFLOAT16 = {"head_dim": 64, "itemsize": 2}
+MILLION = 1 << 20
 
 
 def test_choice_is_gather_where_nothing_travels() -> None:
@@ -628,14 +631,43 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() 
     assert cost.choose(two, budget=1 << 40, **BFLOAT16) == "gather"
 
 
-@pytest.mark.parametrize(("num_heads", "expected"), [(2, "gather"), (4, "heads")])
-def test_choice_leaves_whole_heads_out_where_they_idle_most_ranks(num_heads: int, expected: str) -> None:
-    plan = plan_of(DilatedPattern((512,), (1,)), 512, 16, num_heads)
+@pytest.mark.parametrize(
+    ("num_heads", "link", "expected"), [(2, 50e9, "gather"), (2, 1e6, "heads"), (16, 50e9, "heads")], ids=["idle", "slow", "busy"]
+)
+def test_choice_weighs_ranks_that_idle_against_bytes(num_heads: int, link: float, expected: str) -> None:
+    plan = plan_of(DilatedPattern((MILLION,), (1,)), MILLION, 16, num_heads)
     busiest = {exchange: max(a + b for a, b in zip(*cost.bytes_received(plan, exchange, **BFLOAT16))) for exchange in EXCHANGES}
     assert min(busiest, key=lambda exchange: busiest[exchange]) == "heads"
     # A rank holds a sixteenth of each head's pairs; the busiest takes one head.
     assert cost.pairs(plan, "heads").max() * num_heads == cost.pairs(plan, "gather").max() * 16
-    assert cost.choose(plan, budget=1 << 40, **BFLOAT16) == expected
+    assert cost.choose(plan, budget=1 << 40, speeds=cost.Speeds(link=link), **BFLOAT16) == expected
+
+
+def test_full_gigapath_on_64_ranks_is_chosen_by_the_link() -> None:
+    """The busiest rank of whole heads scores 2.19 times the mean: worth it where the link is slow."""
+    plan = plan_of(DilatedPattern.gigapath(), MILLION, 64, 16)
+    pairs = cost.pairs(plan, "heads")
+    assert pairs.max() / pairs.mean() == pytest.approx(2.19, abs=0.01)
+    found = {link: cost.choose(plan, budget=1 << 40, speeds=cost.Speeds(link=link), **BFLOAT16) for link in (50e9, 450e9)}
+    assert found == {50e9: "heads", 450e9: "gather"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("LINK", "fast", "FLEXDILATED_LINK_SPEED must be a number of bytes per second above 0, got 'fast'"),
+        ("COMPUTE", "0", "FLEXDILATED_COMPUTE_SPEED must be a number of floating-point operations per second above 0, got '0'"),
+        ("LINK", "inf", "FLEXDILATED_LINK_SPEED must be a number of bytes per second above 0, got 'inf'"),
+    ],
+)
+def test_speeds_of_the_environment(variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = cost.speeds_of_environment.__wrapped__
+    assert read() == cost.Speeds()
+    monkeypatch.setenv("FLEXDILATED_COMPUTE_SPEED", "2e12")
+    assert read() == cost.Speeds(50e9, 2e12)
+    monkeypatch.setenv(f"FLEXDILATED_{variable}_SPEED", value)
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        read()
 
 
 def test_choice_looks_at_the_busiest_rank_and_not_at_the_sum() -> None:
@@ -656,8 +688,6 @@ def test_choice_is_the_ring_where_no_buffers_fit() -> None:
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------------
-
-MILLION = 1 << 20
 
 
 def rows_per_head(plan: ContextPlan, exchange: str, kind: str) -> np.ndarray:

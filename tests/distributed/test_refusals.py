@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import cost
 from flexdilated.distributed.plan import EXCHANGES
 from tests.distributed.cases import (
     check_sound,
@@ -77,6 +79,10 @@ def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
             assert torch.equal(out, dilated_attention(q, k, v, case.pattern))
         unnamed = DeviceMesh("cpu", torch.arange(size).reshape(1, size))
         refuses(ValueError, rf"mesh must be 1-D, got dims None of sizes \(1, {size}\); give one axis$", mesh=unnamed)
+        speeds = cost.Speeds(link=1e9) if rank == 0 else cost.Speeds()
+        with mock.patch.object(cost, "speeds_of_environment", return_value=speeds):
+            text = r"ranks must agree on speeds, got \[1000000000\.0, 350000000000000\.0\] on rank 0 and \[50000000000\.0, "
+            refuses(ValueError, text)
     else:
         for options in ({"backend": "reference"}, {"backend": "sdpa"}, {"score_mod": score_mod}, {"mask_mod": mask_mod}):
             for exchange in ("auto", *EXCHANGES):
