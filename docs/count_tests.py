@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cpuinfo import get_cpu_info
+
 from benchmarks.environment import describe
 
 OUTPUT = Path(__file__).parent / "evidence.json"
@@ -35,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{failed} tests failed: nothing is kept")
         return 1
     about = {key: value for key, value in describe().items() if key in ("device_class", "torch", "commit", "date")}
-    python = {"python": platform.python_version(), "cores": os.cpu_count()}
-    options.output.write_text(json.dumps({"command": "nox -s tests", **about, **python, **found}, indent=1) + "\n")
+    machine = {"python": platform.python_version(), "cpu": get_cpu_info()["brand_raw"], "cores": os.cpu_count()}
+    options.output.write_text(json.dumps({"command": "nox -s tests", **about, **machine, **found}, indent=1) + "\n")
     print(f"kept in {options.output}")
     return 0
 

@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_report(tmp_path: Path) -> None:
     kept = json.loads(output.read_text())
     assert kept["areas"] == {"backends": {"passed": 2, "skipped": 1}, "hub": {"xfailed": 1}, "others": {"passed": 2}}
     assert kept["skipped"] == {"needs a CUDA device": 1}
-    assert {"date", "torch", "python", "commit", "command", "cores"} <= set(kept)
+    assert {"date", "torch", "python", "commit", "command", "cpu", "cores"} <= set(kept)
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=["failure", "error"])

@@ -1,8 +1,9 @@
-"""The site's reference: every public name has an entry."""
+"""The site: every public name has an entry in the reference, and code that pages show stands alone."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import flexdilated
 
 ROOT = Path(flexdilated.__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
 PUBLIC = (
     "flexdilated",
     "flexdilated.analysis",
@@ -75,3 +77,37 @@ def test_every_public_name_has_an_entry_in_the_reference(module: str) -> None:
         missing = {name for name in missing if not any(named(f"{module}.{name}") is each for each in objects if each is not None)}
     assert public_names(module)
     assert not missing
+
+
+def shown_code(page: Path) -> str:
+    """The Python that a reader of a page sees and copies: its cells without those that are hidden."""
+    cells = re.findall(r"^```\{code-cell\} python\n((?::[^\n]*\n)*)(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return "\n".join(code for options, code in cells if "remove-" not in options and not code.startswith("%%writefile"))
+
+
+def unbound(code: str) -> set[str]:
+    """Names that are read and bound nowhere in the code."""
+    read, bound = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return read - bound
+
+
+def test_unbound_names_are_found() -> None:
+    assert unbound("import a.b as c\ndef f(x, *, y=q): return x + y + z\n[w for w in f(c)]") == {"q", "z"}
+    assert unbound("with f() as g: print(g)\nfor i in g: pass\ntry: i\nexcept E as e: print(e, h := 1)") == {"f", "E"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_code_that_a_page_shows_stands_alone(page: Path) -> None:
+    """Who copies every cell that is shown has all imports and definitions, whatever the hidden cells do."""
+    assert unbound(shown_code(page)) == set()
