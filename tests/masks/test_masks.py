@@ -275,6 +275,22 @@ def test_block_mask_holds_the_mask_of_the_pattern() -> None:
     assert part(create_dilated_block_mask, Case(PATTERN), device="cpu").mask_mod is part(dilated_mask_mod, Case(PATTERN))
 
 
+@pytest.mark.parametrize("kv_heads", [2, 3], ids=["alike", "differ"])
+def test_lists_of_a_cpu_are_as_wide_as_the_sequence_and_never_look_contiguous(kv_heads: int) -> None:
+    """Contiguous ones would be another graph to the compiler than narrow ones, whose rows overlap."""
+    heads = "all" if kv_heads == 2 else "grouped"
+    dense, narrow = DilatedPattern((80, 80), (1, 1), heads=heads), DilatedPattern((16, 16), (1, 1), heads=heads)
+    widths = set()
+    for pattern in (dense, narrow):
+        mask = create_dilated_block_mask(pattern, kv_heads, seq_len=80, device="cpu", BLOCK_SIZE=16)
+        for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
+            assert indices.shape == (1, kv_heads, 5, 5)
+            assert not indices[0, 0].is_contiguous()
+            assert indices.stride(3) == 1
+            widths.add(indices.stride(2))
+    assert widths == {1, 6}  # of the fullest row; one more where that is all of them
+
+
 def test_block_mask_of_a_million_tokens_holds_less_than_a_megabyte() -> None:
     mask = create_dilated_block_mask(DilatedPattern((2048,), (1,)), 8, seq_len=1 << 20, device="cpu")
     tensors = (x for x in vars(mask).values() if isinstance(x, Tensor))

@@ -1,32 +1,44 @@
 """Mutants: one small change of the integer core at a time, which the tests of that file must notice. `nox -s mutation` runs them.
 
-A mutant is killed when a test fails under it, or when the tests take ten times the processor time that they take without it. What
-survives stands in `survivors.json` with the reason why it computes the same; a survivor that does not is a hole in the tests. One
-process imports torch and forks for every mutant, so that a mutant costs its tests and no more. Needs `os.fork`.
+First the file's tests run without a mutant, and coverage tells which of them run which lines and in what time. Then a mutant meets
+the tests that run its statement, the fastest first, until one fails. It is killed, too, by a test that takes ten times the time of
+the processor that it takes without it: no clock on the wall. What survives meets all other tests of the file, and stands in
+`survivors.json` with the reason why it computes the same; a survivor that does not is a hole in the tests. One process imports
+torch, and forks for every mutant. Needs `os.fork`.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import copy
-import importlib.abc
-import importlib.machinery
+import functools
 import json
 import os
 import random
 import resource
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+from tests.release.mutants import ROOT, Loader, Mutant, mutants, unchanged
+
 SURVIVORS = Path(__file__).with_name("survivors.json")
+KEPT = Path(__file__).with_name("mutation.json")  # what the page on compatibility shows
 SEED = 20261122
+SLOWER, SECONDS = 10, 5  # a test may take so many times its processor time, and so many seconds more
+MEMORY = 16 << 30  # of addresses: what a mutant allocates without end ends there
+# Exit statuses; by any other a mutant is killed. No tests are found where their parameters have other names under the mutant.
+ENDS = {0: "alive", int(pytest.ExitCode.NO_TESTS_COLLECTED): "alive", -signal.SIGPROF: "stopped"}
 
-# What is mutated, and the tests that must notice: the fastest first, since the first failure ends a run.
+# What is mutated, and the tests that must notice.
 TESTS = {
     "flexdilated/pattern.py": ("tests/test_pattern.py",),
     "flexdilated/backends/pieces.py": ("tests/backends/test_pieces.py",),
@@ -38,160 +50,72 @@ TESTS = {
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
     "flexdilated/masks/block_mask.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
 }
-TOO_LONG = "not compiled"  # of tests: minutes for every mutant
-
-COMPARED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-COMPUTED = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-NAMED = {
-    "min": "max",
-    "max": "min",
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "amin": "amax",
-    "amax": "amin",
-    "any": "all",
-    "all": "any",
-}
+LEFT_OUT = "not compiled_flex"  # kernels that a compiler builds: minutes for every mutant
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """A change of the node at a place in the walk of a file's tree."""
+class Clean:
+    """The tests of a file without a mutant."""
 
-    file: str
-    place: int
-    line: int
-    text: str  # of that line: it stays where lines move
-    change: str
+    begin: float  # processor seconds before the first test: imports, parameters
+    seconds: dict[str, float]  # of every test
+    tests: dict[int, set[str]]  # that run a line; "" for what runs before them
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What a survivor is kept under."""
-        return self.file, self.text, self.change
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}:{self.line}: {self.change}"
+    def of(self, mutant: Mutant) -> list[str]:
+        """The tests that run the statement of a mutant, the fastest first; all of them where that runs before every test."""
+        first, last = mutant.span
+        found = set().union(*(self.tests.get(line, set()) for line in range(first, last + 1)))
+        named = sorted(found - {""}, key=self.seconds.__getitem__)
+        return named if "" not in found else named + sorted(self.seconds.keys() - found, key=self.seconds.__getitem__)
 
 
-def _walk(tree: ast.AST) -> Iterator[ast.AST]:
-    """What computes: no annotations, decorators, messages of errors or words."""
-    for name, value in ast.iter_fields(tree):
-        if name in ("annotation", "returns", "decorator_list", "type_comment"):
-            continue
-        for node in value if isinstance(value, list) else [value]:
-            words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if (
-                isinstance(node, ast.AST)
-                and not words
-                and not isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom))
-            ):
-                yield node
-                yield from _walk(node)
+class _Plugin:
+    """Of pytest: chooses and orders tests, forgets what the package's caches hold before each, and stops it after its time."""
+
+    def __init__(self, clean: Clean | None, only: Sequence[str], without: Collection[str], coverage: Any = None) -> None:
+        self.clean, self.only, self.without, self.coverage = clean, only, without, coverage
+        self.begin, self.seconds = 0.0, {}  # type: float, dict[str, float]
+        self.caches: list[Any] = []
+
+    def pytest_configure(self) -> None:
+        """Examples are drawn as ever; a failure is enough, and need not be made small."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", settings.get_profile("flexdilated"), phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.clean is not None:
+            order = {test: i for i, test in enumerate(self.only or sorted(self.clean.seconds, key=self.clean.seconds.__getitem__))}
+            chosen = [item for item in items if (item.nodeid in order or not self.only) and item.nodeid not in self.without]
+            items[:] = sorted(chosen, key=lambda item: order.get(item.nodeid, -1))
+        modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "flexdilated"]
+        holders = [each for module in modules for each in (module, *(x for x in vars(module).values() if isinstance(x, type)))]
+        kind = type(functools.lru_cache(maxsize=1)(len))
+        self.caches = list({id(x): x for each in holders for x in vars(each).values() if isinstance(x, kind)}.values())
+        self.begin = time.process_time()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        for cache in self.caches:
+            cache.cache_clear()
+        begin = time.process_time()
+        if self.clean is not None:
+            signal.setitimer(signal.ITIMER_PROF, SLOWER * self.clean.seconds.get(item.nodeid, 1.0) + SECONDS)
+        if self.coverage is not None:
+            self.coverage.switch_context(item.nodeid)
+        result = yield
+        self.seconds[item.nodeid] = time.process_time() - begin
+        return result
 
 
-def _changed(node: ast.AST) -> Iterator[ast.AST]:
-    """The node after every change that it may take."""
-    new = copy.deepcopy(node)
-    if isinstance(new, ast.Compare):
-        for i, each in enumerate(new.ops):
-            other = copy.deepcopy(new)
-            other.ops[i] = COMPARED[type(each)]()
-            yield other
-    elif isinstance(new, (ast.BinOp, ast.AugAssign)) and type(new.op) in COMPUTED:
-        new.op = COMPUTED[type(new.op)]()
-        yield new
-    elif isinstance(new, ast.BoolOp):
-        new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
-        yield new
-    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, (ast.Not, ast.USub, ast.Invert)):
-        yield new.operand
-    elif isinstance(new, ast.IfExp):
-        new.body, new.orelse = new.orelse, new.body
-        yield new
-    elif isinstance(new, ast.Constant) and type(new.value) is bool:
-        yield ast.Constant(not new.value)
-    elif isinstance(new, ast.Constant) and type(new.value) is int:
-        yield ast.Constant(new.value + 1)
-    elif isinstance(new, ast.Name) and new.id in NAMED and isinstance(new.ctx, ast.Load):
-        new.id = NAMED[new.id]
-        yield new
-    elif isinstance(new, ast.Attribute) and new.attr in NAMED and isinstance(new.ctx, ast.Load):
-        new.attr = NAMED[new.attr]
-        yield new
+def _pytest(tests: Sequence[str], plugin: _Plugin) -> int:
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", LEFT_OUT, *tests], plugins=[plugin]))
 
 
-def mutants(file: str) -> list[Mutant]:
-    """Every mutant of a file, in its order."""
-    found = []
-    place = 0
-    source = (ROOT / file).read_text()
-    lines = source.splitlines()
-    for node in _walk(ast.parse(source)):
-        for new in _changed(node):
-            before, after = (" ".join(ast.unparse(each).split()) for each in (node, new))
-            line = getattr(node, "lineno", 0)
-            found.append(Mutant(file, place, line, lines[line - 1].strip(), f"{before}  ->  {after}"))
-            place += 1
-    return found
-
-
-def mutated(mutant: Mutant) -> ast.Module:
-    """The file's tree under a mutant."""
-    tree = ast.parse((ROOT / mutant.file).read_text())
-    place = 0
-    for node in list(_walk(tree)):
-        for new in _changed(node):
-            if place == mutant.place:
-                target, replacement = node, ast.copy_location(new, node)
-            place += 1
-
-    class Replace(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            return replacement if node is target else self.generic_visit(node)
-
-    return ast.fix_missing_locations(Replace().visit(tree))
-
-
-class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives one module under a mutant; all others come from where they always do."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.path = str(ROOT / mutant.file)
-        self.module = mutant.file.removesuffix(".py").replace("/", ".")
-        self.code = compile(mutated(mutant), self.path, "exec")
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self.module:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, origin=self.path)
-
-    def exec_module(self, module: object) -> None:
-        vars(module)["__file__"] = self.path
-        exec(self.code, vars(module))
-
-
-def run(tests: Sequence[str], mutant: Mutant | None, limit: int) -> tuple[bool, float]:
-    """Whether the tests pass under a mutant, and the processor seconds of that: in a process of its own, with what is imported."""
+def _fork(work: Any) -> int:
+    """The process in which `work()` gives the exit status, in silence, with what is imported here."""
     child = os.fork()
     if child == 0:
         status = 70
@@ -199,75 +123,144 @@ def run(tests: Sequence[str], mutant: Mutant | None, limit: int) -> tuple[bool, 
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-            import pytest
-
-            if mutant is not None:
-                sys.meta_path.insert(0, _Loader(mutant))
-            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", TOO_LONG, *tests]))
+            status = work()
         finally:
             os._exit(status)
-    _, status, usage = os.wait4(child, 0)
-    return status == 0, usage.ru_utime + usage.ru_stime
+    return child
+
+
+def record(file: str, tests: Sequence[str]) -> Clean | None:
+    """What the tests of a file do without a mutant; None if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "clean.json"
+
+        def work() -> int:
+            import coverage
+
+            path = str(ROOT / file)
+            measured = coverage.Coverage(data_file=None, config_file=False, include=[path])
+            plugin = _Plugin(None, (), (), measured)
+            measured.start()
+            status = _pytest(tests, plugin)
+            measured.stop()
+            lines = measured.get_data().contexts_by_lineno(path)
+            written.write_text(json.dumps([plugin.begin, plugin.seconds, lines]))
+            return status
+
+        _, status = os.waitpid(_fork(work), 0)
+        if status:
+            return None
+        begin, seconds, lines = json.loads(written.read_text())
+    return Clean(begin, seconds, {int(line): set(found) for line, found in lines.items()})
+
+
+def outcomes(
+    clean: Clean, asked: Iterable[tuple[Mutant, Sequence[str], Collection[str]]], jobs: int
+) -> Iterator[tuple[Mutant, str, float]]:
+    """`killed`, `stopped` or `alive`, and the processor seconds of it, of mutants under some of the tests, or all without some."""
+
+    def work(mutant: Mutant, only: Sequence[str], without: Collection[str]) -> int:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        signal.setitimer(signal.ITIMER_PROF, SLOWER * clean.begin + SECONDS)
+        sys.meta_path.insert(0, Loader(mutant))
+        files = sorted({test.partition("::")[0] for test in only}) if only else TESTS[mutant.file]
+        return _pytest(files, _Plugin(clean, only, without))
+
+    waiting, running = iter(asked), {}  # type: Iterator[tuple[Mutant, Sequence[str], Collection[str]]], dict[int, Mutant]
+    while True:
+        while len(running) < jobs and (each := next(waiting, None)) is not None:
+            running[_fork(functools.partial(work, *each))] = each[0]
+        if not running:
+            return
+        child, status, usage = os.wait3(0)
+        yield running.pop(child), ENDS.get(os.waitstatus_to_exitcode(status), "killed"), usage.ru_utime + usage.ru_stime
+
+
+def survivors(found: Sequence[Mutant], clean: Clean, known: Collection[Any], jobs: int, counts: Counter[str]) -> list[Mutant]:
+    """Those that no test of their file kills, of a file's mutants; `counts` gets how the others ended, and the time of all."""
+    first = {mutant: clean.of(mutant) for mutant in found}
+    counts["without a test"] = sum(not tests for tests in first.values())
+    alive = []
+    for mutant, outcome, seconds in outcomes(clean, ((mutant, tests, ()) for mutant, tests in first.items()), jobs):
+        counts["seconds"] += seconds
+        if outcome == "alive":
+            alive.append(mutant)
+        else:
+            counts[outcome] += 1
+    others = [mutant for mutant in alive if mutant.key not in known and 0 < len(first[mutant]) < len(clean.seconds)]
+    again = [(mutant, (), first[mutant]) for mutant in others]
+    for mutant, outcome, seconds in outcomes(clean, again, jobs):
+        counts["seconds"] += seconds
+        if outcome != "alive":
+            counts[outcome] += 1
+            alive.remove(mutant)
+    return sorted(alive, key=lambda mutant: mutant.place)
 
 
 def _import_what_tests_share() -> None:
     """All but flexdilated, which every child imports anew."""
     import einops  # noqa: F401
     import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
     import torch.nn.attention.flex_attention
 
     with contextlib.suppress(ImportError):
         import torch.distributed.tensor  # noqa: F401
 
 
+def keep(file: str, counts: dict[str, int]) -> None:
+    """Write what a run of one file's mutants gave, beside what is kept of the others."""
+    from benchmarks.environment import describe
+
+    about = {key: value for key, value in describe().items() if key in ("torch", "commit", "date")}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept[file] = counts | about
+    KEPT.write_text(json.dumps({name: kept[name] for name in TESTS if name in kept}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=list(TESTS), help="the files to mutate")
+    parser.add_argument("files", nargs="*", default=list(TESTS), metavar="file", help=f"to mutate: {', '.join(TESTS)}")
     parser.add_argument("--sample", type=int, default=20, help="at most this many mutants of a file, drawn by the seed; 0: all")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    parser.add_argument("--keep", action="store_true", help=f"write the counts to {KEPT.name}, for the documentation")
     parser.add_argument("--list", action="store_true", help="only count and name them")
     options = parser.parse_args()
-    known = (
-        {(each["file"], each["line"], each["change"]) for each in json.loads(SURVIVORS.read_text())}
-        if SURVIVORS.exists()
-        else set()
-    )
+    if unknown := set(options.files) - TESTS.keys():
+        parser.error(f"file must be one of {', '.join(TESTS)}, got {', '.join(sorted(unknown))}")
+    known = {(each["file"], each["line"], each["change"]) for each in json.loads(SURVIVORS.read_text())}
     # pytest's plugins would warn that hypothesis is imported already. In CI hypothesis draws the same examples every time.
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", CI="true")
     os.chdir(ROOT)
     if not options.list:
         _import_what_tests_share()
-    total, killed, unexplained, seconds = 0, 0, [], 0.0
+    total: Counter[str] = Counter()
     for file in options.files:
-        found = mutants(file)
-        chosen = found
+        found = chosen = mutants(file)
         if 0 < options.sample < len(found):
             chosen = sorted(random.Random(options.seed).sample(found, options.sample), key=lambda each: each.place)
         if options.list:
             print(f"{file}: {len(found)}", *(f"  {each.name}" for each in chosen), sep="\n")
             continue
-        passed, base = run(TESTS[file], None, 3600)
-        if not passed:
+        clean = record(file, TESTS[file])
+        if clean is None or any(outcome != "alive" for _, outcome, _ in outcomes(clean, [(unchanged(file), (), ())], 1)):
             print(f"{file}: its tests must pass without a mutant: {' '.join(TESTS[file])}")
             return 2
-        limit = int(10 * base) + 10
-        survived = []
-        for mutant in chosen:
-            alive, took = run(TESTS[file], mutant, limit)
-            seconds += took
-            if alive:
-                survived.append(mutant)
-                print(f"  {'explained' if mutant.key in known else 'SURVIVED'} {mutant.name}", flush=True)
-        unexplained += [each for each in survived if each.key not in known]
-        total, killed = total + len(chosen), killed + len(chosen) - len(survived)
-        print(f"{file}: {len(chosen)} of {len(found)} mutants run, {len(survived)} alive; tests alone {base:.0f} s", flush=True)
+        counts: Counter[str] = Counter()
+        alive = survivors(chosen, clean, known, options.jobs, counts)
+        for mutant in alive:
+            print(f"  {'explained' if mutant.key in known else 'SURVIVED'} {mutant.name}")
+        explained = sum(mutant.key in known for mutant in alive)
+        counts.update(mutants=len(found), run=len(chosen), explained=explained, open=len(alive) - explained)
+        names = ("mutants", "run", "killed", "stopped", "explained", "open", "without a test", "seconds")
+        print(f"{file}: {', '.join(f'{counts[name]:.0f} {name}' for name in names)}", flush=True)
+        total += counts
+        if options.keep:
+            keep(file, {name: counts[name] for name in names[:6]})
     if not options.list:
-        explained = total - killed - len(unexplained)
-        counts = f"{killed} killed, {explained} explained, {len(unexplained)} not"
-        print(f"{total} mutants: {counts}; {seconds:.0f} s of processor time")
-    return 1 if unexplained else 0
+        ended = f"{total['killed']} killed, {total['stopped']} stopped, {total['explained']} explained, {total['open']} open"
+        print(f"{total['run']} of {total['mutants']} mutants: {ended}; {total['seconds']:.0f} s of processor time")
+    return 1 if total["open"] else 0
 
 
 if __name__ == "__main__":
