@@ -83,7 +83,7 @@ def assert_serves_every_shape(served: Callable[[Tensor], Tensor], name: str, mod
 def python(code: str, folder: Path) -> str:
     """What another process prints."""
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

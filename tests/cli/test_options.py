@@ -219,7 +219,7 @@ def start(*arguments: str, stdout: int) -> tuple[int, str]:
     """Exit code and standard error of a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1])}
     command = [sys.executable, "-m", "flexdilated", *arguments]
-    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=240)
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=1800)
     return result.returncode, result.stderr
 
 

@@ -165,7 +165,10 @@ def _serve(rank: int, world_size: int, file: str, timeout: timedelta | None, con
         torch.set_num_threads(1)
         mesh = None
         if timeout is not None:
-            dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timeout)
+            store = dist.FileStore(file, world_size)
+            store.set(f"rank {rank}", "")
+            store.wait([f"rank {other}" for other in range(world_size)], TIMEOUT)  # the group's own may be short
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
         faulthandler.cancel_dump_traceback_later()
         while True:
