@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nox
@@ -24,7 +23,6 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
 RELEASE = (*CHECKS, "tests", "tests_python", "tests_torch", "minimums", "mutation", "docs")
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
-DURATIONS = ("--durations=15", "--durations-min=5")  # what is slow says so
 SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
 
@@ -39,7 +37,7 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
     """pytest on every core and one more, a thread for each worker; `-- -n 0` is one process, as a debugger needs it."""
     threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     given = (argument for argument in session.posargs if argument != "--keep")
-    session.run("pytest", *WORKERS, *DURATIONS, *arguments, *given, env={**threads, **(env or {})})
+    session.run("pytest", *WORKERS, *arguments, *given, env={**threads, **(env or {})})
 
 
 @nox.session
@@ -124,8 +122,8 @@ def api(session: nox.Session) -> None:
     reference = next(iter(session.posargs), None) or _last_tag()
     if reference is None:
         session.skip("there is no tag yet; name a commit: nox -s api -- REF")
-    session.install("griffecli==2.4.1")
-    session.run("griffe", "check", "flexdilated", "--against", str(reference))
+    session.install("griffelib==2.4.1")
+    session.run("python", "tests/release/api.py", str(reference))
 
 
 def _last_tag() -> str | None:
@@ -344,25 +342,17 @@ def minimums(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Mutants of the integer core, which its tests must kill: 20 of each file, `-- --sample 0` for all (no Windows)."""
     _install(session)
+    session.install("coverage==7.17.3")
     session.run("python", "-m", "tests.release.mutation", *session.posargs)
 
 
-@nox.session(name="release-check")
+@nox.session(name="release-check", venv_backend="none")
 def release_check(session: nox.Session) -> None:
-    """Everything that a release must pass, in order, and one table of it; hours. `-- lint types`: these alone."""
-    rows = []
-    for name in session.posargs or RELEASE:
-        begin = time.monotonic()
-        ended = subprocess.run([sys.executable, "-m", "nox", "--session", name, "--no-stop-on-first-error"])
-        rows.append((name, "pass" if ended.returncode == 0 else "FAIL", f"{time.monotonic() - begin:.0f}"))
-    width = max(len(name) for name, *_ in rows)
-    print(
-        f"{'session':{width}}  result  seconds",
-        *(f"{name:{width}}  {result:6}  {taken:>7}" for name, result, taken in rows),
-        sep="\n",
-    )
-    if any(result == "FAIL" for _, result, _ in rows):
-        session.error("not ready to be released")
+    """Everything that a release must pass, in order, one table of it, and what is left to a person. `-- lint types`: these alone.
+
+    Hours; it goes on where it stopped.
+    """
+    session.run(sys.executable, "tests/release/check.py", *(session.posargs or RELEASE))
 
 
 @nox.session

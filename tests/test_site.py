@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import re
 from pathlib import Path
 
 import pytest
 
 import flexdilated
+from tests.release.api import entries
 
 ROOT = Path(flexdilated.__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -48,17 +48,6 @@ def public_names(module: str) -> set[str]:
     return {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname}
 
 
-def entries() -> set[str]:
-    """The dotted names that have an entry."""
-    found = set()
-    for page in REFERENCE.glob("*.md"):
-        directives = re.findall(r"^\.\. (?:auto|py:)(\w+):: (\S+)\n((?:   .*\n)*)", page.read_text(), flags=re.MULTILINE)
-        for kind, name, options in directives:
-            members = re.search(r":members: (.+)", options) if kind == "module" else None
-            found |= {f"{name}.{member}" for member in members[1].split(", ")} if members else {name}
-    return found
-
-
 def named(path: str) -> object:
     """The object of a dotted name, or None where its library is not installed."""
     module, _, rest = path.rpartition(".")
@@ -70,7 +59,7 @@ def named(path: str) -> object:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_has_an_entry_in_the_reference(module: str) -> None:
-    listed = entries()
+    listed = entries(REFERENCE)
     missing = {name for name in public_names(module) if f"{module}.{name}" not in listed}
     if missing:  # under the name of another module
         objects = [named(path) for path in listed]
