@@ -1,0 +1,72 @@
+"""What a layer costs each rank from a million tokens on 8 ranks to a billion on 4,096: counted by the planner, nothing is run.
+
+    python -m benchmarks.scale                     # ten minutes on one core; finished cells are kept and not repeated
+    python -m benchmarks.scale --tokens 1000000 --ranks 8
+
+Every cell is one layer of 16 heads of 64 in bfloat16, not causal, over shards as equal as can be, by the exchange that
+`exchange="auto"` takes. Bytes, memory and pairs are exact; the time is the planner's estimate at the speeds of `cost.Speeds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import commit
+from flexdilated import DilatedPattern
+from flexdilated.distributed import cost
+from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
+
+RESULTS = Path(__file__).parent / "results" / "scale.json"
+PATTERNS = {"longnet": DilatedPattern.longnet(), "gigapath": DilatedPattern.gigapath()}
+TOKENS = (10**6, 10**7, 10**8, 10**9)
+RANKS = (8, 64, 512, 4096)
+
+
+def cell(pattern: str, tokens: int, ranks: int) -> dict[str, Any]:
+    """The costs of one cell, at the busiest rank of each."""
+    layer = Layer(PATTERNS[pattern], tokens, ranks, 16, 16, 64, "bfloat16", 1, is_causal=False)
+    plan = layer_plan(layer)
+    budget = cost.default_budget(plan, head_dim=64, itemsize=2)
+    auto = cost.choose(plan, budget=budget, **layer.sizes)
+    taken = next(each for each in strategies(layer) if each.name == auto)
+    assert taken.forward is not None
+    assert taken.backward is not None
+    assert taken.pairs is not None
+    assert taken.buffers is not None
+    received = taken.forward + taken.backward
+    return {
+        "exchange": auto,
+        "bytes": int(received.max()),
+        "memory": memory(layer, plan, taken.buffers).total,
+        "pairs": int(taken.pairs.max()),
+        "imbalance": int(taken.pairs.max()) / (sum(taken.pairs.tolist()) / ranks),
+        "seconds": float(cost.taken(received, taken.pairs, 64, cost.Speeds()).max()),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count the cells that are not kept yet."""
+    parser = argparse.ArgumentParser(description="What a layer costs each rank, from a million tokens to a billion.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    kept = json.loads(given.output.read_text()) if given.output.exists() else {"cells": {}}
+    for pattern in PATTERNS:
+        for tokens in given.tokens:
+            for ranks in given.ranks:
+                name = f"{pattern}/{tokens}/{ranks}"
+                if name not in kept["cells"]:
+                    kept["cells"][name] = {**cell(pattern, tokens, ranks), "commit": commit()}
+                    given.output.write_text(json.dumps(kept, indent=1) + "\n")
+                    print(name, kept["cells"][name], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

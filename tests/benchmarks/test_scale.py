@@ -1,0 +1,40 @@
+"""The kept table of scale is what the planner says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale
+
+
+def kept() -> dict[str, dict[str, object]]:
+    return json.loads(scale.RESULTS.read_text())["cells"]
+
+
+def test_every_cell_is_kept() -> None:
+    assert list(kept()) == [f"{p}/{n}/{r}" for p in scale.PATTERNS for n in scale.TOKENS for r in scale.RANKS]
+
+
+@pytest.mark.parametrize(
+    "name", ["longnet/1000000/8", "longnet/1000000/64", "gigapath/1000000/8", "gigapath/1000000/64", "gigapath/100000000/8"]
+)
+def test_kept_cells_are_what_the_planner_says(name: str) -> None:
+    pattern, tokens, ranks = name.split("/")
+    found = kept()[name]
+    del found["commit"]
+    assert scale.cell(pattern, int(tokens), int(ranks)) == pytest.approx(found)
+
+
+def test_cells_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "scale.json"
+    options = ["--tokens", "5000", "--ranks", "3", "--output", str(output)]
+    assert scale.main(options) == 0
+    first = output.read_text()
+    assert set(json.loads(first)["cells"]) == {"longnet/5000/3", "gigapath/5000/3"}
+    capsys.readouterr()
+    assert scale.main(options) == 0
+    assert output.read_text() == first
+    assert capsys.readouterr().out == ""
