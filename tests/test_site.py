@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import re
 from pathlib import Path
 
 import pytest
