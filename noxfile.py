@@ -244,9 +244,9 @@ def tests_torchtitan(session: nox.Session) -> None:
 
 @nox.session
 def tests_slides(session: nox.Session) -> None:
-    """Folders of slides in every format, LazySlide's Zarr and Parquet too, and adapters of peft on the slide encoder."""
+    """Slides in every format, stores that LazySlide's own library wrote too, and adapters of peft on the slide encoder."""
     _install(session)
-    session.install("-e", ".[test,slides]", "peft", f"torch=={TORCH}")
+    session.install("-e", ".[test,slides]", "peft", "wsidata==0.12.0", f"torch=={TORCH}")
     session.run("pytest", "tests/hub/slides", "tests/cli/test_encode_slides.py", *session.posargs)
 
 

@@ -43,7 +43,7 @@ def read_slides(folder: Path, labels: Path | None = None, reading: Reading | Non
         reading: Where coordinates lie, how large a tile is: as the options of `encode-slides`.
     """
     reading = Reading() if reading is None else reading
-    paths = list_slides(folder)
+    paths = list_slides(folder, coords_folder=reading.coords_folder)
     label_of = dict.fromkeys(paths, "")
     if labels is not None:
         with labels.open(newline="") as file:

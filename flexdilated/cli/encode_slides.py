@@ -130,7 +130,7 @@ def encode_slides(
     try:
         sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
         model = build(arch, in_chans, order, global_pool=global_pool, **sizes)
-        slides = list_slides(folder)
+        slides = list_slides(folder, coords_folder=coords)
         digest = _load(model, weights)
         model = model.eval().to(place, computed)
         options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}

@@ -183,6 +183,13 @@ def test_coordinates_are_found_in_the_folder_of_the_same_name(tmp_path: Path, we
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
+def test_the_folder_of_coordinates_holds_no_slides(tmp_path: Path, weights: Path) -> None:
+    WRITERS["clam_pt"](tmp_path / "slides" / "pt_files", "a", *draw_tiles(53))
+    code, _, err = run(tmp_path, weights, f"--coords={tmp_path / 'slides' / 'patches'}")
+    assert (code, err) == (0, "")
+    assert read(tmp_path / "out.h5")["names"] == ["pt_files/a"]
+
+
 # -- bad slides ---------------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +321,41 @@ def test_resume_goes_on_where_a_run_was_interrupted(
     np.testing.assert_allclose(found["embeddings"], expected["embeddings"], **SINGLE)
     assert set(found["tiles"]) == set(expected["tiles"])
     assert not (tmp_path / "out.h5.parts").exists()
+
+
+def test_slides_that_the_folder_no_longer_holds_stay_behind_the_others(
+    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
+) -> None:
+    assert run(tmp_path, weights, "--tiles")[0] == 0
+    before = read(tmp_path / "out.h5")
+    (tmp_path / "slides" / "a.h5").unlink()
+    write_trident(tmp_path / "slides", "0", *draw_tiles(7))
+    assert run(tmp_path, weights, "--tiles", "--resume")[0] == 0
+    found = read(tmp_path / "out.h5")
+    assert found["names"] == ["0", "b/c", "d", "e", "f", "a"]
+    assert np.array_equal(found["embeddings"][1:], np.roll(before["embeddings"], -1, axis=0))
+    assert set(found["tiles"]) == {"0", *before["tiles"]}
+
+
+def test_an_overwriting_run_that_ends_while_it_tidies_up_has_written_its_output(
+    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path, weights)[0] == 0
+    interrupt(tmp_path, weights, "--overwrite")
+
+    def remove(folder: Path) -> None:
+        (folder / store.RUN).unlink()
+        for part in folder.glob(store.PART):
+            part.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_remove", remove)
+        assert run(tmp_path, weights, "--resume")[0] == 130
+    names = count_encoded(monkeypatch)
+    assert run(tmp_path, weights, "--resume")[0] == 0
+    assert names == []
+    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
 
 
 def test_a_part_that_was_damaged_is_encoded_again(

@@ -69,17 +69,17 @@ class _Found(NamedTuple):
     attributes: Mapping[str, Any]  # of the coordinates
 
 
-def list_slides(folder: Path) -> dict[str, Path]:
+def list_slides(folder: Path, *, coords_folder: Path | None = None) -> dict[str, Path]:
     """The slides in a folder and those below it, by name: the path without its ending, in the order of names.
 
     Links are followed; one that leads nowhere counts as a slide, which cannot be read. What tools write beside embeddings is left
-    out: hidden files, slide2vec's tables of coordinates, embeddings that `encode-slide` put beside the tiles.
+    out: hidden files, the folder of coordinates, slide2vec's tables of them, embeddings that `encode-slide` put beside the tiles.
 
     Raises:
         ValueError: If two files have one name, a name is no UTF-8 or leads back to a folder above, or there is none.
     """
     found: dict[str, Path] = {}
-    for path in sorted(_files(folder, ())):
+    for path in sorted(_files(folder, (), None if coords_folder is None else coords_folder.resolve())):
         name = path.relative_to(folder).with_suffix("").as_posix()
         if name in found:
             raise ValueError(f"FOLDER must hold one file of each slide, got '{found[name]}' and '{path}'")
@@ -91,7 +91,7 @@ def list_slides(folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def _files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+def _files(folder: Path, above: tuple[Path, ...], left_out: Path | None) -> Iterator[Path]:
     above = (*above, folder.resolve())
     for path in folder.iterdir():
         suffix = path.suffix.lower()
@@ -100,9 +100,10 @@ def _files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
         if suffix == STORE_SUFFIX or (suffix in SUFFIXES and not path.is_dir()):
             yield path
         elif path.is_dir():
-            if path.resolve() in above:
+            if (target := path.resolve()) in above:
                 raise ValueError(f"FOLDER must hold no link to a folder above it, got '{path}'")
-            yield from _files(path, above)
+            if target != left_out:
+                yield from _files(path, above, left_out)
 
 
 def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | None = None) -> Tiles:

@@ -28,6 +28,17 @@ def test_a_side_may_be_no_whole_number() -> None:
     assert grid_cells(slide(torch.tensor([[0, 1017], [509, 508]]), 508.5)).tolist() == [[0, 2], [1, 0]]
 
 
+def test_the_side_that_the_file_says_is_taken_where_the_option_differs_by_rounding() -> None:
+    assert grid_cells(slide(torch.tensor([[300 * SIDE, 0]])), tile_size_level0=SIDE + 0.4).tolist() == [[300, 0]]
+
+
+def test_places_are_exact_where_float32_is_not() -> None:
+    assert grid_cells(slide(torch.tensor([[2**24 + 1, 0], [2**24, 0]]), 1.0), slide_ngrids=2**25).tolist() == [
+        [2**24 + 1, 0],
+        [2**24, 0],
+    ]
+
+
 def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
     # Two pieces of tissue, each with a grid of its own, as CLAM cuts them.
     first, second = torch.cartesian_prod(torch.arange(5), torch.arange(5)) * SIDE, torch.tensor([5 * SIDE + 201, 77])

@@ -26,6 +26,7 @@ def test_spread_gives_each_slide_to_one_rank_and_balances_them() -> None:
         loads = [sum(sizes[name] for name in share) for share in shares]
         # The bound of the rule (Graham 1969): 4/3 of the best, which is no less than the mean or the largest.
         assert max(loads) <= 4 / 3 * max(sum(loads) / ranks, max(sizes.values()))
+    assert spread({"a": 1, "b": 1, "c": 2}, 2) == [["c"], ["a", "b"]]  # the largest first
     assert spread({"a": 0, "b": 0, "c": 0, "d": 0}, 2) == [["a", "c"], ["b", "d"]]
 
 
