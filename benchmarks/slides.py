@@ -175,6 +175,12 @@ def _high_water() -> int:
     return 1024 * int(line.split()[1])
 
 
+def _cpu() -> str:
+    """Its name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def _merged(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was kept, with what was measured in its place, by the number of tiles."""
     rows = {row["tiles"]: row for row in (*kept, *found)}
@@ -194,7 +200,7 @@ def main() -> None:
     cases, large = (((10, 2), (30, 2)), ()) if options.quick else (CASES, options.memory)
     cases, large = (() if options.only == "memory" else cases, () if options.only == "cases" else large)
     kept = json.loads(RESULTS.read_text()) if options.only is not None else {"cases": [], "memory": []}
-    environment = {**describe(), "python": platform.python_version()}
+    environment = {**describe(), "cpu": _cpu(), "python": platform.python_version()}
     measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *sys.argv[1:]]), **environment}
     found: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}
     with tempfile.TemporaryDirectory() as name:
