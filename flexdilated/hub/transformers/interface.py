@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from flexdilated.attention import attend
+from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.call import Call
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import context_of
@@ -138,6 +139,10 @@ def dilated_attention_forward(
         if layer is not None:
             _refuse_with_cache(borders, call)
             seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
+            # Rotary positions of float32 make queries and keys float32 again under autocast, and leave values.
+            cast = autocast_dtype(q.device)
+            if cast is not None and q.dtype != torch.float64:
+                q, k, v = (x.to(cast) for x in (q, k, v))
             out = layer.attend(q, k, v, seen, pattern, shard, scaling)
         elif num_keys != q.shape[1]:
             out = _decode(q, k, v, attention_mask, borders, shard, call)

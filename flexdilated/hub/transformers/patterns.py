@@ -87,6 +87,8 @@ def _choosing(choose: Any) -> Any:
         if chosen == NAME:
             if not type(self).__name__.endswith(("Encoder", "EncoderModel")):  # whose config is that of the whole
                 refuse_crossing(self.config)
+            if getattr(self.config, "self_attn", None) is False:  # of models that mix by other layers unless told
+                raise NotImplementedError(f"config.self_attn must be True with {NAME!r} attention, got False: there is none")
             refusal = _attention_refusal(self.__class__)
             if refusal is not None:
                 raise NotImplementedError(f"attn_implementation must not be {NAME!r} in {type(self).__name__}, {refusal}")
@@ -145,7 +147,7 @@ def _attention_refusal(model_class: type) -> str | None:
     """Why an attention implementation cannot reach the model's attention, by its source; the library's own test comes too late."""
     code = ""
     for base in model_class.__mro__:
-        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
+        if issubclass(base, PreTrainedModel) and base.__module__ != PreTrainedModel.__module__:
             try:
                 code += inspect.getsource(sys.modules[base.__module__])
             except (OSError, TypeError, KeyError):

@@ -55,7 +55,8 @@ def dilated_attention_positions(
         seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
 
     Raises:
-        NotImplementedError: If the model asks for a mask function of its own, or reads its mask itself.
+        NotImplementedError: If the model asks for a mask function of its own, or reads its mask itself, or if there is padding
+            among the keys of other queries.
         RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
     """
     if local_size is not None:
@@ -67,6 +68,13 @@ def dilated_attention_positions(
         raise NotImplementedError(
             f"layers must leave their mask to the attention with {NAME!r} attention, got a model that reads it, as indexers do "
             "that choose keys for each query"
+        )
+    if mask_function is bidirectional_mask_function and kv_length != q_length:
+        if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+            return None  # of a layer that attends otherwise, as one that pools: dilated ones refuse it
+        raise NotImplementedError(
+            f"attention_mask must be None with {NAME!r} attention where queries and keys are not the same tokens, got padding "
+            f"among {kv_length} keys of {q_length} queries"
         )
     if kv_offset:
         if kv_length != q_length:

@@ -23,7 +23,7 @@ from tests.hub.transformers.models import (
     mask_of,
 )
 from tests.hub.transformers.test_decoding import decode
-from tests.tolerances import EXACT
+from tests.tolerances import EXACT, assert_twice_naive
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
@@ -52,6 +52,35 @@ def test_decoding_equals_the_full_forward(pattern: DilatedPattern, side: str) ->
     torch.testing.assert_close(logits[real], expected[real], **EXACT)
     assert cache.get_seq_length() == TOKENS
     assert cache.nbytes == sum(layer.kv.nbytes for layer in cache.layers) > 0
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_decoding_in_bfloat16_errs_at_most_twice_the_full_forward(pattern: DilatedPattern) -> None:
+    model, tokens = build("Llama", pattern), draw_tokens()
+    expected = model.double()(tokens, use_cache=False).logits
+    model = model.bfloat16()
+    naive = model(tokens, use_cache=False).logits
+    cache = DilatedCache()
+    assert_twice_naive(decode(model, tokens, cache, CHUNKS, None), naive, expected)
+    assert {layer.kv.dtype for layer in cache.layers} == {torch.bfloat16}
+    cache = DilatedCache()
+    with torch.autocast("cpu", torch.bfloat16):  # weights of float32, keys of bfloat16
+        assert_twice_naive(decode(model.float(), tokens, cache, CHUNKS, None), naive, expected)
+    assert {layer.kv.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("v_head_dim", [5, 11])
+def test_values_of_another_width_are_decoded(v_head_dim: int) -> None:
+    module = build("Llama", RAGGED).model.layers[0].self_attn
+    q, k = (torch.randn(BATCH, heads, TOKENS, 8, dtype=torch.float64) for heads in (6, 2))
+    v = torch.randn(BATCH, 2, TOKENS, v_head_dim, dtype=torch.float64)
+    expected, _ = hub.dilated_attention_forward(module, q, k, v, None)
+    cache, parts = DilatedCache(), []
+    for first, last in ((0, 9), (9, 10), (10, TOKENS)):
+        keys, values = cache.update(k[:, :, first:last], v[:, :, first:last], 0)
+        mask = hub.dilated_attention_positions(BATCH, last - first, last - first, q_offset=first, kv_offset=first)
+        parts.append(hub.dilated_attention_forward(module, q[:, :, first:last], keys, values, mask)[0])
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **EXACT)
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "Gemma"])

@@ -31,6 +31,8 @@ from tests.tolerances import EXACT, SINGLE, assert_twice_naive
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
+from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
+
 from flexdilated.hub import transformers as hub  # noqa: E402
 
 
@@ -339,6 +341,27 @@ def test_values_may_be_wider_or_narrower_than_keys(dims: tuple[int, int]) -> Non
     decoded, _ = hub.dilated_attention_forward(module, q[:, :, -3:], k, v, last)
     padded, _ = hub.dilated_attention_forward(module, q, k, v, whole)
     torch.testing.assert_close(decoded, padded[:, -3:], **EXACT)
+
+
+def test_padding_among_the_keys_of_other_queries_is_refused() -> None:
+    sizes = {"batch_size": BATCH, "q_length": 1, "kv_length": TOKENS, "mask_function": bidirectional_mask_function}
+    assert hub.dilated_attention_positions(**sizes) is None
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    assert hub.dilated_attention_positions(**sizes, attention_mask=mask) is None
+    mask[1, 3] = False
+    with pytest.raises(NotImplementedError, match=f"attention_mask must be None .* got padding among {TOKENS} keys of 1 queries"):
+        hub.dilated_attention_positions(**sizes, attention_mask=mask)
+
+
+def test_models_without_attention_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"config.self_attn must be True with 'flexdilated' attention, got False"):
+        transformers.PatchTSMixerModel(transformers.PatchTSMixerConfig(dilated_pattern=RAGGED))
+    for name in ("ResNet", "TextNet", "FocalNet", "Dac", "Encodec"):  # docstrings and bases of some name what has attention
+        with pytest.raises(NotImplementedError, match=r"whose attention, if it has any, does not come from"), torch.device("meta"):
+            getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(dilated_pattern=RAGGED))
+    for name in ("SamVision", "SamHQVision"):
+        with pytest.raises(NotImplementedError, match=r"is a class for each implementation"), torch.device("meta"):
+            getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(dilated_pattern=RAGGED))
 
 
 def test_models_that_read_their_masks_are_refused() -> None:
