@@ -87,11 +87,17 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
     with ExitStack() as stack:
         plan: list[Any] = []
         if ranks.rank == 0:
-            with _writing(job.output):
-                stack.enter_context(store.locked(job.output))
-                done = store.begin(job.output, settings, {**_versions(), **job.told}, resume=resume, overwrite=overwrite)
-            plan = [*_left(job, done, 1 if ranks.mesh is None else ranks.mesh.size()), len(done)]
-        changed, together, shares, num_done = _told(ranks, plan)
+            try:
+                with _writing(job.output):
+                    stack.enter_context(store.locked(job.output))
+                    done = store.begin(job.output, settings, {**_versions(), **job.told}, resume=resume, overwrite=overwrite)
+                plan = [*_left(job, done, 1 if ranks.mesh is None else ranks.mesh.size()), len(done)]
+            except (store.StoreError, typer.Exit) as refusal:  # the others wait to be told
+                plan = [refusal]
+        plan = _told(ranks, plan)
+        if len(plan) == 1:
+            raise plan[0]
+        changed, together, shares, num_done = plan
         if ranks.rank == 0:
             failed += [_echoed(failure) for failure in changed]
         own = shares[ranks.rank]

@@ -61,6 +61,10 @@ def test_ranks_of_torchrun_write_what_one_process_writes(tmp_path: Path, monkeyp
         assert done.returncode == 1, done.stderr
         assert done.stderr.count("error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149") == 1
         assert "encoded 5 slides of 402 tiles" in done.stdout
+    again = subprocess.run(two, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 1  # torchrun's own
+    assert again.stderr.count("error: --output must not exist, got 'two.h5'") == 1
+    assert "RuntimeError" not in again.stderr
     with h5py.File(tmp_path / "one.h5") as alone, h5py.File(tmp_path / "two.h5") as shared:
         assert list(shared["names"]) == list(alone["names"]) == [b"s0", b"s1", b"s2", b"s3", b"s4"]
         np.testing.assert_allclose(shared["embeddings"], alone["embeddings"], **SINGLE)
