@@ -164,7 +164,7 @@ class _Fetch(torch.autograd.Function):
         grads.kv_rows = {peer: grad[..., : 2 * rows.head_dim].contiguous() for peer, grad in rows.kv_rows.items()}
         grads.q_rows = dict(rows.q_rows)
         coming = ctx.transport(True)
-        return_keys(rows, coming, grads, list(rows.program.kv.sends))
+        return_keys(rows, coming, grads, list(rows.program.kv.sends))()
         return_queries(rows, coming, grads)
         return *(x.to(rows.dtype) for x in (grads.dq, grads.dk, grads.dv)), None, None, None, None
 

@@ -312,19 +312,24 @@ def context_backward(
     if share.flat.detach_weights:
         givens = _detached(work, transport, givens)
     if work.is_ring:
-        # Only keys and values travel while gradients are computed: a gradient in flight would cost two more messages of memory.
+        # Gradients go home while the next ones are computed: two more messages of memory than the forward.
+        settle: Callable[[], None] | None = None
         for step, source in enumerate(_around(work, transport)):
             if source in work.program.kv.receives:
                 grads.lend(source)
             for number in work.numbers:
                 work.differentiate(number, work.parts(number, source), givens[number], grads)
-            return_keys(work.rows, transport, grads, [(share.rank + step) % share.plan.num_ranks])
+            if settle is not None:
+                settle()
+            settle = return_keys(work.rows, transport, grads, [(share.rank + step) % share.plan.num_ranks])
+        if settle is not None:
+            settle()
     else:
         for peer in work.program.kv.receives:
             grads.lend(peer)
         for number in work.numbers:
             work.differentiate(number, work.parts(number), givens[number], grads)
-        return_keys(work.rows, transport, grads, list(work.program.kv.sends))
+        return_keys(work.rows, transport, grads, list(work.program.kv.sends))()
     return_queries(work.rows, transport, grads)
     return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)
 
@@ -384,15 +389,20 @@ def _detached(work: _Work, transport: Transport, givens: list[Given]) -> list[Gi
     return detached
 
 
-def return_keys(rows: Rows, transport: Transport, grads: Grads, lenders: Sequence[int]) -> None:
-    """Send the gradients of borrowed keys and values home, and add up those of the rows that were lent to some peers."""
+def return_keys(rows: Rows, transport: Transport, grads: Grads, lenders: Sequence[int]) -> Callable[[], None]:
+    """Begin to send the gradients of borrowed keys and values home; what is given adds up those of the rows lent to some peers."""
     messages = {peer: grad.to(rows.dtype) for peer, grad in grads.kv_rows.items()}
     grads.kv_rows = {}
     lent = {peer: rows.program.kv.sends[peer] for peer in lenders if peer in rows.program.kv.sends}
     returned = {peer: rows.k.new_empty(place.stop - place.start, rows.batch, 2 * rows.head_dim) for peer, place in lent.items()}
-    transport.swap(messages, returned).wait()
-    for peer, grad in returned.items():  # one after another: peers may have borrowed the same row
-        grads.settle_keys(peer, grad)
+    pending = transport.swap(messages, returned)
+
+    def settle() -> None:
+        pending.wait()
+        for peer, grad in returned.items():  # one after another: peers may have borrowed the same row
+            grads.settle_keys(peer, grad)
+
+    return settle
 
 
 def return_queries(rows: Rows, transport: Transport, grads: Grads) -> None:

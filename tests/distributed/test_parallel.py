@@ -99,6 +99,27 @@ def check_bytes(case: ShardedCase, exchange: str, ahead: Counter[tuple[int, int]
         assert received == planned.tolist()
 
 
+def test_gradients_go_home_round_the_ring_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks that all need each other: what was computed of one source is settled after the next source's."""
+    case = ShardedCase(DilatedPattern((48,), (1,)), shard_lengths=(12,) * 4)
+    met: list[list[str]] = [[] for _ in range(4)]
+    differentiate, settle = rank_module._Work.differentiate, rows.Grads.settle_keys
+
+    def differentiated(work: Any, number: int, parts: Any, *rest: Any) -> None:
+        met[work.share.rank].append(f"from {(work.share.rank - parts[0].rank) % 4}")
+        differentiate(work, number, parts, *rest)
+
+    def settled(grads: Any, peer: int, grad: Tensor) -> None:
+        rank = next(r for r in range(4) if r not in grads.rows.program.kv.sends)  # it lends to all others
+        met[rank].append("home")
+        settle(grads, peer, grad)
+
+    monkeypatch.setattr(rank_module._Work, "differentiate", differentiated)
+    monkeypatch.setattr(rows.Grads, "settle_keys", settled)
+    check(case, "ring")
+    assert all(events == ["from 0", "from 1", "from 2", "home", "from 3", "home", "home"] for events in met)
+
+
 # -- values and bytes ---------------------------------------------------------------------------------------------------------
 
 
