@@ -129,29 +129,30 @@ def _fork(work: Any) -> int:
     return child
 
 
-def record(file: str, tests: Sequence[str]) -> Clean | None:
-    """What the tests of a file do without a mutant; None if one fails."""
+def record(files: Sequence[str], tests: Sequence[str]) -> dict[str, Clean]:
+    """What tests do without a mutant, for each of the files that they test; nothing if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "clean.json"
 
         def work() -> int:
             import coverage
 
-            path = str(ROOT / file)
-            measured = coverage.Coverage(data_file=None, config_file=False, include=[path])
+            paths = [str(ROOT / file) for file in files]
+            measured = coverage.Coverage(data_file=None, config_file=False, include=paths)
             plugin = _Plugin(None, (), (), measured)
             measured.start()
             status = _pytest(tests, plugin)
             measured.stop()
-            lines = measured.get_data().contexts_by_lineno(path)
+            lines = [measured.get_data().contexts_by_lineno(path) for path in paths]
             written.write_text(json.dumps([plugin.begin, plugin.seconds, lines]))
             return status
 
         _, status = os.waitpid(_fork(work), 0)
         if status:
-            return None
+            return {}
         begin, seconds, lines = json.loads(written.read_text())
-    return Clean(begin, seconds, {int(line): set(found) for line, found in lines.items()})
+    by_line = ({int(line): set(found) for line, found in each.items()} for each in lines)
+    return {file: Clean(begin, seconds, each) for file, each in zip(files, by_line)}
 
 
 def outcomes(
@@ -235,6 +236,7 @@ def main() -> int:
     if not options.list:
         _import_what_tests_share()
     total: Counter[str] = Counter()
+    cleans: dict[str, Clean] = {}
     for file in options.files:
         found = chosen = mutants(file)
         if 0 < options.sample < len(found):
@@ -242,10 +244,13 @@ def main() -> int:
         if options.list:
             print(f"{file}: {len(found)}", *(f"  {each.name}" for each in chosen), sep="\n")
             continue
-        clean = record(file, TESTS[file])
-        if clean is None or any(outcome != "alive" for _, outcome, _ in outcomes(clean, [(unchanged(file), (), ())], 1)):
-            print(f"{file}: its tests must pass without a mutant: {' '.join(TESTS[file])}")
-            return 2
+        if file not in cleans:
+            cleans |= record([each for each in options.files if TESTS[each] == TESTS[file]], TESTS[file])
+            ends = outcomes(cleans[file], [(unchanged(file), (), ())], 1) if file in cleans else [(None, "killed", 0.0)]
+            if any(outcome != "alive" for _, outcome, _ in ends):
+                print(f"{file}: its tests must pass without a mutant: {' '.join(TESTS[file])}")
+                return 2
+        clean = cleans[file]
         counts: Counter[str] = Counter()
         alive = survivors(chosen, clean, known, options.jobs, counts)
         for mutant in alive:
