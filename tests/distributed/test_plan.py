@@ -512,6 +512,32 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
             assert made <= sum(3 * len(executors(plan, b, 0)) for b in range(len(lengths))) + num_ranks**2 * len(lengths) * 2
 
 
+@pytest.mark.slow
+def test_a_million_pairs_of_ranks_are_few_kinds() -> None:
+    """GigaPath over 1,024 ranks: spans that lie alike are counted once, and never all made at once."""
+    plan = plan_of(DilatedPattern.gigapath(), 1 << 20, 1024, 16)
+    looked, made = [0], [0]
+    count, spans_of = counting._Line.count_cells, ContextPlan.received
+
+    def counted(line: Any, here: Spans) -> int:
+        looked[0] += 1
+        return count(line, here)
+
+    def received(whole: ContextPlan, *some: Any) -> Spans:
+        spans = spans_of(whole, *some)
+        made[0] = max(made[0], len(spans.first))
+        return spans
+
+    with mock.patch.object(counting._Line, "count_cells", counted), mock.patch.object(ContextPlan, "received", received):
+        assert not plan.is_local
+        assert looked == [0]
+        traffic = plan.traffic("gather", "kv")
+    assert len(traffic.rows) == 1024 * 1023
+    assert looked[0] < 1000
+    assert made[0] < 5 * (1 << 16)
+    assert not len(plan.traffic("gather", "q").rows)
+
+
 # -- bytes and the choice -----------------------------------------------------------------------------------------------------
 
 SIZES = st.fixed_dictionaries(
