@@ -31,6 +31,13 @@ PIXELS = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
 
+# What arrays are pickled by, under the names of numpy 1 and 2.
+_rebuilt: Any = np.empty(0).__reduce__()[0]
+ARRAYS: list[Any] = [
+    *((_rebuilt, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("f2", "f4", "f8", "i4", "i8"))),
+]
+
 # What torch.load, np.load and h5py raise on files that are damaged, or are something else.
 DAMAGED = (
     *(OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, OverflowError, MemoryError),
@@ -147,8 +154,8 @@ def count_tiles(path: Path, table: str | None = None) -> int:
         if path.suffix.lower() == STORE_SUFFIX:
             return spatialdata.count(path, table)
         if path.suffix.lower() == ".pt":
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            arrays = {"features": loaded} if isinstance(loaded, Tensor) else loaded
+            loaded = _load(path, mmap=True)
+            arrays = {"features": loaded} if isinstance(loaded, (Tensor, np.ndarray)) else loaded
             shapes = {key: arrays[key].shape for key in EMBEDDINGS if key in arrays}
         elif path.suffix.lower() == ".npz":
             with zipfile.ZipFile(path) as archive:
@@ -185,17 +192,23 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
     return dict(found.arrays), _tile_side(found.attributes)
 
 
+def _load(path: Path, *, mmap: bool = False) -> Any:
+    """What torch.save wrote of tensors and, as TRIDENT does, of arrays; nothing else is unpickled."""
+    try:
+        with torch.serialization.safe_globals(ARRAYS):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
+            raise TypeError(f"it holds {held[1]}, where tensors must be") from None
+        raise
+
+
 def _open(path: Path, *, named_only: bool = False) -> _Found:
     """A file's arrays and attributes; `named_only`: neither a bare tensor as embeddings nor slide2vec's tables of coordinates."""
     wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
     if path.suffix.lower() == ".pt":
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
-                raise TypeError(f"it holds {held[1]}, where tensors must be") from None
-            raise
-        if not named_only and isinstance(loaded, Tensor):
+        loaded = _load(path)
+        if not named_only and isinstance(loaded, (Tensor, np.ndarray)):
             return _Found({"features": loaded}, {})
         if not isinstance(loaded, dict):
             raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")

@@ -102,8 +102,12 @@ def test_coordinates_of_trident_lie_in_files_whose_names_end_in_patches(tmp_path
     found = read_tiles(path, coords_folder=tmp_path / "patches")
     assert torch.equal(found.coords, coords)
     assert (found.tile_size_level0, found.magnification) == (SIDE, 20.0)
-    torch.save(x.numpy(), path)
-    with pytest.raises(SlideError, match=r"^is damaged or no whole \.pt file: it holds numpy\.\S+, where tensors must be"):
+    for dtype in (np.float32, np.float16):  # TRIDENT saves arrays
+        torch.save(x.numpy().astype(dtype), path)
+        assert torch.equal(read_tiles(path, coords_folder=tmp_path / "patches").x, torch.from_numpy(x.numpy().astype(dtype)))
+        assert count_tiles(path) == TILES
+    torch.save({"features": Path("x")}, path)
+    with pytest.raises(SlideError, match=r"^is damaged or no whole \.pt file: it holds pathlib\.\S+, where tensors must be"):
         read_tiles(path, coords_folder=tmp_path / "patches")
 
 
