@@ -45,6 +45,9 @@ nb_render_markdown_format = "myst"  # tables that cells compute
 nb_mime_priority_overrides = [("llms-markdown", "text/plain", 1)]
 # Pages of every folder import `kept` and `commands` from this one.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (DOCS, os.environ.get("PYTHONPATH"))))
+llms_txt_description = (
+    "Dilated attention (LongNet) for PyTorch: exact outputs and gradients, on any device."  # else all of the README
+)
 llms_txt_build_parallel = False  # after the pages, from the same doctrees: every example runs once
 llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement", "mermaid", "mermaid_inline"]
 

@@ -81,7 +81,8 @@ def main() -> None:
     if options.folder is not None:
         slides, _ = read_slides(options.folder, None, Reading(options.coords, tile_size_level0=options.tile_size_level0))
     encoder = create_model(None, options.arch, slides[0].x.shape[1])
-    print("losses", pretrain(MaskedTiles(encoder).train(), slides, epochs=options.epochs, learning_rate=5e-4, token_budget=4096))
+    losses = pretrain(MaskedTiles(encoder).train(), slides, epochs=options.epochs, learning_rate=5e-4, token_budget=4096)
+    print("losses", [round(loss, 3) for loss in losses])
     save(encoder, options.output)
 
 
