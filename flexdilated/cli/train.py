@@ -79,7 +79,7 @@ def train(
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
-    The default run takes about 3 minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
+    The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
