@@ -82,6 +82,11 @@ def _choosing(choose: Any) -> Any:
         pattern = getattr(self.config, "dilated_pattern", None)
         if pattern is not None:
             _refuse_parts(self.config)
+            if _is_made_of_parts(self.__class__):
+                raise ValueError(
+                    f"config.dilated_pattern must be set on the configs of the parts of {type(self).__name__}, which has no "
+                    "attention of its own, got it on the whole"
+                )
             requested_attention = NAME if requested_attention is None else requested_attention
         chosen: str = choose(self, requested_attention, is_init_check, **options)
         if chosen == NAME:
@@ -163,6 +168,18 @@ def _attention_refusal(model_class: type) -> str | None:
     if not has_its_own and (made_of_others or not is_the_library_s):
         return None
     return "whose attention, if it has any, does not come from the library's AttentionInterface: a pattern would change nothing"
+
+
+@functools.lru_cache(maxsize=512)
+def _is_made_of_parts(model_class: type) -> bool:
+    """Whether a model of the library attends only in models that it makes from other configs than its own."""
+    if not model_class.__module__.startswith("transformers.models."):
+        return False
+    code = inspect.getsource(sys.modules[model_class.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" in code or re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE):
+        return False
+    by_class = re.search(r"^\s*from \.\.(\.models\.)?(?!auto\b)\w+(\.modeling_\w+)? import", code, re.MULTILINE)
+    return by_class is None and re.search(r"\bload_backbone\(|^\s*from \.\.auto\b", code, re.MULTILINE) is not None
 
 
 def _reached_code(model_class: type) -> str:

@@ -1,0 +1,314 @@
+"""Every model type of the installed transformers library, tiny and random, under dilated attention: what runs, what is refused.
+
+python -m tests.hub.transformers.survey            compares with what is kept (many minutes)
+python -m tests.hub.transformers.survey --keep     keeps it in docs/families.json, from which docs/families.md is made
+python -m tests.hub.transformers.survey bert vit   shows some
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+import flexdilated.hub.transformers  # noqa: F401
+from flexdilated import DilatedPattern
+from tests.hub.transformers.sizes import FIELDS, OWN_INPUTS, OWN_SIZES, SIZES, SPARSER, draw
+
+KEPT = Path(__file__).parents[3] / "docs" / "families.json"
+DENSE, DILATED = DilatedPattern((1 << 20,), (1,)), DilatedPattern((5, 13), (1, 3))
+SECONDS = 60  # of the processor, for one type: what takes longer was not tried
+TOLERANCE = {"atol": 2e-4, "rtol": 1e-3}  # float32, in which some of the library's models compute whatever they are asked for
+
+
+RESULTS = {
+    "runs": "equal to dense attention under a dense pattern, and otherwise under another",
+    "runs with": "the same with some fields set",
+    "refused": "with an error that says why",
+    "parts": "made of models that are types of their own, each with its own pattern",
+    "not tried": "no tiny model was built and run, not even dense",
+    "fault": "none of these: an error from elsewhere, or a wrong output",
+}
+
+
+class Finding(NamedTuple):
+    """What was seen of a model type, one of `RESULTS`, and why."""
+
+    result: str
+    why: str = ""
+
+
+class Late(BaseException):
+    """A model takes too long."""
+
+
+def survey(model_type: str) -> Finding:
+    """Build a tiny model of a type and run it dense, under a dense pattern, and under a dilated one."""
+    with _deadline():
+        try:
+            return _survey(model_type)
+        except Late:
+            return Finding("not tried", f"took more than {SECONDS} s")
+
+
+def _survey(model_type: str) -> Finding:
+    config_class, model_class = CONFIG_MAPPING[model_type], _model_class(model_type)
+    if model_class is None:
+        return Finding("not tried", "the library has a name for it and no model")
+    try:
+        default = config_class()
+    except Exception as error:
+        return Finding("not tried", _shown(error))
+    refusal = _refused_when_built(config_class, model_class)
+    if refusal is not None:
+        return refusal
+    parts = [name for name in default.sub_configs if isinstance(getattr(default, name, None), PreTrainedConfig)]
+    if parts:
+        made_of = ", ".join(f"{name}: {getattr(default, name).model_type}" for name in sorted(parts))
+        return Finding(
+            "parts", made_of if _refuses_whole(config_class, model_class) else f"{made_of}; what is its own was not tried"
+        )
+    found, errors = None, []
+    for sizes in _attempts(model_type, default):
+        try:
+            model = _build(config_class, model_class, sizes, None)
+        except Exception as error:
+            errors.append(error)
+            continue
+        for inputs in _inputs(model_type, model):
+            try:
+                expected = _run(model, inputs)
+            except Exception as error:
+                errors.append(error)
+                continue
+            found = sizes, inputs, expected
+            break
+        if found:
+            break
+    if not found:
+        return Finding("not tried", _shown(errors[0]) if errors else "nothing is known of its inputs")
+    finding = _compare(config_class, model_class, *found)
+    if finding.result != "refused":
+        return finding
+    # Which of the fields that turn off what a pattern does not have are enough.
+    sizes, inputs, _ = found
+    known = default.to_dict()
+    fields = [name for name in FIELDS if name in known]
+    for count in range(1, len(fields) + 1):
+        for some in itertools.combinations(fields, count):
+            changed = sizes | {name: _field(name, sizes, known) for name in some}
+            with contextlib.suppress(Exception):
+                dense = _run(_build(config_class, model_class, changed, None), inputs)
+                if _compare(config_class, model_class, changed, inputs, dense).result == "runs":
+                    shown = ", ".join(f"{name}={FIELDS[name]}" for name in some)
+                    return Finding("runs with", f"{shown}: {finding.why}")
+    return finding
+
+
+def _field(name: str, sizes: dict[str, Any], known: dict[str, Any]) -> Any:
+    if name != "layer_types":
+        return FIELDS[name]
+    layers = next(
+        sizes.get(key, known.get(key)) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in known
+    )
+    return ["full_attention"] * layers
+
+
+def _compare(config_class: Any, model_class: Any, sizes: dict[str, Any], inputs: dict[str, Any], expected: Tensor) -> Finding:
+    try:
+        out = _run(_build(config_class, model_class, sizes, DENSE), inputs)
+        other = _run(_build(config_class, model_class, sizes, DILATED), inputs)
+    except Exception as error:
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_ours = f"{os.sep}flexdilated{os.sep}" in raised and isinstance(error, ValueError | TypeError | NotImplementedError)
+        return Finding("refused" if is_ours else "fault", _shown(error))
+    if out.shape != expected.shape or not torch.allclose(out, expected, **TOLERANCE):
+        return Finding("fault", "differs from dense attention under a dense pattern")
+    if not (other - expected).abs().max() > 1e-6:
+        return Finding("fault", "a dilated pattern changes nothing")
+    return Finding("runs")
+
+
+def _refused_when_built(config_class: Any, model_class: Any) -> Finding | None:
+    """Before anything is allocated; the sizes are the library's own."""
+    try:
+        config = config_class()
+        config.dilated_pattern = DENSE
+        with torch.device("meta"):
+            model_class(config)
+    except Exception as error:
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+        if raised.endswith("patterns.py") and isinstance(error, NotImplementedError):
+            return Finding("refused", _shown(error))
+    return None
+
+
+def _refuses_whole(config_class: Any, model_class: Any) -> bool:
+    """Whether a pattern must be set on the parts; asked without building them."""
+    try:
+        config = config_class()
+        config.dilated_pattern = DENSE
+        model = model_class.__new__(model_class)
+        nn.Module.__init__(model)
+        model.config = config
+        model.get_correct_attn_implementation(None, is_init_check=True)
+    except ValueError as error:
+        return "must be set on the" in str(error)
+    except AttributeError:  # a model that asks more of itself
+        return False
+    return False
+
+
+def _attempts(model_type: str, default: Any) -> Iterator[dict[str, Any]]:
+    """Sizes to try: tiny, tiny in other proportions, and at last the library's own with fewer layers and experts."""
+    known = default.to_dict()
+    own = OWN_SIZES.get(model_type, {})
+
+    def fitting(sizes: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in sizes.items() if name in known and isinstance(known[name], int | None)}
+
+    for sizes in (SIZES | _layers(default), SIZES, *({**SIZES, **other} for other in SPARSER)):
+        yield fitting(sizes) | _roped(known, fitting(sizes)) | own
+    few = {name: value for name, value in fitting(SIZES).items() if "layer" in name or "expert" in name or name == "vocab_size"}
+    yield few | own
+
+
+def _layers(default: Any) -> dict[str, Any]:
+    """As many layers as show every kind of them."""
+    kinds = getattr(default, "layer_types", None)
+    if not kinds:
+        return {}
+    return {"num_hidden_layers": min(8, 1 + max(kinds.index(kind) for kind in set(kinds)))}
+
+
+def _roped(known: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions in several sections, which must fill the head dim."""
+    rope = known.get("rope_parameters")
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return {}
+    head_dim = sizes.get("head_dim") or sizes.get("hidden_size", 48) // sizes.get("num_attention_heads", 6)
+    half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    first = half - 2 * (half // 3)
+    return {"rope_parameters": {**rope, "mrope_section": [first, half // 3, half // 3]}}
+
+
+def _inputs(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs to try, by the names that `forward` has."""
+    if model_type in OWN_INPUTS:
+        yield OWN_INPUTS[model_type](model.config)
+        return
+    names = [name for name in inspect.signature(model.forward).parameters if name not in ("self", "args", "kwargs")]
+    parameters = inspect.signature(model.forward).parameters
+    needed = [name for name in names if parameters[name].default is inspect.Parameter.empty]
+    main = [] if model.main_input_name in needed or model.main_input_name not in names else [model.main_input_name]
+    more = [[], ["decoder_input_ids"], ["bbox"], ["attention_mask"]]
+    for others in more:
+        wanted = [*main, *needed, *(name for name in others if name in names)]
+        if len(others) and others[0] not in names:
+            continue
+        yield from draw(wanted, model.config)
+
+
+def _model_class(model_type: str) -> Any:
+    name = MODEL_MAPPING_NAMES[model_type]
+    return getattr(transformers, name if isinstance(name, str) else name[0], None)
+
+
+def _build(config_class: Any, model_class: Any, sizes: dict[str, Any], pattern: DilatedPattern | None) -> Any:
+    config = config_class(**sizes)
+    if pattern is not None:
+        config.dilated_pattern = pattern
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    torch.manual_seed(1)
+    for parameter in model.parameters():  # zeros would hide what attention does
+        if parameter.is_floating_point():
+            nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 0.5, std=0.1)
+    return model
+
+
+def _run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    torch.manual_seed(2)
+    with torch.no_grad():
+        output = model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
+    tensors = [output] if isinstance(output, Tensor) else [x for x in output.to_tuple() if isinstance(x, Tensor)]
+    out = getattr(output, "last_hidden_state", None)
+    out = tensors[0] if out is None else out
+    if not bool(out.isfinite().all()):
+        raise ValueError("its outputs are not finite")
+    return out
+
+
+def _shown(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    named = text if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {text}"
+    return named if len(named) <= 200 else named[:197] + "..."
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def version() -> str:
+    """Of the transformers library, whose types are kept."""
+    return json.loads(KEPT.read_text())["transformers"]
+
+
+def kept() -> dict[str, Finding]:
+    return {name: Finding(*values) for name, values in json.loads(KEPT.read_text())["types"].items()}
+
+
+def write(findings: dict[str, Finding]) -> None:
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps([*finding])}" for name, finding in sorted(findings.items()))
+    KEPT.write_text(f'{{\n  "transformers": "{transformers.__version__}",\n  "types": {{\n{lines}\n  }}\n}}\n')
+
+
+def main(names: list[str]) -> int:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    keep = "--keep" in names
+    names = [name for name in names if not name.startswith("--")]
+    found = {}
+    for name in names or sorted(MODEL_MAPPING_NAMES):
+        found[name] = survey(name)
+        if names:
+            print(name, *found[name])
+    if keep:
+        write(found if not names else {**kept(), **found})
+        return 0
+    different = {name for name, finding in found.items() if kept().get(name) != finding}
+    for name in sorted(different):
+        print(f"{name}: {found[name]}, kept {kept().get(name)}")
+    return len(different) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
