@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches
+from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from tests.cases import least_heads
 
 ORDERS: tuple[Order, ...] = ("any", "before", "after")
@@ -122,6 +122,17 @@ def test_no_branch_lists_nothing(order: Order) -> None:
 def test_branches_of_a_head_are_distinct_and_cut_to_the_sequence() -> None:
     pattern = DilatedPattern((400, 7, 300, 7), (3, 1, 3, 1), offsets="interleaved")
     assert head_branches(pattern, 4, 5, 101) == (HeadBranch(7, 1, 0), HeadBranch(101, 3, 1))
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (16, 16), (3, 8), (32, 5)], ids=str)
+@pytest.mark.parametrize("lengths", [(96,), (100,), (7,), (64, 100), (5, 33, 96)], ids=str)
+def test_no_row_joins_more_columns_than_is_known_beforehand(lengths: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    pattern = DilatedPattern(lengths, (1,) * len(lengths))
+    lists = block_lists(head_branches(pattern, 0, 1, 400), 400, *sizes, "any")
+    found, known = int((lists.partial_counts + lists.full_counts).max()), most_columns(pattern, *sizes)
+    assert found <= known
+    if len(lengths) == 1 and lengths[0] % sizes[0] == 0:  # a row lies in one segment
+        assert known <= -(-lengths[0] // sizes[1]) + 2
 
 
 # -- blocks that only a dilated branch completes --------------------------------------------------------------------------------
