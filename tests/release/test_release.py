@@ -71,6 +71,14 @@ def test_workflows_call_sessions_that_exist_and_nothing_else(path: Path) -> None
     assert named <= sessions()
 
 
+def test_every_session_of_tests_runs_in_some_workflow() -> None:
+    text = "".join(path.read_text() for path in workflows())
+    called = {name for path in workflows() for name in matrix(path.read_text(), "session")} | set(
+        re.findall(r'nox -s "?(\w+)', text)
+    )
+    assert {name for name in sessions() if name.startswith("tests")} <= called
+
+
 @pytest.mark.parametrize("path", workflows(), ids=lambda path: path.name)
 def test_workflows_pin_actions_by_hash_and_hold_no_rights(path: Path) -> None:
     text = path.read_text()
