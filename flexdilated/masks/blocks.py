@@ -8,6 +8,7 @@ columns come as a few runs of consecutive blocks, and the union over branches is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -64,7 +65,8 @@ def block_lists(
     is listed as partial.
     """
     rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
-    with torch.device("cpu"):  # whatever torch's default device is
+    # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
         if not runs:
             none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
