@@ -73,15 +73,16 @@ def attention_map(
         if shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
         call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask)
-        return _weights(q, k, call, _checked(q, k, call, queries))
+        _check(q, k, call)
+        return _weights(q, k, call, _positions(queries, q.shape[1]))
     from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
 
     sums = Sums(mesh)
     call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
     with sums.told():
-        check_tensors(q, k, k, call)
+        _check(q, k, call)
         lengths = sums.lengths(q, shard_lengths)
-        positions = _checked(q, k, call, queries, sum(lengths))
+        positions = _positions(queries, sum(lengths))
     described = {
         "queries": positions,
         "pattern": pattern.to_dict(),
@@ -93,14 +94,10 @@ def attention_map(
     return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
 
 
-def _checked(
-    q: Tensor, k: Tensor, call: Call, queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int | None = None
-) -> list[int]:
-    """The positions asked for, of arguments in order."""
+def _check(q: Tensor, k: Tensor, call: Call) -> None:
     check_tensors(q, k, k, call)
     check_dtypes(q, k, k)
     call.pattern.check_heads(k.shape[2])
-    return _positions(queries, q.shape[1] if num_tokens is None else num_tokens)
 
 
 def _weights(

@@ -16,6 +16,8 @@ Offsets = Literal["blocked", "interleaved"]
 HEADS: tuple[Heads, ...] = ("all", "grouped")
 OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 
+FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
+
 
 class Branch(NamedTuple):
     """One (segment length, dilation rate) pair of a pattern."""

@@ -7,10 +7,9 @@ from math import comb
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import Kept, alike, checked, each_block, meet, sum_exact
-from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
+from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
-FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 
 
 class Balance(NamedTuple):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from flexdilated.analysis.coverage import LayerBounds, bound_layers, count_uncovered, missing_residues
 from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.pairs import BACKWARD, FORWARD, Balance, balance, count_multiplicities, count_pairs
+from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
-from flexdilated.pattern import DilatedPattern, at_least_one
+from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from flexdilated.distributed.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
+from flexdilated.pattern import BACKWARD, FORWARD
 
 LABELS = {
     "gather": "gather",
@@ -46,7 +47,7 @@ rows per head: what the busiest rank receives forward, in rows of K and V, per k
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
 auto takes the least time at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages
-time: both at the speed of the link, then {cost.FLOPS_PER_PAIR} operations per pair and element of a head; nothing hides the other
+time: both at the speed of the link, then {FORWARD + BACKWARD} operations per pair and element of a head; nothing hides the other
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""

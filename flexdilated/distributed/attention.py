@@ -30,7 +30,7 @@ from flexdilated.distributed.exchange import GroupTransport, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, known
+from flexdilated.distributed.telling import all_know, tell
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
@@ -52,8 +52,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     Raises:
         ValueError: If the ranks disagree, or the borders of documents do not tile the tokens.
     """
-    assert call.mesh is not None
-    group_name, rank, num_ranks = group_of(call.mesh)
+    mesh = call.mesh
+    assert mesh is not None
+    group_name, rank, num_ranks = group_of(mesh)
     if call.is_modified() and num_ranks > 1 and torch.compiler.is_compiling():
         return torch.compiler.disable(attend)(q, k, v, call)
     try:
@@ -73,9 +74,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 "other ranks: autograd keeps them"
             )
     except Exception as error:  # of a score or mask function too
-        if num_ranks > 1 and not torch.compiler.is_compiling():
-            withdraw_from(group_name, str(error))  # the other ranks would wait for this one
-            known(error)
+        if not torch.compiler.is_compiling():
+            tell(mesh, error)  # the other ranks would wait for this one
         raise
     if call.is_modified():
         return _with_functions(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))

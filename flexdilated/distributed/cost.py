@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below
-
-FLOPS_PER_PAIR = 14  # times the head dim: two products forward, five backward, of 2 operations each
+from flexdilated.pattern import BACKWARD, FORWARD
 
 
 class Speeds(NamedTuple):
@@ -115,7 +114,7 @@ def seconds(
 
 def taken(received: Integers, scored: Integers, head_dim: int, speeds: Speeds) -> NDArray[np.float64]:
     """The seconds of bytes received and of pairs scored, over query heads and sequences."""
-    return received / speeds.link + scored * float(FLOPS_PER_PAIR * head_dim) / speeds.compute
+    return received / speeds.link + scored * float((FORWARD + BACKWARD) * head_dim) / speeds.compute
 
 
 def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:

@@ -24,13 +24,8 @@ LIMIT = 1 << 62  # of what 64 bits hold
 FEW = 4  # spans of a branch between two ranks that are looked at one by one
 
 
-def count_rows(spans: Spans, kept: Sequence[Kept], num_ranks: int) -> Traffic:
-    """The number of different (token, head) per pair of ranks: the union over branches."""
-    return Counter(kept, num_ranks).count(spans)
-
-
 class Counter:
-    """Counts the rows of pairs of ranks, some pairs at a time, and pairs whose spans lie alike once."""
+    """Counts the different (token, head) of pairs of ranks, the union over branches: pairs whose spans lie alike once."""
 
     def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
         self.kept, self.num_ranks = kept, num_ranks

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flexdilated.call import Call, check_mods
-from flexdilated.distributed.agreement import withdraw
-from flexdilated.distributed.telling import known
+from flexdilated.distributed.telling import tell
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -58,9 +57,8 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     try:
         call = _narrowed(q, k, layout, call, mesh)
     except (TypeError, ValueError, NotImplementedError) as error:
-        if mesh is not None and mesh.size() > 1 and not torch.compiler.is_compiling():
-            withdraw(mesh.get_group(), str(error))  # the other ranks would wait for this one
-            known(error)
+        if mesh is not None and not torch.compiler.is_compiling():
+            tell(mesh, error)  # the other ranks would wait for this one
         raise
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
     local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]

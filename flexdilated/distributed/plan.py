@@ -238,13 +238,10 @@ class ContextPlan:
                 near = (receivers.start <= spans.receiver) & (spans.receiver < receivers.stop)
                 yield spans.where(near & (senders.start <= spans.sender) & (spans.sender < senders.stop))
 
-    def near(self, branch: int, rank: int | None, *, sources: bool) -> NDArray[np.bool_]:
-        """The segments of which a rank may hold tokens, or outputs."""
+    def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
+        """The segments of which a rank may hold outputs."""
         at = self.segments[branch]
-        if rank is None:
-            return np.ones(len(at.token), bool)
-        first, last = (at.first_source, at.last_source) if sources else (at.first_owner, at.last_owner)
-        return (first <= rank) & (rank <= last)
+        return (at.first_owner <= rank) & (rank <= at.last_owner)
 
     def _row_spans(self, branch: int, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
         """Rows that the ranks of a segment need for their own outputs."""

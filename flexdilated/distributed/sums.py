@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import agree, withdraw
+from flexdilated.distributed.agreement import agree
 from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.distributed.telling import tell
 
 
 class Sums:
@@ -32,8 +33,7 @@ class Sums:
         try:
             yield
         except Exception as error:
-            if self.num_ranks > 1:
-                withdraw(self._mesh.get_group(), str(error))
+            tell(self._mesh, error)
             raise
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator[Task]:
     whole = plan.by_heads[branch] if exchange == "heads" else np.zeros(len(plan.cut[branch]), bool)
     found: dict[Task, list[Integers]] = {}
-    near = np.flatnonzero(plan.near(branch, rank, sources=False) & ~whole)
+    near = np.flatnonzero(plan.near(branch, rank) & ~whole)
     for offset, heads in plan.offsets_of(branch).items():
         for task, chosen in _alike(plan, branch, offset, near, rank):
             found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, chosen))

@@ -18,7 +18,6 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost
 from flexdilated.distributed import counts as counting
-from flexdilated.distributed.counts import count_rows
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.spans import Kept, Spans
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
@@ -427,7 +426,7 @@ def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: 
     takers = expected_rows(plan, exchange)
     with mock.patch.object(counting, "FEW", few), mock.patch.object(counting, "BLOCK", 11):
         for kind, expected in takers.items():
-            traffic = count_rows(plan.spans(exchange, kind), plan.kept, plan.num_ranks)
+            traffic = counting.Counter(plan.kept, plan.num_ranks).count(plan.spans(exchange, kind))
             assert {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)} == {pair: len(rows) for pair, rows in expected.items()}
     for rank in range(plan.num_ranks):
         for kind, expected in takers.items():
@@ -454,9 +453,8 @@ def test_long_spans_are_counted_by_their_period(branches: list[tuple[int, int]],
     same = np.zeros_like(numbers)
     rates = np.array([k.rate for k in kept], np.int64)
     begins, origins = first + numbers * 7, numbers * 3
-    found = count_rows(
-        Spans(numbers, same, same + 1, begins, begins + tokens, origins, same, rates, same, same + 2), kept, num_ranks=2
-    )
+    spans = Spans(numbers, same, same + 1, begins, begins + tokens, origins, same, rates, same, same + 2)
+    found = counting.Counter(kept, num_ranks=2).count(spans)
     expected = {
         (head, t)
         for i, k in enumerate(kept)
