@@ -187,7 +187,7 @@ def _merged(kept: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dic
     return [rows[tiles] for tiles in sorted(rows)]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small slides, nothing is kept")
     parser.add_argument("--depth", type=int, default=1, help="layers in the comparison; memory is that of all twelve")
@@ -196,12 +196,13 @@ def main() -> None:
         "--only", choices=["cases", "memory"], help="measure one of the two; what is not measured stays as it was kept"
     )
     parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_TILES, help="sizes of the slides whose memory is measured")
-    options = parser.parse_args()
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
     cases, large = (((10, 2), (30, 2)), ()) if options.quick else (CASES, options.memory)
     cases, large = (() if options.only == "memory" else cases, () if options.only == "cases" else large)
     kept = json.loads(RESULTS.read_text()) if options.only is not None else {"cases": [], "memory": []}
     environment = {**describe(), "cpu": _cpu(), "python": platform.python_version()}
-    measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *sys.argv[1:]]), **environment}
+    measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *given]), **environment}
     found: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

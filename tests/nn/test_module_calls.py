@@ -392,6 +392,29 @@ def test_dynamic_quantization_acts_on_a_converted_model() -> None:
                 assert 1e-4 < error < 0.5
 
 
+# -- another attention in the place of ours ---------------------------------------------------------------------------------------
+
+
+class PlainAttention(nn.Module):
+    """What a user may write: it knows of no mesh, no cache and no option but these."""
+
+    is_causal = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **rest: object) -> Tensor:
+        assert all(value is None for value in rest.values())
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+
+
+def test_an_attention_of_the_users_own_is_called() -> None:
+    module, x = layer(), torch.randn(BATCH, TOKENS, EMBED, dtype=torch.float64)
+    module.attention = PlainAttention()
+    dense = DilatedPattern((TOKENS,), (1,))
+    same = MultiheadDilatedAttention(EMBED, HEADS, dense, num_kv_heads=3, is_causal=True, dtype=torch.float64)
+    same.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x, x, x)[0], same(x, x, x)[0], **EXACT)
+
+
 # -- weights that their modules gather before each call ---------------------------------------------------------------------------
 
 
