@@ -52,9 +52,9 @@ def tells_others(forward: Forward) -> Forward:
     @wraps(forward)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
         # an attention that a user has put in place of ours may know of no mesh
-        mesh = self.mesh if hasattr(self, "mesh") else getattr(self.attention, "mesh", None)
-        alone = mesh is None or kwargs.get("cache") is not None or kwargs.get("caches") is not None
-        if alone or torch.compiler.is_compiling():
+        mesh: DeviceMesh | None = self.mesh if hasattr(self, "mesh") else getattr(self.attention, "mesh", None)
+        alone = kwargs.get("cache") is not None or kwargs.get("caches") is not None
+        if mesh is None or alone or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         try:
             return forward(self, *args, **kwargs)
