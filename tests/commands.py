@@ -1,10 +1,16 @@
-"""Commands as a user runs them."""
+"""Commands as a user runs them, and as torchrun starts them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from flexdilated.cli import app
+from tests.distributed.processes import Ranks
 
 
 def invoke(*arguments: object) -> tuple[int, str, str]:
@@ -13,3 +19,47 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def invoke_ranks(
+    num_ranks: int,
+    folder: Path,
+    *arguments: object,
+    prepare: Callable[[int], None] | None = None,
+    ending: Collection[int] = (),
+) -> list[tuple[int, str, str]]:
+    """What `invoke` gives on each rank of one start.
+
+    The ranks find in their environment what torchrun puts there, but are processes of ours, which need not import torch one by
+    one. The ends of their processes are not those of the command; what torchrun itself does, tests/training/test_ranks.py shows.
+
+    Args:
+        num_ranks: Processes.
+        folder: The working directory, and for the ranks to find each other.
+        prepare: Called with the rank on each of them first; a function at the top of a module, or a partial of one.
+        ending: Ranks whose process must end in the command; they give None.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun's, which no rank takes with it
+    ranks = Ranks(num_ranks, folder, timeout=None)
+    try:
+        return ranks.run(_invoke, store.port, num_ranks, folder, prepare, arguments, ending=ending)
+    finally:
+        ranks.kill()
+
+
+def _invoke(
+    rank: int,
+    _: None,
+    port: int,
+    num_ranks: int,
+    folder: Path,
+    prepare: Callable[[int], None] | None,
+    arguments: tuple[object, ...],
+) -> tuple[int, str, str]:
+    found = {"WORLD_SIZE": num_ranks, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in {**found, **agent}.items()})
+    os.chdir(folder)
+    if prepare is not None:
+        prepare(rank)
+    return invoke(*arguments)

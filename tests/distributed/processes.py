@@ -29,7 +29,10 @@ GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell 
 
 # Ranks are forked from a process that has imported this and done nothing: to import it takes each of them more than a second.
 multiprocessing.set_forkserver_preload(
-    ["flexdilated.distributed", "hypothesis", "pytest", "torch.distributed.device_mesh", "torch.testing"]
+    [
+        *("flexdilated.cli", "flexdilated.distributed", "hypothesis", "pytest"),
+        *("torch._dynamo", "torch.distributed.device_mesh", "torch.testing"),
+    ]
 )
 
 

@@ -24,7 +24,7 @@ from tests.distributed.cases import (
     grid,
     shards,
 )
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT, SINGLE
 
 
@@ -119,18 +119,21 @@ def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Place
 
 @several
 @pytest.mark.parametrize(
-    ("placements", "compiled"),
-    [
-        ([Shard(0)], False),
-        ([Shard(2)], False),
-        ([Shard(0), Shard(1)], False),
-        ([Shard(0), Shard(2)], False),
-        ([Replicate(), Shard(0)], False),
-        pytest.param([Shard(0), Shard(1)], True, marks=pytest.mark.slow),
-    ],
+    "placements",
+    [[Shard(0)], [Shard(2)], [Shard(0), Shard(1)], [Shard(0), Shard(2)], [Replicate(), Shard(0)]],
     ids=str,
 )
-def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placements: list[Placement], compiled: bool) -> None:
+def test_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks, placements: list[Placement]) -> None:
+    check_dtensors(ranks, placements, False)
+
+
+@pytest.mark.slow
+@exactly(4)
+def test_compiled_dropout_of_dtensors_is_independent_on_every_shard(ranks: Ranks) -> None:
+    check_dtensors(ranks, [Shard(0), Shard(1)], True)
+
+
+def check_dtensors(ranks: Ranks, placements: list[Placement], compiled: bool) -> None:
     kept = ranks.run(kept_weights_of_dtensors, placements, compiled)
     check_independence(kept[0].flatten(0, 1).flatten(1))
     assert all(torch.equal(each, kept[0]) for each in kept)  # replicas drop the same

@@ -118,10 +118,17 @@ def test_dtensors_with_documents(ranks: Ranks) -> None:
     ranks.run(check_dtensors, dtensor_case(batch=1, borders=(0, 3, 30, 41)), [Shard(2), Shard(1)], None, "auto", False)
 
 
-@several
+# Every rank traces the same graph, whatever their number: two are enough, and two axes of two.
+COMPILED = [
+    pytest.param(2, TOKENS, "plain", id="tokens-2_ranks"),
+    pytest.param(2, HEADS, None, id="heads-2_ranks"),
+    pytest.param(4, [Shard(2), Shard(1)], "plain", id="heads_tokens-4_ranks"),
+]
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("masking", [None, "plain"])
-@pytest.mark.parametrize("placements", [TOKENS, HEADS, [Shard(2), Shard(1)]], ids=placed)
+@pytest.mark.parametrize(("ranks", "placements", "masking"), COMPILED, indirect=["ranks"])
 def test_compiled_dtensors_give_what_their_whole_gives(ranks: Ranks, placements: list[Placement], masking: str | None) -> None:
     ranks.run(check_dtensors, dtensor_case(ignored=0.2 if masking else None), placements, masking, "auto", True)
 

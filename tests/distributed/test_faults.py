@@ -27,7 +27,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.processes import TIMEOUT, Ranks, several
 
-LOST = timedelta(seconds=15)  # of a group that loses a rank
+LOST = timedelta(seconds=8)  # of a group that loses a rank
 SHORT = timedelta(seconds=2)  # of the group where a rank is missing
 
 

@@ -25,7 +25,7 @@ from flexdilated.distributed import cost, functions
 from flexdilated.distributed.sharding import shard_sequence
 from tests.backends.test_mods import Mods, run
 from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, exactly, several
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_dtensors import scattered
 from tests.distributed.test_parallel import share_of
@@ -174,10 +174,17 @@ def test_ranks_give_what_one_gives_with_all_gradients(ranks: Ranks, number: int)
 
 
 @several
-@pytest.mark.parametrize("way", ["checkpointed", "compiled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_checkpoints_and_compilers_change_nothing(ranks: Ranks, way: str, exchange: str) -> None:
-    ranks.run(check_oracle, cut(ranks.world_size, ignored=0.3), Mods("table", "thirds"), exchange, way)
+def test_checkpoints_change_nothing(ranks: Ranks, exchange: str) -> None:
+    ranks.run(check_oracle, cut(ranks.world_size, ignored=0.3), Mods("table", "thirds"), exchange, "checkpointed")
+
+
+@pytest.mark.slow
+@exactly(3)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_compilers_change_nothing(ranks: Ranks, exchange: str) -> None:
+    """Three ranks, of which one holds no token."""
+    ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, "compiled")
 
 
 class Biased(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,10 @@ def test_diverged_run_keeps_the_last_checkpoint_that_can_go_on(tmp_path: Path, t
 
 
 @pytest.mark.slow
-def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path) -> None:
+def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_trainer(tmp_path / "plain", text, steps=3)
+    # What inductor makes of a model's training step, tests/nn/test_longnet.py shows.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16", compile=True)
     plain.run(lambda _: None)
     low.run(lambda _: None)

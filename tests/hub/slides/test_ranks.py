@@ -1,7 +1,5 @@
 """Slides over processes: who encodes which, and the same numbers as one process gives."""
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated.hub.gigapath import create_model
+from flexdilated.hub.gigapath import ARCHITECTURES, Architecture, create_model
 from flexdilated.hub.slides.ranks import spread
+from tests.commands import invoke, invoke_ranks
 from tests.hub.slides.tools import GRIDS, IN_CHANS, draw_tiles, write_trident
 from tests.tolerances import SINGLE
 
@@ -30,41 +29,34 @@ def test_spread_gives_each_slide_to_one_rank_and_balances_them() -> None:
     assert spread({"a": 0, "b": 0, "c": 0, "d": 0}, 2) == [["a", "c"], ["b", "d"]]
 
 
-PROGRAM = """
-from flexdilated.cli import main
-from flexdilated.hub.gigapath import ARCHITECTURES
-ARCHITECTURES["tiny"] = (64, 2)
-main()
-"""
+def name_an_architecture(_: int) -> None:
+    ARCHITECTURES["tiny"] = Architecture(64, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_of_torchrun_write_what_one_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks share the two largest slides, encode the others alone, and name the one that is bad."""
-    from flexdilated.hub.gigapath import ARCHITECTURES
-
-    monkeypatch.setitem(ARCHITECTURES, "tiny", (64, 2))
+    monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(64, 2))
+    monkeypatch.chdir(tmp_path)
     for i, count in enumerate((53, 1, 131, 17, 200)):
         write_trident(tmp_path / "slides", f"s{i}", *draw_tiles(count, seed=i))
     x, coords = draw_tiles(150)
     x[149] = torch.nan  # in the last rank's shard
     write_trident(tmp_path / "slides", "bad", x, coords)
-    (tmp_path / "run.py").write_text(PROGRAM)
     torch.save({"model": create_model(None, "tiny", IN_CHANS, slide_ngrids=GRIDS).state_dict()}, tmp_path / "weights.pth")
     fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", f"--slide-ngrids={GRIDS}", "--device=cpu", "--weights=weights.pth", "--tiles"]
-    one = [sys.executable, "run.py", "encode-slides", "slides", *fixed, "--output=one.h5"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "run.py"]
-    two = [*torchrun, "encode-slides", "slides", *fixed, "--output=two.h5", "--split-above=100"]
-    for command in (one, two):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 1, done.stderr
-        assert done.stderr.count("error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149") == 1
-        assert "encoded 5 slides of 402 tiles" in done.stdout
-    again = subprocess.run(two, cwd=tmp_path, capture_output=True, text=True)
-    assert again.returncode == 1  # torchrun's own
-    assert again.stderr.count("error: --output must not exist, got 'two.h5'") == 1
-    assert "RuntimeError" not in again.stderr
+    two = ["encode-slides", "slides", *fixed, "--output=two.h5", "--split-above=100"]
+    alone = [invoke("encode-slides", "slides", *fixed, "--output=one.h5")]
+    together = invoke_ranks(2, tmp_path, *two, prepare=name_an_architecture)
+    for found in (alone, together):
+        assert [code for code, _, _ in found] == [1, 0][: len(found)]
+        errors = "".join(err for _, _, err in found)
+        assert errors.count("error: 'slides/bad.h5' embeddings must be finite, got nan in tile 149") == 1
+        assert "encoded 5 slides of 402 tiles" in found[0][1]
+    again = invoke_ranks(2, tmp_path, *two, prepare=name_an_architecture)
+    assert [code for code, _, _ in again] == [2, 2]
+    assert "".join(err for _, _, err in again).count("error: --output must not exist, got 'two.h5'") == 1
     with h5py.File(tmp_path / "one.h5") as alone, h5py.File(tmp_path / "two.h5") as shared:
         assert list(shared["names"]) == list(alone["names"]) == [b"s0", b"s1", b"s2", b"s3", b"s4"]
         np.testing.assert_allclose(shared["embeddings"], alone["embeddings"], **SINGLE)
