@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,11 @@ from flexdilated.hub.slides import spatialdata
 # What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
 EMBEDDINGS = ("tile_embeds", "features", "embeddings")
 COORDINATES = "coords"
+# Of coordinates in .h5, what is read unless it is a text: HDF5 may loop for ever at the heap of texts of a damaged file.
+ATTRIBUTES = (
+    *("patch_size", "patch_size_level0", "target_magnification", "level0_width", "level0_height"),  # TRIDENT's
+    *("downsample", "level_dim"),  # CLAM's
+)
 SUFFIXES = (".pt", ".h5", ".npz")
 STORE_SUFFIX = ".zarr"
 
@@ -90,8 +97,8 @@ def list_slides(folder: Path, *, coords_folder: Path | None = None) -> dict[str,
         name = path.relative_to(folder).with_suffix("").as_posix()
         if name in found:
             raise ValueError(f"FOLDER must hold one file of each slide, got '{found[name]}' and '{path}'")
-        if any("\ud800" <= letter <= "\udfff" for letter in name):  # as Python reads other bytes
-            raise ValueError(f"FOLDER must hold slides whose names are UTF-8, got {os.fsencode(path)!r}")
+        if any("\ud800" <= letter <= "\udfff" for letter in str(path.absolute())):  # as Python reads other bytes
+            raise ValueError(f"FOLDER must hold slides whose names are UTF-8, got {os.fsencode(path.absolute())!r}")
         found[name] = path
     if not found:
         raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
@@ -100,7 +107,11 @@ def list_slides(folder: Path, *, coords_folder: Path | None = None) -> dict[str,
 
 def _files(folder: Path, above: tuple[Path, ...], left_out: Path | None) -> Iterator[Path]:
     above = (*above, folder.resolve())
-    for path in folder.iterdir():
+    try:
+        inside = list(folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"FOLDER must hold folders that can be read, got '{folder}': {error.strerror}") from None
+    for path in inside:
         suffix = path.suffix.lower()
         if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz", ".slide.pt", ".slide.npz")):
             continue
@@ -128,24 +139,35 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
     try:
         if path.suffix.lower() == STORE_SUFFIX:
             stored = spatialdata.read(path, table)
-            x, corners = _tensor("X", stored.x, FLOATS), torch.from_numpy(stored.coords)
+            x, corners = _tensor("X", stored.x, FLOATS), _tensor("coordinates", stored.coords, PIXELS)
             tiles = _checked(x, corners, stored.side, stored.magnification)
             return tiles._replace(tile_ids=torch.from_numpy(stored.tile_ids), slide_size=stored.slide_size)
         found = _open(path)
+        keys = [key for key in EMBEDDINGS if key in found.arrays]
+        if len(keys) != 1:
+            raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
+        x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
+        coords, attributes = _coordinates(path, found, coords_folder)
+        tiles = _checked(x, coords, _tile_side(attributes), _number(attributes.get("target_magnification")))
+        return tiles._replace(slide_size=_slide_size(attributes))
     except ImportError as error:
         raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'") from None
     except SlideError:
         raise
     except DAMAGED as error:
         raise SlideError(f"is damaged or no whole {path.suffix.lower()} file: {_first_line(error)}") from None
-    keys = [key for key in EMBEDDINGS if key in found.arrays]
-    if len(keys) != 1:
-        raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
-    x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
-    coords, attributes = _coordinates(path, found, coords_folder)
-    width, height = (_number(attributes.get(f"level0_{name}")) for name in ("width", "height"))
-    tiles = _checked(x, coords, _tile_side(attributes), _number(attributes.get("target_magnification")))
-    return tiles if width is None or height is None else tiles._replace(slide_size=(width, height))
+
+
+def files_beside(path: Path, coords_folder: Path | None = None) -> list[Path]:
+    """What `read_tiles` takes of a slide beside its own file: coordinates and metadata, those that are there."""
+    if path.suffix.lower() == STORE_SUFFIX:
+        return []
+    meta = _metadata_of(path)
+    table = None
+    if meta.is_file():
+        with suppress(SlideError):
+            table = _table_of(meta, _read_metadata(meta), coords_folder)
+    return [file for file in (_beside(path, coords_folder), meta, table) if file is not None and file.is_file()]
 
 
 def count_tiles(path: Path, table: str | None = None) -> int:
@@ -226,20 +248,20 @@ def _open(path: Path, *, named_only: bool = False) -> _Found:
     with h5py.File(path, "r") as file:
         # A group, which is no array, has no shape.
         arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
-        return _Found(arrays, dict(file[COORDINATES].attrs) if COORDINATES in file else {})
+        if COORDINATES not in file:
+            return _Found(arrays, {})
+        said = file[COORDINATES].attrs
+        return _Found(arrays, {name: said[name] for name in ATTRIBUTES if name in said and said.get_id(name).dtype != object})
 
 
 def _coordinates(path: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
     """The coordinates, and what is said about them."""
     attributes = dict(found.attributes)
     own = _tensor(COORDINATES, found.arrays[COORDINATES], PIXELS) if COORDINATES in found.arrays else None
-    meta = path.with_name(f"{path.stem}.meta.json")
+    meta = _metadata_of(path)
     if own is None and meta.is_file():
         return _of_slide2vec(meta, found, coords_folder)
-    beside = None
-    if coords_folder is not None:
-        names = [f"{path.stem}{of_trident}{suffix}" for of_trident in ("", "_patches") for suffix in SUFFIXES]
-        beside = next((p for name in names if (p := coords_folder / name).is_file()), None)
+    beside = _beside(path, coords_folder)
     if beside is None:
         if own is None:
             tried = "" if coords_folder is None else f", nor has '{coords_folder}' a file of that name"
@@ -259,23 +281,49 @@ def _coordinates(path: Path, found: _Found, coords_folder: Path | None) -> tuple
     return coords, {**other.attributes, **attributes}
 
 
-def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
-    """slide2vec keeps coordinates in files of their own, which the embeddings' metadata name by the paths of the time."""
+def _beside(path: Path, coords_folder: Path | None) -> Path | None:
+    """The file of coordinates of a slide's name, or as TRIDENT calls it."""
+    if coords_folder is None:
+        return None
+    names = [f"{path.stem}{of_trident}{suffix}" for of_trident in ("", "_patches") for suffix in SUFFIXES]
+    return next((p for name in names if (p := coords_folder / name).is_file()), None)
+
+
+def _metadata_of(path: Path) -> Path:
+    """slide2vec's."""
+    return path.with_name(f"{path.stem}.meta.json")
+
+
+def _read_metadata(meta: Path) -> dict[str, Any]:
     try:
-        said = json.loads(meta.read_text())
-        named = Path(str(said.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
-    except (ValueError, OSError, AttributeError) as error:
+        return dict(json.loads(meta.read_text()))
+    except (ValueError, OSError, TypeError) as error:
         raise SlideError(f"must have whole metadata in '{meta.name}': {_first_line(error)}") from None
+
+
+def _table_of(meta: Path, said: Mapping[str, Any], coords_folder: Path | None) -> Path:
+    """slide2vec keeps coordinates in files of their own, which the embeddings' metadata name by the paths of the time."""
+    named = Path(str(said.get("coordinates_npz_path") or f"{meta.name.removesuffix('.meta.json')}.coordinates.npz"))
     folders = [coords_folder, named.parent, *(meta.parent.parent / name for name in ("tiles", "coordinates")), meta.parent]
     table = next((p for folder in folders if folder is not None and (p := folder / named.name).is_file()), None)
     if table is None:
         raise SlideError(
             f"must have its coordinates where '{meta.name}' says, got no file '{named}'; give their folder as --coords"
         )
+    return table
+
+
+def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
+    said = _read_metadata(meta)
+    table = _table_of(meta, said, coords_folder)
     try:
         arrays = _open(table).arrays
-        coords = torch.from_numpy(np.stack([arrays["x"], arrays["y"]], axis=-1).astype(np.int64))
-        index = np.asarray(arrays["tile_index"]) if "tile_index" in arrays else np.arange(len(coords))
+        coords = torch.stack([_tensor(axis, arrays[axis], PIXELS).reshape(-1).double() for axis in ("x", "y")], dim=-1)
+        index = np.asarray(arrays["tile_index"]).reshape(-1) if "tile_index" in arrays else np.arange(len(coords))
+        if len(index) != len(coords):
+            raise SlideError(f"must have a tile_index for each of {len(coords)} tiles in '{table.name}', got {len(index)}")
+    except SlideError:
+        raise
     except DAMAGED as error:
         raise SlideError(f"must have a whole file of coordinates, got '{table}': {_first_line(error)}") from None
     if "tile_index" in found.arrays:
@@ -284,8 +332,8 @@ def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tupl
         if None in rows:
             raise SlideError(f"must hold tiles that '{table.name}' lists, got tile_index {rows.index(None)}, which it does not")
         coords = coords[torch.tensor(rows, dtype=torch.int64)]
-    spacing = said.get("requested_spacing_um")
-    magnification = {} if spacing in (None, 0) else {"target_magnification": 10.0 / float(spacing)}
+    spacing = _number(said.get("requested_spacing_um"))
+    magnification = {} if spacing is None else {"target_magnification": 10.0 / spacing}
     return coords, {"patch_size_level0": said.get("tile_size_lv0"), **magnification}
 
 
@@ -295,7 +343,7 @@ def _number(value: object) -> float | None:
         values = set(np.asarray(value, dtype=np.float64).reshape(-1).tolist())
     except (TypeError, ValueError):
         return None
-    return values.pop() if len(values) == 1 and min(values) > 0 else None
+    return values.pop() if len(values) == 1 and 0 < min(values) < math.inf else None
 
 
 def _tile_side(attributes: Mapping[str, Any]) -> float | None:
@@ -309,6 +357,17 @@ def _tile_side(attributes: Mapping[str, Any]) -> float | None:
     size, downsample = _number(attributes.get("patch_size")), attributes.get("downsample")
     whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
     return None if size is None or whole is None else size * whole
+
+
+def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Width and height at level 0: as TRIDENT says them, or CLAM's at the level of the patches times its downsample."""
+    said: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
+    with suppress(TypeError, ValueError):
+        if said == [None, None]:
+            level = [np.asarray(attributes.get(name), np.float64) for name in ("level_dim", "downsample")]
+            said = np.multiply(*level).tolist() if level[0].shape == (2,) else said
+    width, height = (_number(size) for size in said)
+    return None if width is None or height is None else (width, height)
 
 
 def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:

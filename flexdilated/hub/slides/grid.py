@@ -32,7 +32,7 @@ def grid_cells(
 
     Raises:
         SlideError: If the side is not known or two are, the magnification is another, two tiles have one place, tiles share cells,
-            or one lies outside the grid.
+            or one lies outside the grid or the slide.
     """
     read, said = tiles.tile_size_level0, tiles.magnification
     if read is None and tile_size_level0 is None:
@@ -53,6 +53,13 @@ def grid_cells(
         raise SlideError(
             f"has tile {row} at {coords[row].tolist()}, outside the grid of {slide_ngrids} cells of {side:g} pixels from 0 on; "
             "raise --slide-ngrids, or check --tile-size-level0"
+        )
+    # Beyond the rounding of CLAM's levels: x and y that have changed places, another slide's coordinates, too large a unit.
+    if tiles.slide_size is not None and bool((beyond := coords >= torch.tensor(tiles.slide_size).double() + side).any()):
+        row, (width, height) = int(beyond.any(dim=1).nonzero()[0]), tiles.slide_size
+        raise SlideError(
+            f"has tile {row} at {coords[row].tolist()}, outside the slide of {width:g} x {height:g} pixels at level 0; coordinates "
+            "are (x, y) in these pixels"
         )
     if not shared_cells and (reason := why_shared(coords, side)) is not None:
         raise SlideError(reason)
@@ -89,7 +96,7 @@ def neighbour_distance(coords: Tensor) -> float | None:
 def _remedy(coords: Tensor, side: float) -> str:
     step = neighbour_distance(coords)
     if step is None or step >= side:
-        return "tiles of several pieces of tissue overlap; --shared-cells allows that"
+        return "tiles of several pieces of tissue overlap (--shared-cells allows that), or these are pixels of another level"
     if step == 1:
         return "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them by the side of a tile"
     return (

@@ -13,7 +13,7 @@ class Stored(NamedTuple):
     """Embeddings `(N, C)`, corners `(N, 2)` at level 0 and ids `(N,)` of tiles; side, magnification, the slide's size."""
 
     x: NDArray[Any]
-    coords: NDArray[np.int64]
+    coords: NDArray[Any]
     tile_ids: NDArray[np.int64]
     side: float | None
     magnification: float | None
@@ -41,7 +41,7 @@ def read(path: Path, table: str | None) -> Stored:
     if missing := [tile for tile in tiles if tile not in place_of]:
         raise ValueError(f"the tile {missing[0]} of the table has no place in the shapes {key}")
     corners = np.stack([places["x"].to_numpy(), places["y"].to_numpy()], axis=-1)
-    coords = corners[[place_of[tile] for tile in tiles]].astype(np.int64).reshape(-1, 2)
+    coords = corners[[place_of[tile] for tile in tiles]].reshape(-1, 2)
     side, magnification = _geometry(spec, properties)
     height, width = properties.get("shape") or (None, None)
     slide_size = (float(width), float(height)) if width and height else None

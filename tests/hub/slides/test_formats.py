@@ -1,8 +1,11 @@
 """Every tool's files give the same tiles; what is wrong with a file is said."""
 
+import errno
 import importlib.util
+import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from flexdilated.hub.slides import SlideError, list_slides, read_tiles
-from flexdilated.hub.slides.formats import count_tiles
+from flexdilated.hub.slides.formats import count_tiles, files_beside
 from tests.hub.slides.tools import (
     IN_CHANS,
     SAYS_MAGNIFICATION,
@@ -86,7 +89,25 @@ def test_links_are_followed_and_one_that_leads_nowhere_is_a_slide_that_cannot_be
 
 def test_a_name_that_the_output_cannot_hold_is_refused(tmp_path: Path) -> None:
     write_plain(tmp_path, "a", *draw_tiles(3)).rename(tmp_path / "a\udcff.pt")
-    with pytest.raises(ValueError, match=re.escape(r"FOLDER must hold slides whose names are UTF-8, got b'")):
+    (tmp_path / "b\udcff").mkdir()
+    write_plain(tmp_path / "b\udcff", "a", *draw_tiles(3))
+    for folder in (tmp_path, tmp_path / "b\udcff"):
+        with pytest.raises(ValueError, match=re.escape(r"FOLDER must hold slides whose names are UTF-8, got b'")):
+            list_slides(folder)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_plain(tmp_path, "a", *draw_tiles(3))
+    (tmp_path / "closed").mkdir()
+    iterdir = Path.iterdir
+
+    def fail(path: Path) -> Iterator[Path]:
+        if path.name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    with pytest.raises(ValueError, match=r"FOLDER must hold folders that can be read, got '.*closed': Permission denied"):
         list_slides(tmp_path)
 
 
@@ -115,6 +136,37 @@ def test_the_size_of_the_slide_is_read(tmp_path: Path) -> None:
     x, coords = draw_tiles(TILES)
     assert read_tiles(write_trident(tmp_path, "a", x, coords)).slide_size is None  # the height is 'None'
     assert read_tiles(write_trident(tmp_path, "b", x, coords, level0_height=9999)).slide_size == (29 * SIDE, 9999)
+    path = WRITERS["clam"](tmp_path / "features", "c", x, coords)
+    assert read_tiles(path).slide_size is None
+    found = read_tiles(path, coords_folder=tmp_path / "patches").slide_size
+    assert found == pytest.approx((29 * SIDE, 29 * SIDE), rel=1e-4)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_files_of_a_slide_are_those_whose_change_changes_it(tmp_path: Path, tool: str) -> None:
+    x, coords = draw_tiles(TILES)
+    path = WRITERS[tool](tmp_path / "features", "a", x, coords)
+    folder = tmp_path / "patches" if "clam" in tool else None
+    expected = {"clam": ["patches/a.h5"], "slide2vec": ["features/a.meta.json", "tiles/a.coordinates.npz"]}
+    assert files_beside(path, folder) == [
+        tmp_path / name for name in expected.get(tool.removesuffix("_pt").removesuffix("_npz"), [])
+    ]
+    assert files_beside(tmp_path / "none.h5", tmp_path) == []
+
+
+def test_texts_beside_the_coordinates_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a damaged file HDF5 may look for one for ever, and the other slides would wait."""
+    read: list[str] = []
+    getitem = h5py.AttributeManager.__getitem__
+
+    def recorded(self: h5py.AttributeManager, name: str) -> object:
+        read.append(name)
+        return getitem(self, name)
+
+    path = write_trident(tmp_path, "a", *draw_tiles(3), level0_height=9999)
+    monkeypatch.setattr(h5py.AttributeManager, "__getitem__", recorded)
+    assert read_tiles(path).slide_size == (29 * SIDE, 9999)
+    assert sorted(read) == ["level0_height", "level0_width", "patch_size", "patch_size_level0", "target_magnification"]
 
 
 def damage(path: Path, kept: float) -> None:
@@ -150,6 +202,20 @@ def test_a_store_that_lacks_a_part_is_damaged(tmp_path: Path) -> None:
         read_tiles(other)
     with pytest.raises(SlideError, match="it has the tables of tiles gigapath_tiles; name one by --table, got uni_tiles"):
         read_tiles(other, table="uni_tiles")
+
+
+@needs_zarr
+def test_places_of_a_store_that_are_no_whole_pixels_are_refused(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = write_lazyslide(tmp_path, "a", *draw_tiles(TILES))
+    shapes = path / "shapes" / "tiles" / "shapes.parquet"
+    places = pyarrow.parquet.read_table(shapes)
+    for x in ([0.5] * TILES, [None] + [0] * (TILES - 1)):
+        pyarrow.parquet.write_table(places.set_column(1, "x", pyarrow.array(x)), shapes)
+        with pytest.raises(SlideError, match="coordinates must be whole pixels, got others"):
+            read_tiles(path)
 
 
 def test_what_is_missing_or_wrong_is_said(tmp_path: Path) -> None:
@@ -201,9 +267,55 @@ def test_slide2vec_files_that_do_not_belong_together_are_refused(tmp_path: Path)
     (tmp_path / "tiles" / "a.coordinates.npz").unlink()
     with pytest.raises(SlideError, match=r"must have its coordinates where 'a\.meta\.json' says, got no file '/elsewhere/tiles/a"):
         read_tiles(path)
-    path.with_name("a.meta.json").write_text("{")
-    with pytest.raises(SlideError, match=r"must have whole metadata in 'a\.meta\.json'"):
+    for text in ("{", "[1]", "5"):
+        path.with_name("a.meta.json").write_text(text)
+        with pytest.raises(SlideError, match=r"must have whole metadata in 'a\.meta\.json'"):
+            read_tiles(path)
+        assert files_beside(path) == [path.with_name("a.meta.json")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tile_index": np.arange(TILES + 1)}, "must have a tile_index for each of 53 tiles in 'a.coordinates.npz', got 54"),
+        ({"tile_index": np.array(["a"] * TILES)}, "is damaged or no whole .npz file"),
+        ({"x": np.arange(TILES) + 0.5}, "coordinates must be whole pixels, got others"),
+        ({"x": np.arange(TILES - 1)}, "must have a whole file of coordinates, got '"),
+        ({"x": np.array(["a"] * TILES)}, "x must be of float64, float32, int64"),
+    ],
+)
+def test_tables_of_slide2vec_that_hold_something_else_are_refused(
+    tmp_path: Path, columns: dict[str, np.ndarray], message: str
+) -> None:
+    path = write_slide2vec(tmp_path / "embeddings", "a", *draw_tiles(TILES), ".npz")
+    table = tmp_path / "tiles" / "a.coordinates.npz"
+    with np.load(table) as found:
+        whole = dict(found)
+    np.savez(table, **{**whole, **columns})
+    with pytest.raises(SlideError, match=re.escape(message)):
         read_tiles(path)
+
+
+@pytest.mark.parametrize("spacing", ["a half", [], {"um": 0.5}, -1.0, float("nan"), None])
+def test_a_magnification_that_is_no_number_is_not_said(tmp_path: Path, spacing: object) -> None:
+    path = write_slide2vec(tmp_path / "embeddings", "a", *draw_tiles(TILES))
+    meta = path.with_name("a.meta.json")
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "requested_spacing_um": spacing}))
+    assert read_tiles(path).magnification is None
+
+
+@pytest.mark.parametrize("attributes", [{"patch_size_level0": np.inf}, {"patch_size_level0": "x", "downsample": "y"}])
+def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, attributes: dict[str, object]) -> None:
+    assert read_tiles(write_trident(tmp_path, "a", *draw_tiles(3), **attributes)).tile_size_level0 is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_is_no_dense_one_is_the_fault_of_its_slide(tmp_path: Path) -> None:
+    """A nested tensor says that it is strided, and has no shape."""
+    _, coords = draw_tiles(2)
+    torch.save({"features": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "coords": coords}, tmp_path / "a.pt")
+    with pytest.raises(SlideError):
+        read_tiles(tmp_path / "a.pt")
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,18 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
         ("tile numbers", {}, "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them"),
         ("another level", {}, "neighbours are 128 apart: if these are pixels of level 0, a tile is 128 wide (--tile-size-level0)"),
         ("another level", {}, "if they are pixels of another level, multiply them by its downsample"),
-        ("overlapping pieces", {}, "tiles of several pieces of tissue overlap; --shared-cells allows that"),
+        (
+            "overlapping pieces",
+            {},
+            "tiles of several pieces of tissue overlap (--shared-cells allows that), or these are pixels of another level",
+        ),
         ("level 0", {"tile_size_level0": 256}, "says that a tile has 512 pixels at level 0, --tile-size-level0 is 256"),
         ("level 0", {"magnification": 40.0}, "says that its tiles were embedded at magnification 20, --magnification is 40"),
         ("twice", {}, "has 2 tiles at coordinates that another tile has too"),
         ("outside", {}, "has tile 1 at [14848, 0], outside the grid of 29 cells of 512 pixels from 0 on; raise --slide-ngrids"),
         ("negative", {}, "has tile 0 at [-1, 0], outside the grid"),
+        ("swapped", {}, "has tile 4 at [4096, 0], outside the slide of 3072 x 9216 pixels at level 0; coordinates are (x, y)"),
+        ("beyond", {}, "has tile 1 at [0, 9728], outside the slide of 3072 x 9216 pixels at level 0"),
         ("no size", {}, "does not say how large a tile is at level 0; give it as --tile-size-level0"),
     ],
 )
@@ -70,8 +76,12 @@ def test_places_that_cannot_be_are_refused(coords: str, options: dict[str, float
         "twice": torch.cat([regular, regular[3:5]]),
         "outside": torch.tensor([[0, 0], [29 * SIDE, 0]]),
         "negative": torch.tensor([[-1, 0]]),
+        "swapped": torch.tensor([[0, x] for x in range(4)] + [[8, 0]]) * SIDE,
+        "beyond": torch.tensor([[0, 0], [0, 19 * SIDE]]),
     }.get(coords, regular)
     tiles = slide(places, None if coords == "no size" else SIDE, 20.0)
+    if coords in ("swapped", "beyond"):
+        tiles = tiles._replace(slide_size=(6 * SIDE, 18 * SIDE))
     with pytest.raises(SlideError, match=re.escape(message)):
         grid_cells(tiles, **{"slide_ngrids": 29, **options})
 
@@ -83,6 +93,11 @@ def test_what_stands_at_the_border_is_accepted() -> None:
         [28, 0],
         [0, 0],
     ]
+
+
+def test_tiles_that_reach_over_the_border_of_the_slide_are_accepted() -> None:
+    places = torch.tensor([[6 * SIDE - 1, 0], [6 * SIDE + SIDE - 1, 18 * SIDE]])  # CLAM's size is known to some pixels
+    assert len(grid_cells(slide(places)._replace(slide_size=(6 * SIDE, 18 * SIDE)))) == 2
 
 
 def test_neighbour_distance_is_the_most_frequent_one() -> None:
