@@ -118,12 +118,16 @@ def encode_slides(
         refuse("--resume must come without --overwrite, got both")
     if resume and random:
         refuse("--resume must come without --random, got both: the weights would be others than before")
+    if output.is_symlink():  # it stays, and two names of one output have one lock
+        output = output.resolve()
     _check_output(output, folder)
     rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if split_above is not None and count == 1:
         refuse(f"--split-above must come with several ranks of torchrun, got {split_above} and one process")
     if split_above is not None and split_above < count:  # each rank holds a tile
         refuse(f"--split-above must be at least the ranks={count}, got {split_above}")
+    if split_above is not None and order is not TileOrder.FILE:
+        refuse(f"--split-above must come with --order=file, got {order.value}: a rank holds a part of the slide alone")
     if random and count > 1:
         refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
     place = _device(device, count)

@@ -10,7 +10,7 @@ import typer
 
 from flexdilated.cli.refusal import refuse
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
-from flexdilated.hub.slides.encode import Reading
+from flexdilated.hub.slides.reading import Reading
 
 PUBLISHED = "gigapath_slide_enc12l768d"
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from flexdilated import __version__
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.hub.slide_encoder import LongNetViT
-from flexdilated.hub.slides import encode, store
+from flexdilated.hub.slides import encode, lock, store
 from flexdilated.hub.slides.encode import Clock, EncodedSlide, FailedSlide
 from flexdilated.hub.slides.formats import count_tiles
 from flexdilated.hub.slides.ranks import sharded, spread
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
 
 PART_SECONDS, PART_BYTES = 2.0, 2**28  # after which what is encoded is written
 SOME_FAILED = 1  # the exit code
+CHANGED = "is not the file that was encoded under its name, or has other coordinates; use --overwrite or another output"
 
 
 class Job(NamedTuple):
@@ -89,10 +90,10 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
         if ranks.rank == 0:
             try:
                 with _writing(job.output):
-                    stack.enter_context(store.locked(job.output))
+                    stack.enter_context(lock.locked(job.output))
                     done = store.begin(job.output, settings, {**_versions(), **job.told}, resume=resume, overwrite=overwrite)
                 plan = [*_left(job, done, 1 if ranks.mesh is None else ranks.mesh.size()), len(done)]
-            except (store.StoreError, typer.Exit) as refusal:  # the others wait to be told
+            except (lock.StoreError, typer.Exit) as refusal:  # the others wait to be told
                 plan = [refusal]
         plan = _told(ranks, plan)
         if len(plan) == 1:
@@ -154,9 +155,9 @@ def _finished(job: Job, kept: _Kept, clock: Clock, everything: list[Any], num_do
 def _left(job: Job, done: Mapping[str, Source], count: int) -> tuple[list[FailedSlide], list[str], list[list[str]]]:
     """Slides whose file has changed since they were encoded; those for all ranks together; those of each rank."""
     changed = [
-        FailedSlide(name, path, "is not the file that was encoded under its name; use --overwrite or another output")
+        FailedSlide(name, path, CHANGED)
         for name, path in job.slides.items()
-        if name in done and not is_same(done[name], path)
+        if name in done and not is_same(done[name], path, job.options["reading"].files_beside(name, path))
     ]
     left = [name for name in job.slides if name not in done]
     if count == 1:

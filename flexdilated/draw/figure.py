@@ -41,9 +41,12 @@ def write(figure: Figure, path: Path) -> None:
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write beside the final name, renamed at the end of the block: a reader never sees half of it.
 
+    A link stays, and the file that it leads to is replaced.
+
     Raises:
         OSError: If it cannot be written. What was there stays.
     """
+    path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with partial.open("xb") as file:

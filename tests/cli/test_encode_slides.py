@@ -22,7 +22,7 @@ from torch import Tensor
 from flexdilated.cli import slide_run
 from flexdilated.hub import gigapath
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
-from flexdilated.hub.slides import encode, store
+from flexdilated.hub.slides import encode, lock, store
 from tests.commands import invoke
 from tests.hub.slides.tools import GRIDS, IN_CHANS, SIDE, WRITERS, draw_tiles, write_plain, write_trident
 from tests.tolerances import NAIVE_FACTOR, SINGLE
@@ -76,7 +76,7 @@ def run(folder: Path, weights: Path | None = None, *more: object) -> tuple[int, 
 def read(path: Path) -> dict[str, Any]:
     with h5py.File(path) as file:
         found: dict[str, Any] = {key: file[key][()] for key in ("embeddings", "num_tiles", "file_sizes")}
-        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files", "file_digests")}
+        found |= {key: [text.decode() for text in file[key][:]] for key in store.TEXTS}
         found["tiles"] = {name: {key: group[key][()] for key in group} for name, group in file.get("tiles", {}).items()}
         found["failed"] = dict(zip(*([text.decode() for text in file["failed"][key][:]] for key in ("names", "reasons"))))
         return {**found, **file.attrs, "provenance": json.loads(file.attrs["provenance"])}
@@ -141,7 +141,7 @@ def test_low_precision_stays_near_what_is_computed_in_float32(
 def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: object, weights: Path) -> None:
     assert run(tmp_path, weights)[0] == 0
     found = read(tmp_path / "out.h5")
-    assert found["format"] == "flexdilated slides 1"
+    assert found["format"] == store.FORMAT
     settings, (versions,) = found["provenance"]["settings"], found["provenance"]["runs"]
     digest = subprocess.run(["sha256sum", weights], capture_output=True, text=True, check=True).stdout.split()[0]
     assert settings["weights"] == digest
@@ -262,6 +262,20 @@ def test_float16_that_overflows_is_named(tmp_path: Path, slides: dict[str, tuple
     code, _, err = run(tmp_path, weights, "--store=float16")
     assert code == 1
     assert "a.h5' gives embeddings that are not finite, stored in float16; use another dtype" in err
+
+
+def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
+    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
+) -> None:
+    x, coords = draw_tiles(23)
+    write_trident(tmp_path / "slides", "c", x.double() * 1e300, coords)
+    code, _, err = run(tmp_path, weights)
+    assert code == 1
+    assert "c.h5' gives embeddings that are not finite, computed in float32; use another dtype" in err
+    found = read(tmp_path / "out.h5")
+    assert found["names"] == list(COUNTS)
+    for embedding, slide in zip(found["embeddings"], slides.values()):
+        torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
 # -- interruptions ------------------------------------------------------------------------------------------------------------
@@ -392,7 +406,9 @@ def test_a_slide_that_was_replaced_is_named_and_kept_as_it_was(
     write_trident(tmp_path / "slides", "a", *draw_tiles(211))
     code, _, err = run(tmp_path, weights, "--resume")
     assert code == 1
-    assert "a.h5' is not the file that was encoded under its name; use --overwrite or another output" in err
+    assert (
+        "a.h5' is not the file that was encoded under its name, or has other coordinates; use --overwrite or another output" in err
+    )
     assert np.array_equal(read(tmp_path / "out.h5")["embeddings"], before["embeddings"])
 
 
@@ -414,7 +430,27 @@ def test_a_slide_is_known_by_what_its_file_holds_not_by_where_and_when(
     write_trident(folder, "a", x + 1, coords)
     code, _, err = run(tmp_path, weights, "--resume")
     assert code == 1
-    assert "a.h5' is not the file that was encoded under its name; use --overwrite or another output" in err
+    assert (
+        "a.h5' is not the file that was encoded under its name, or has other coordinates; use --overwrite or another output" in err
+    )
+
+
+def test_a_slide_whose_coordinates_have_changed_is_another(tmp_path: Path, weights: Path) -> None:
+    """CLAM's `.pt` hold none: the patches beside them are a part of the slide."""
+    for i, name in enumerate("ab"):
+        WRITERS["clam_pt"](tmp_path / "slides", name, *draw_tiles(53, seed=i))
+    assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
+    assert len(set(read(tmp_path / "out.h5")["coords_digests"])) == 2
+    (tmp_path / "patches").rename(tmp_path / "moved")
+    assert run(tmp_path, weights, f"--coords={tmp_path / 'moved'}", "--resume")[0] == 0
+    with h5py.File(tmp_path / "moved" / "b.h5", "r+") as file:
+        file["coords"][3] += 1
+    code, _, err = run(tmp_path, weights, f"--coords={tmp_path / 'moved'}", "--resume")
+    assert code == 1
+    assert err == (
+        f"error: '{tmp_path / 'slides' / 'b.pt'}' is not the file that was encoded under its name, or has other coordinates; use "
+        "--overwrite or another output\n"
+    )
 
 
 def test_a_long_run_leaves_more_parts_than_a_process_may_open(
@@ -482,7 +518,7 @@ app({arguments(tmp_path, weights)!r})
 
 
 def test_two_runs_on_one_output_are_refused(tmp_path: Path, slides: object, weights: Path) -> None:
-    with store.locked(tmp_path / "out.h5"):
+    with lock.locked(tmp_path / "out.h5"):
         code, _, err = run(tmp_path, weights)
     assert code == 2
     assert f"--output must not be written by two runs at once, got '{tmp_path / 'out.h5'}', which another one writes" in err
@@ -496,7 +532,7 @@ def test_a_file_system_without_locks_is_named(
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(store, "_lock", fail)
+    monkeypatch.setattr(lock, "_lock", fail)
     code, _, err = run(tmp_path, weights)
     assert code == 2
     assert f"got '{tmp_path / 'out.h5'}': {os.strerror(errno.ENOSYS)}" in err
@@ -552,6 +588,28 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, slides: object, weig
     assert code == 2
     assert message in err
     assert not (tmp_path / "out.h5.parts").exists()
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path: Path, slides: object, weights: Path) -> None:
+    """The parts lie on the disk that the link leads to, and so does the lock."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "out.h5").symlink_to(tmp_path / "large" / "embeddings.h5")
+    with lock.locked(tmp_path / "large" / "embeddings.h5"):
+        code, _, err = run(tmp_path, weights)
+    assert code == 2
+    assert "--output must not be written by two runs at once" in err
+    for more in ([], ["--resume"], ["--overwrite"]):
+        assert run(tmp_path, weights, *more)[0] == 0
+        assert (tmp_path / "out.h5").is_symlink()
+        assert [path.name for path in (tmp_path / "large").iterdir()] == ["embeddings.h5"]
+    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
+
+
+def test_tiles_along_a_curve_are_not_split(tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run(tmp_path, weights, "--split-above=50", "--order=hilbert")
+    assert code == 2
+    assert err == "error: --split-above must come with --order=file, got hilbert: a rank holds a part of the slide alone\n"
 
 
 def test_an_output_among_the_slides_or_of_another_tool_is_refused(tmp_path: Path, slides: object, weights: Path) -> None:

@@ -3,7 +3,6 @@
 from flexdilated.hub.slides.encode import Clock as Clock
 from flexdilated.hub.slides.encode import EncodedSlide as EncodedSlide
 from flexdilated.hub.slides.encode import FailedSlide as FailedSlide
-from flexdilated.hub.slides.encode import Reading as Reading
 from flexdilated.hub.slides.encode import encode_slides as encode_slides
 from flexdilated.hub.slides.formats import SlideError as SlideError
 from flexdilated.hub.slides.formats import Tiles as Tiles
@@ -12,6 +11,7 @@ from flexdilated.hub.slides.formats import read_tiles as read_tiles
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
 from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
 from flexdilated.hub.slides.heatmap import write_table as write_table
+from flexdilated.hub.slides.reading import Reading as Reading
 from flexdilated.hub.slides.source import Source as Source
 
 __all__ = [

@@ -16,22 +16,12 @@ from torch import Tensor
 
 from flexdilated.distributed.sharding import even_shard_lengths, group_of
 from flexdilated.hub.slide_encoder import LongNetViT
-from flexdilated.hub.slides.formats import SlideError, Tiles, read_tiles
-from flexdilated.hub.slides.grid import grid_cells, neighbour_distance
+from flexdilated.hub.slides.formats import SlideError, Tiles
+from flexdilated.hub.slides.grid import neighbour_distance
+from flexdilated.hub.slides.reading import Reading
 from flexdilated.hub.slides.source import Source, source_of
 
 SPARSE = 1.5  # tiles between neighbours, from which a note asks whether the size of a tile is right
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How slides are read: the arguments of `read_tiles` and `grid_cells`."""
-
-    coords_folder: Path | None = None
-    table: str | None = None
-    tile_size_level0: float | None = None
-    magnification: float | None = 20.0
-    shared_cells: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,21 +133,11 @@ def encode_slides(
 
 
 def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
-    beside = reading.coords_folder
-    if beside is not None and (nested := beside / Path(name).parent).is_dir():
-        beside = nested
     try:
-        found = read_tiles(path, coords_folder=beside, table=reading.table)
+        found, cells = reading.read(name, path, slide_ngrids=model.slide_ngrids)
         if found.x.shape[1] != model.in_chans:
             raise SlideError(f"must have embeddings of --in-chans={model.in_chans} elements, got {found.x.shape[1]}")
-        cells = grid_cells(
-            found,
-            tile_size_level0=reading.tile_size_level0,
-            magnification=reading.magnification,
-            slide_ngrids=model.slide_ngrids,
-            shared_cells=reading.shared_cells,
-        )
-        source = source_of(path)
+        source = source_of(path, reading.files_beside(name, path))
     except SlideError as error:
         return FailedSlide(name, path, str(error))
     except OSError as error:

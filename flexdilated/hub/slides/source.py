@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A file, or a folder that is one slide: its absolute path, bytes, time of the last change in nanoseconds, and SHA-256."""
+    """A file, or a folder that is one slide: its absolute path, bytes, time of the last change in nanoseconds, and SHA-256.
+
+    `beside` is that of the files of coordinates and metadata beside it, empty where there are none.
+    """
 
     file: str
     size: int
     time: int
     digest: str
+    beside: str = ""
 
 
-def source_of(path: Path) -> Source:
-    """What a file holds now.
+def source_of(path: Path, beside: Sequence[Path] = ()) -> Source:
+    """What a file, and those beside it that belong to it, hold now.
 
     Raises:
         OSError: If it cannot be read.
     """
     size, time = _stat(path)
-    return Source(str(path.absolute()), size, time, digest_of(path))
+    return Source(str(path.absolute()), size, time, digest_of(path), _digest_of_all(beside))
 
 
-def is_same(source: Source, path: Path) -> bool:
-    """Whether a file still holds what it held, wherever it lies; it is read only where its place or time is another."""
+def is_same(source: Source, path: Path, beside: Sequence[Path] = ()) -> bool:
+    """Whether the files still hold what they held, wherever they lie; `path` is read where its place or time differs."""
     try:
         size, time = _stat(path)
-        if size != source.size:
+        if size != source.size or _digest_of_all(beside) != source.beside:
             return False
         return (str(path.absolute()), time) == (source.file, source.time) or digest_of(path) == source.digest
     except OSError:
@@ -48,6 +53,12 @@ def digest_of(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _digest_of_all(paths: Sequence[Path]) -> str:
+    """Of one file its own, of several that of theirs."""
+    digests = [digest_of(path) for path in paths]
+    return "".join(digests) if len(digests) < 2 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _within(folder: Path) -> list[Path]:

@@ -1,13 +1,11 @@
-"""The file of embeddings: written in parts, each whole or not there; put together at the end; one run at a time."""
+"""The file of embeddings: written in parts, each whole or not there; put together at the end."""
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
 import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,68 +15,25 @@ import numpy as np
 
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.slides.encode import EncodedSlide, FailedSlide
+from flexdilated.hub.slides.lock import StoreError
 from flexdilated.hub.slides.source import Source
 
-FORMAT = "flexdilated slides 1"
+FORMAT = "flexdilated slides 2"
 # What a run leaves beside its output until the end.
 RUN, PART = "run.json", "part-*.h5"
 # What a file holds of every slide beside its embedding.
-TEXTS = ("names", "files", "file_digests")
+TEXTS = ("names", "files", "file_digests", "coords_digests")
 NUMBERS = ("num_tiles", "file_sizes", "file_times")
 ANEW = "anew"  # says that the output is of an earlier run, which is to be replaced
 
 
-class StoreError(ValueError):
-    """Why an output cannot be written, in one line."""
+class _DamagedError(StoreError):
+    """A file that is not whole."""
 
 
 def parts_folder(output: Path) -> Path:
     """Where the parts of an output lie until it is whole."""
     return output.with_name(output.name + ".parts")
-
-
-@contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """This process alone writes the output, until the block or the process ends.
-
-    Raises:
-        StoreError: If another run does.
-        OSError: If the file of the lock cannot be written, or the file system has no locks.
-    """
-    path = output.with_name(f".{output.name}.lock")
-    while True:
-        file = path.open("ab")
-        try:
-            _lock(file.fileno())
-        except OSError as error:
-            file.close()
-            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):  # of a file system that knows no locks
-                raise
-            raise StoreError(
-                f"--output must not be written by two runs at once, got '{output}', which another one writes"
-            ) from None
-        # The run before may have removed the file between the two calls.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                break
-        file.close()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        file.close()
-
-
-def _lock(descriptor: int) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def begin(
@@ -103,26 +58,26 @@ def begin(
     elif not resume and (output.exists() or (folder / RUN).exists()):
         there = output if output.exists() else folder
         raise StoreError(f"--output must not exist, got '{there}'; use --resume, --overwrite or another name")
-    folder.mkdir(exist_ok=True)
-    if overwrite and output.exists():
-        (folder / ANEW).touch()
     done: dict[str, Source] = {}
     runs: list[Any] = []
-    if kept := _kept(output):
+    if kept := None if overwrite else _kept(output):
         with _opened(kept) as file:
             provenance = json.loads(file.attrs["provenance"])
             _check_settings(output, provenance["settings"], settings)
             done, runs = _listed(file), provenance["runs"]
     if (folder / RUN).exists():
-        provenance = json.loads((folder / RUN).read_text())
+        provenance = _read_run(folder / RUN)
         _check_settings(folder, provenance["settings"], settings)
         runs = provenance["runs"]
     for part in sorted(folder.glob(PART)):
         try:
             with _opened(part) as file:
                 done |= _listed(file)
-        except StoreError:  # of a machine that went down: its slides are encoded again
+        except _DamagedError:  # of a machine that went down: its slides are encoded again
             part.unlink()
+    folder.mkdir(exist_ok=True)
+    if overwrite and output.exists():
+        (folder / ANEW).touch()
     _write(folder / RUN, json.dumps({"settings": settings, "runs": [*runs, versions]}, indent=1).encode())
     return done
 
@@ -140,7 +95,7 @@ def write_part(output: Path, slides: Sequence[EncodedSlide]) -> None:
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
         file.attrs["format"] = FORMAT
-        texts = zip(*((slide.name, slide.source.file, slide.source.digest) for slide in slides))
+        texts = zip(*((slide.name, slide.source.file, slide.source.digest, slide.source.beside) for slide in slides))
         numbers = zip(*((len(slide.coords), slide.source.size, slide.source.time) for slide in slides))
         _write_columns(file, dict(zip(TEXTS, texts)), dict(zip(NUMBERS, numbers)))
         file["embeddings"] = np.stack([slide.embedding.numpy() for slide in slides])
@@ -251,10 +206,15 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise StoreError(f"--output must be a whole file of embeddings, got '{path}': {str(error).splitlines()[0]}") from None
+        if error.errno is not None:  # it may be whole, where it cannot be read now
+            raise
+        raise _DamagedError(f"--output must be a whole file of embeddings, got '{path}': {str(error).splitlines()[0]}") from None
     with file:
-        if file.attrs.get("format") != FORMAT:
-            raise StoreError(f"--output must be a file that encode-slides wrote, got '{path}'; use --overwrite or another name")
+        if (found := file.attrs.get("format")) != FORMAT:
+            version = f" as '{found}', not '{FORMAT}'" if str(found).startswith(FORMAT.rstrip("0123456789")) else ""
+            raise StoreError(
+                f"--output must be a file that encode-slides wrote, got '{path}'{version}; use --overwrite or another name"
+            )
         yield file
 
 
@@ -266,11 +226,19 @@ def _kept(output: Path) -> Path | None:
 def _listed(file: Any) -> dict[str, Source]:
     texts = [_strings(file[key]) for key in TEXTS]
     numbers = [file[key][:].tolist() for key in NUMBERS[1:]]
-    return {name: Source(path, size, time, digest) for name, path, digest, size, time in zip(*texts, *numbers)}
+    columns = zip(*texts, *numbers)
+    return {name: Source(path, size, time, digest, beside) for name, path, digest, beside, size, time in columns}
 
 
 def _strings(dataset: Any) -> list[str]:
     return [text.decode() for text in dataset[:]]
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"--resume must find a whole '{path}', got: {error}; use --overwrite or another name") from None
 
 
 def _check_settings(path: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -291,8 +259,11 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """What runs have left there, and the folder unless it holds something else."""
-    for pattern in (RUN, PART, ".*.part", ".whole.h5", ANEW):
+    """What runs have left there, and the folder unless it holds something else.
+
+    What says whose the parts are goes after them: no later run may take parts of other settings for its own.
+    """
+    for pattern in (PART, ".*.part", ".whole.h5", RUN, ANEW):
         for path in folder.glob(pattern):
             path.unlink()
     with suppress(OSError):
