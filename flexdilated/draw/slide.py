@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_slide_map"]
 
 INCHES, DPI = 8.0, 200  # of one panel; several share three halves of that
+FINEST = 64  # pixels along a tile, where there are few: more show nothing
 DECADES = 1e3  # largest weight over the darkest colour: what is below differs by nothing that matters
 SHAPE_ERROR = 0.02  # of a thumbnail's width over its height, beyond the rounding of both
 OVER = 0.65  # of a tile over a thumbnail
@@ -61,7 +62,7 @@ def draw_slide_map(
 
     Raises:
         ValueError: If shapes do not match, a weight is negative or not finite, all are 0, tiles lie outside the slide, the
-            thumbnail is of another shape than the slide, or the file name has another ending.
+            thumbnail is damaged or of another shape than the slide, or the file name has another ending.
         TypeError: If an argument has the wrong type.
         OSError: If a picture cannot be read or written.
     """
@@ -82,12 +83,11 @@ def draw_slide_map(
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, to_rgba
-    from matplotlib.image import imread
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
     corners = coords.detach().to("cpu", torch.float64)
-    below = None if thumbnail is None else imread(str(thumbnail))
+    below = None if thumbnail is None else _picture(Path(thumbnail))
     low, high = corners.min(dim=0).values, corners.max(dim=0).values + tile_size
     if below is not None and slide_size is not None:
         _check_thumbnail(below, slide_size, low, high - tile_size)
@@ -142,6 +142,16 @@ def draw_slide_map(
     return figure
 
 
+def _picture(path: Path) -> NDArray[Any]:
+    from matplotlib.image import imread
+    from PIL.Image import DecompressionBombError  # of matplotlib's own reader
+
+    try:
+        return imread(str(path))
+    except (SyntaxError, DecompressionBombError) as error:  # no whole .png file; more pixels than memory should be trusted with
+        raise ValueError(f"thumbnail must be a picture that can be read, got '{path}': {error}") from None
+
+
 def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], first: Tensor, last: Tensor) -> None:
     """Refuse a thumbnail that would lie beside the tiles: sizes of another level, a part of the slide, another slide."""
     width, height = slide_size
@@ -163,7 +173,7 @@ def _raster(
     A tile is `scale` pixels wide, or a pixel several tiles: whichever comes next to `pixels` along the longer side.
     """
     cells = longest / side
-    scale = max(1, round(pixels / cells))
+    scale = min(FINEST, max(1, round(pixels / cells)))
     pixel = side * max(1.0, cells / pixels) / scale
     first = ((corners + side / 2) / pixel - (scale - 1) / 2).floor().long()
     shape = (first.max(dim=0).values + scale).tolist()

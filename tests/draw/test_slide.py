@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.draw.slide import DECADES, draw_slide_map
+from flexdilated.draw.slide import DECADES, FINEST, draw_slide_map
 from flexdilated.draw.weights import UNSEEN
 from tests.draw.layout import assert_apart
 
@@ -55,6 +55,31 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     assert at(figure, *hole)[3] == 0.0
     figure.canvas.draw()
     assert_apart(figure, [*figure.legends, *figure.texts])
+
+
+@pytest.mark.parametrize("cells", [(1, 1), (1, 40), (40, 1), (2, 2)])
+def test_few_tiles_and_strips_fill_their_panel(cells: tuple[int, int]) -> None:
+    coords = torch.cartesian_prod(*(torch.arange(count) for count in cells)) * SIDE
+    figure = draw_slide_map(torch.rand(len(coords)) + 0.1, coords, tile_size=SIDE, query=0, title="a slide", titles=["layer 0"])
+    assert max(image(figure).shape) <= max(cells) * FINEST
+    assert (image(figure)[..., 3] == 1.0).all()
+    figure.canvas.draw()
+    assert_apart(figure, [*figure.legends, *figure.texts])
+    box = figure.axes[0].get_window_extent()
+    assert min(box.width / cells[0], box.height / cells[1]) > 5  # pixels of a tile
+
+
+def test_a_thumbnail_that_is_no_picture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.image import imsave
+    from PIL import Image
+
+    large, other = tmp_path / "large.jpg", tmp_path / "other.png"
+    imsave(large, np.zeros((20, 40, 3)))
+    other.write_bytes(large.read_bytes())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
+    for path in (large, other):
+        with pytest.raises(ValueError, match=rf"thumbnail must be a picture that can be read, got '.*{path.name}': "):
+            draw_slide_map(torch.ones(1), torch.zeros(1, 2), thumbnail=path, tile_size=SIDE, slide_size=(2 * SIDE, SIDE))
 
 
 def test_no_tile_is_lost_where_tiles_are_smaller_than_pixels() -> None:

@@ -99,18 +99,23 @@ def write_table(
         path: Ends in one of `TABLES`.
         coords: Upper left corners, `(N, 2)` pixels of level 0.
         tile_size: Side of a tile in those pixels.
-        columns: `(N,)` numbers by name.
+        columns: `(N,)` finite numbers by name, at least one column.
         tile_ids: `(N,)` integers. Default: from 0 on.
 
     Raises:
-        ValueError: If the ending is another.
+        ValueError: If the ending is another, a shape is, or a number is not finite, which JSON cannot hold.
         ImportError: If pyarrow is needed and not installed.
         OSError: If it cannot be written.
     """
     if path.suffix.lower() not in TABLES:
         raise ValueError(f"table must end in {', '.join(TABLES)}, got '{path}'")
-    ids = list(range(len(coords))) if tile_ids is None else tile_ids.tolist()
-    rows = zip(ids, coords.tolist(), zip(*(column.tolist() for column in columns.values())))
+    if coords.dim() != 2 or coords.shape[1] != 2 or not columns:
+        raise ValueError(f"coords must be (N, 2) and columns some, got {tuple(coords.shape)} and {len(columns)}")
+    ids = torch.arange(len(coords)) if tile_ids is None else tile_ids
+    for name, column in {"tile_ids": ids, **columns}.items():
+        if column.shape != coords.shape[:1] or not bool(column.isfinite().all()):
+            raise ValueError(f"{name} must be (N,) finite numbers for N={len(coords)}, got {tuple(column.shape)}")
+    rows = zip(ids.tolist(), coords.tolist(), zip(*(column.tolist() for column in columns.values())))
     with replaced(path) as file:
         if path.suffix.lower() == ".geojson":
             text = io.TextIOWrapper(file, encoding="utf-8", write_through=True)
@@ -126,7 +131,7 @@ def write_table(
             import pyarrow  # an extra
             import pyarrow.parquet
 
-            places = {"tile_id": ids, "x": coords[:, 0].tolist(), "y": coords[:, 1].tolist()}
+            places = {"tile_id": ids.tolist(), "x": coords[:, 0].tolist(), "y": coords[:, 1].tolist()}
             values = {name: column.cpu().numpy() for name, column in columns.items()}
             pyarrow.parquet.write_table(pyarrow.table({**places, **values}), file)
 

@@ -88,6 +88,17 @@ def test_tables_hold_every_tile(tmp_path: Path) -> None:
         ]
     with pytest.raises(ValueError, match=r"table must end in \.csv, \.parquet, \.geojson, got 'a\.txt'"):
         write_table(Path("a.txt"), coords, SIDE, columns)
+    for more, message in (
+        ({"b": torch.ones(3)}, "b must be (N,) finite numbers for N=2, got (3,)"),
+        ({"b": torch.tensor([1.0, torch.nan])}, "b must be (N,) finite numbers for N=2, got (2,)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            write_table(tmp_path / "a.geojson", coords, SIDE, {**columns, **more})
+    with pytest.raises(ValueError, match=re.escape("tile_ids must be (N,) finite numbers for N=2, got (1,)")):
+        write_table(tmp_path / "a.geojson", coords, SIDE, columns, tile_ids=torch.tensor([1]))
+    with pytest.raises(ValueError, match=re.escape("coords must be (N, 2) and columns some, got (2, 2) and 0")):
+        write_table(tmp_path / "a.geojson", coords, SIDE, {})
+    assert len(json.loads((tmp_path / "a.geojson").read_text())["features"]) == 2
     if importlib.util.find_spec("pyarrow"):
         import pyarrow.parquet
 
@@ -167,6 +178,13 @@ def test_map_slide_lays_a_thumbnail_where_the_size_of_the_slide_is_known(weights
     fixed = ("map-slide", tiles, f"--weights={weights}", "--arch=tiny", "--device=cpu", f"--thumbnail={thumbnail}")
     assert invoke(*fixed, f"--output={picture}")[0] == 0
     assert picture.read_bytes() == before
+    for text in (b"no picture", thumbnail.read_bytes()[:50]):
+        broken = weights.with_name("broken.png")
+        broken.write_bytes(text)
+        code, _, err = invoke(*fixed[:-1], f"--thumbnail={broken}", f"--output={picture}")
+        assert code == 2
+        assert err.startswith("error: ")
+        assert picture.read_bytes() == before
     code, _, err = invoke(*fixed, f"--output={thumbnail}")
     assert (code, err) == (2, f"error: --output must be another file than --thumbnail, got '{thumbnail}'\n")
 
