@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexdilated.hub.slides import Reading, grid_cells, list_slides, read_tiles
+from flexdilated.hub.slides import Reading, SlideError, list_slides
 
 IN_CHANS = 16
 TILE = 256
 
 
 class Slide(NamedTuple):
-    """Embeddings `(N, C)`, corners `(N, 2)` in pixels, and a label."""
+    """Embeddings `(N, C)`, corners `(N, 2)` in pixels, a label, and whose slide it is."""
 
     x: Tensor
     coords: Tensor
     label: int
+    patient: str
 
 
 class Pack(NamedTuple):
@@ -34,34 +37,85 @@ class Pack(NamedTuple):
 
 
 def read_slides(folder: Path, labels: Path | None = None, reading: Reading | None = None) -> tuple[list[Slide], list[str]]:
-    """The slides of a folder as `encode-slides` reads them, and the names of their classes.
+    """The slides of a folder as `encode-slides` reads them, in memory, and the names of their classes.
+
+    A slide that cannot be read is named on standard error and left out.
 
     Args:
         folder: Files of CLAM, TRIDENT, slide2vec, LazySlide, or plain ones.
-        labels: A .csv of two columns, `slide` (the name: the path without its ending) and `label`; slides that it lacks are left
-            out. Default: no labels, all slides.
+        labels: A .csv of the columns `slide` (the name: the path without its ending), `label` and, where patients have several
+            slides, `patient`; slides that it lacks are left out. Default: no labels, all slides.
         reading: Where coordinates lie, how large a tile is: as the options of `encode-slides`.
+
+    Raises:
+        ValueError: If a label is of no slide, or no slide can be read.
     """
     reading = Reading() if reading is None else reading
     paths = list_slides(folder, coords_folder=reading.coords_folder)
-    label_of = dict.fromkeys(paths, "")
-    if labels is not None:
-        with labels.open(newline="") as file:
-            label_of = {row["slide"]: row["label"] for row in csv.DictReader(file)}
-    if missing := sorted(set(label_of) - set(paths)):
+    rows = {name: {"label": ""} for name in paths} if labels is None else read_labels(labels)
+    if missing := sorted(set(rows) - set(paths)):
         raise ValueError(f"labels must be of slides in '{folder}', got {', '.join(missing[:3])}")
-    classes = sorted(set(label_of.values()))
-    slides = []
-    for name, label in label_of.items():
-        tiles = read_tiles(paths[name], coords_folder=reading.coords_folder, table=reading.table)
-        cells = grid_cells(
-            tiles,
-            tile_size_level0=reading.tile_size_level0,
-            magnification=reading.magnification,
-            shared_cells=reading.shared_cells,
-        )
-        slides.append(Slide(tiles.x.float(), cells * TILE, classes.index(label)))
+    classes = sorted({row["label"] for row in rows.values()})
+    slides: list[Slide] = []
+    for name, row in rows.items():
+        try:
+            tiles, cells = reading.read(name, paths[name])
+            if slides and tiles.x.shape[1] != slides[0].x.shape[1]:
+                raise SlideError(f"must have as wide embeddings as the first slide={slides[0].x.shape[1]}, got {tiles.x.shape[1]}")
+        except SlideError as error:
+            print(f"error: '{paths[name]}' {error}", file=sys.stderr)
+            continue
+        slides.append(Slide(tiles.x.float(), cells * TILE, classes.index(row["label"]), row.get("patient") or name))
+    if not slides:
+        raise ValueError(f"no slide of '{folder}' can be read")
     return slides, classes
+
+
+def read_labels(path: Path) -> dict[str, Mapping[str, str]]:
+    """The rows of a .csv by their slide, each with a label."""
+    with path.open(newline="", encoding="utf-8-sig") as file:  # Excel begins files with a mark
+        table = csv.DictReader(file)
+        if not {"slide", "label"} <= set(table.fieldnames or ()):
+            raise ValueError(f"labels must have the columns slide and label, got {', '.join(table.fieldnames or ()) or 'none'}")
+        rows: dict[str, Mapping[str, str]] = {}
+        for row in table:
+            if row["slide"] in rows or not row["label"]:
+                raise ValueError(f"labels must have one label for each slide, got line {table.line_num} of '{row['slide']}'")
+            rows[row["slide"]] = row
+    return rows
+
+
+def split(slides: Sequence[Slide], seed: int = 0) -> tuple[list[Slide], list[Slide]]:
+    """Slides to train on, and a fifth of them, drawn at random, that are held out; those of one patient stay together.
+
+    Two slides of a patient look alike: with one on either side, the held-out one would be known.
+    """
+    patients = sorted({slide.patient for slide in slides})
+    if len(patients) < 2:
+        raise ValueError(f"slides must be of at least two patients, to train on one and hold out the other, got {len(patients)}")
+    held_out: set[str] = set()
+    count = 0
+    for i in torch.randperm(len(patients), generator=torch.Generator().manual_seed(seed)).tolist()[:-1]:
+        if 5 * count >= len(slides):
+            break
+        held_out.add(patients[i])
+        count += sum(slide.patient == patients[i] for slide in slides)
+    return [slide for slide in slides if slide.patient not in held_out], [slide for slide in slides if slide.patient in held_out]
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """The arguments of both scripts: a folder of slides, and how `encode-slides` reads it."""
+    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
+    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
+    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
+    parser.add_argument("--magnification", type=float, default=20.0, help="at which tiles were embedded")
+    parser.add_argument("--shared-cells", action="store_true", help="allow tiles that overlap")
+    parser.add_argument("--table", help="which table of a .zarr holds the embeddings")
+
+
+def reading_of(options: argparse.Namespace) -> Reading:
+    """What `add_folder` was given."""
+    return Reading(options.coords, options.table, options.tile_size_level0, options.magnification, options.shared_cells)
 
 
 def make_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:
@@ -73,13 +127,13 @@ def make_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:
     generator = torch.Generator().manual_seed(seed)
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))  # row, column
     slides = []
-    for _ in range(count):
+    for i in range(count):
         kept = cells[torch.rand(len(cells), generator=generator) < 0.8]
         x = 0.2 * torch.randn(len(kept), IN_CHANS, generator=generator)
         lower = (kept[:, 0] >= side // 2).nonzero()[:, 0]
         marked = int(lower[torch.randint(len(lower), (1,), generator=generator)])
         x[marked, 0] = 4.0
-        slides.append(Slide(x, kept.flip(-1) * TILE, int(kept[marked, 1] >= side // 2)))
+        slides.append(Slide(x, kept.flip(-1) * TILE, int(kept[marked, 1] >= side // 2), str(i)))
     return slides
 
 
@@ -106,10 +160,10 @@ def make_smooth_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Sli
     generator = torch.Generator().manual_seed(seed)
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     slides = []
-    for _ in range(count):
+    for i in range(count):
         kept = cells[torch.rand(len(cells), generator=generator) < 0.8]
         waves = torch.randn(2, IN_CHANS, generator=generator) / side
         phases = 2 * torch.pi * torch.rand(IN_CHANS, generator=generator)
         x = (kept.float() @ (2 * torch.pi * waves) + phases).sin()
-        slides.append(Slide(x + 0.05 * torch.randn(x.shape, generator=generator), kept.flip(-1) * TILE, 0))
+        slides.append(Slide(x + 0.05 * torch.randn(x.shape, generator=generator), kept.flip(-1) * TILE, 0, str(i)))
     return slides

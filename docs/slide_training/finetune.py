@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from docs.slide_training.data import Pack, Slide, make_slides, packs, read_slides
+from docs.slide_training.data import Pack, Slide, add_folder, make_slides, packs, read_slides, reading_of, split
 from flexdilated.hub.gigapath import LongNetViT, create_model
-from flexdilated.hub.slides import Reading
 
 Tune = Literal["head", "lora", "all"]
 
@@ -100,32 +100,59 @@ def accuracy(model: SlideClassifier, slides: Sequence[Slide], token_budget: int 
     return right / len(slides)
 
 
+def save(model: SlideClassifier, classes: Sequence[str], arch: str, path: Path) -> None:
+    """What `load` reads."""
+    sizes = {"classes": list(classes), "tune": model.tune, "arch": arch, "in_chans": model.encoder.in_chans}
+    torch.save({"model": model.state_dict(), **sizes}, path)
+
+
+def load(path: Path) -> tuple[SlideClassifier, list[str]]:
+    """A classifier in evaluation mode, and the names of its classes."""
+    said = torch.load(path, weights_only=True)
+    model = SlideClassifier(create_model(None, said["arch"], said["in_chans"]), len(said["classes"]), tune=said["tune"])
+    model.load_state_dict(said["model"])
+    return model.eval(), said["classes"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
-    parser.add_argument("--labels", type=Path, help="a .csv of the columns slide and label")
-    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
-    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
+    add_folder(parser)
+    parser.add_argument("--labels", type=Path, help="a .csv of the columns slide and label, and patient where they have several")
     parser.add_argument("--weights", help="a checkpoint; default: random weights")
     parser.add_argument("--arch", default="gigapath_slide_enc12l768d")
     parser.add_argument("--tune", choices=["head", "lora", "all"], default="lora")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--token-budget", type=int, default=2048, help="most tiles of slides in a pack")
+    parser.add_argument("--accumulate", type=int, default=1, help="packs in a step")
     parser.add_argument("--output", type=Path, help="where to write the classifier")
     options = parser.parse_args()
     if (options.folder is None) != (options.labels is None):
         parser.error("FOLDER and --labels come together")
     slides, classes = make_slides(128), ["left", "right"]
-    if options.folder is not None:
-        reading = Reading(options.coords, tile_size_level0=options.tile_size_level0)
-        slides, classes = read_slides(options.folder, options.labels, reading)
-    order = torch.randperm(len(slides), generator=torch.Generator().manual_seed(0)).tolist()
-    train, test = ([slides[i] for i in part] for part in (order[len(order) // 5 :], order[: len(order) // 5]))
-    encoder = create_model(options.weights, options.arch, slides[0].x.shape[1])
+    if options.tune == "lora" and find_spec("peft") is None:
+        parser.error("--tune lora needs peft, which is not installed: pip install peft, or --tune head")
+    if min(options.epochs, options.token_budget, options.accumulate) < 1:
+        parser.error("--epochs, --token-budget and --accumulate must be at least 1")
+    try:
+        if options.folder is not None:
+            slides, classes = read_slides(options.folder, options.labels, reading_of(options))
+        train, test = split(slides)
+        encoder = create_model(options.weights, options.arch, slides[0].x.shape[1])
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    counts = [[sum(slide.label == i for slide in part) for i in range(len(classes))] for part in (train, test)]
+    for name, trained, held_out in zip(classes, *counts):
+        print(f"{name}: {trained} slides to train on, {held_out} held out")
     model = SlideClassifier(encoder, len(classes), tune=options.tune).train()
-    print("losses", [round(loss, 3) for loss in fit(model, train, epochs=options.epochs)])
-    print(f"accuracy on {len(test)} slides that it has not seen", accuracy(model, test))
+    numbers = {"epochs": options.epochs, "token_budget": options.token_budget, "accumulate": options.accumulate}
+    print("losses", [round(loss, 3) for loss in fit(model, train, learning_rate=options.learning_rate, **numbers)])
+    guess = counts[1][counts[0].index(max(counts[0]))] / len(test)
+    print(
+        f"accuracy on {len(test)} slides that it has not seen {accuracy(model, test):.3f}; of the most frequent label {guess:.3f}"
+    )
     if options.output is not None:
-        torch.save({"model": model.state_dict(), "classes": classes, "tune": options.tune, "arch": options.arch}, options.output)
+        save(model, classes, options.arch, options.output)
 
 
 if __name__ == "__main__":

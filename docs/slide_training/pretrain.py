@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from docs.slide_training.data import Pack, Slide, make_smooth_slides, packs, read_slides
+from docs.slide_training.data import Pack, Slide, add_folder, make_smooth_slides, packs, read_slides, reading_of
 from flexdilated.hub.gigapath import LongNetViT, create_model
-from flexdilated.hub.slides import Reading
 
 
 class MaskedTiles(nn.Module):
@@ -35,6 +34,13 @@ class MaskedTiles(nn.Module):
         return (self.decoder(tokens[0, is_tile][hidden]) - pack.x[0, hidden]).square().mean()
 
 
+def hide(num_tiles: int, share: float, generator: torch.Generator) -> Tensor:
+    """Which tiles are hidden, `(N,)` bool: that share of them, and at least one, or there would be nothing to predict."""
+    hidden = torch.zeros(num_tiles, dtype=torch.bool)
+    hidden[torch.randperm(num_tiles, generator=generator)[: max(1, round(share * num_tiles))]] = True
+    return hidden
+
+
 def pretrain(
     model: MaskedTiles,
     slides: Sequence[Slide],
@@ -53,7 +59,7 @@ def pretrain(
         order = torch.randperm(len(slides), generator=generator).tolist()
         found = []
         for pack in packs([slides[i] for i in order], token_budget):
-            loss = model(pack, torch.rand(pack.x.shape[1], generator=generator) < hidden)
+            loss = model(pack, hide(pack.x.shape[1], hidden, generator))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -70,17 +76,18 @@ def save(encoder: LongNetViT, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
-    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
-    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
+    add_folder(parser)
     parser.add_argument("--arch", default="LongNet_3_layers_384_dim")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path("slide_encoder.pth"), help="read by create_model and encode-slides")
     options = parser.parse_args()
     slides = make_smooth_slides(64)
-    if options.folder is not None:
-        slides, _ = read_slides(options.folder, None, Reading(options.coords, tile_size_level0=options.tile_size_level0))
-    encoder = create_model(None, options.arch, slides[0].x.shape[1])
+    try:
+        if options.folder is not None:
+            slides, _ = read_slides(options.folder, None, reading_of(options))
+        encoder = create_model(None, options.arch, slides[0].x.shape[1])
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     losses = pretrain(MaskedTiles(encoder).train(), slides, epochs=options.epochs, learning_rate=5e-4, token_budget=4096)
     print("losses", [round(loss, 3) for loss in losses])
     save(encoder, options.output)

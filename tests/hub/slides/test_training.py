@@ -1,6 +1,8 @@
 """The scripts of docs/slide_training: the encoder learns what a mean of tiles cannot, and finds masked tiles."""
 
 import importlib.util
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,13 @@ from torch import nn
 
 from docs.slide_training import finetune as finetuning
 from docs.slide_training import pretrain as pretraining
-from docs.slide_training.data import IN_CHANS, make_slides, make_smooth_slides, packs, read_slides
+from docs.slide_training.data import IN_CHANS, Slide, make_slides, make_smooth_slides, packs, read_slides, split
 from docs.slide_training.finetune import SlideClassifier, accuracy, fit
-from docs.slide_training.pretrain import MaskedTiles, pretrain
+from docs.slide_training.pretrain import MaskedTiles, hide, pretrain
 from flexdilated import DilatedPattern
 from flexdilated.hub.gigapath import ARCHITECTURES, Architecture, LongNetViT, create_model
-from tests.hub.slides.tools import draw_tiles, write_trident
+from flexdilated.hub.slides import Reading
+from tests.hub.slides.tools import WRITERS, draw_tiles, write_trident
 
 SIDE = 6
 
@@ -54,6 +57,68 @@ def test_slides_are_read_with_their_labels_and_places(tmp_path: Path) -> None:
         read_slides(folder, tmp_path / "labels.csv")
 
 
+def test_a_slide_that_cannot_be_read_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_cohort(tmp_path)
+    (folder / "y" / "s1.h5").write_bytes(b"")
+    write_trident(folder, "x/s2", torch.full((11, 7), torch.nan), draw_tiles(11)[1])
+    write_trident(folder, "x/s4", torch.randn(11, 5), draw_tiles(11)[1])
+    slides, classes = read_slides(folder, tmp_path / "labels.csv")
+    assert classes == ["normal", "tumour"]
+    assert [len(slide.x) for slide in slides] == [23, 25]
+    err = capsys.readouterr().err
+    assert f"error: '{folder / 'y' / 's1.h5'}' is damaged or no whole .h5 file: " in err
+    assert f"error: '{folder / 'x' / 's2.h5'}' embeddings must be finite, got nan in tile 0" in err
+    assert f"error: '{folder / 'x' / 's4.h5'}' must have as wide embeddings as the first slide=7, got 5" in err
+
+
+def test_slides_of_two_sites_have_the_coordinates_of_their_own(tmp_path: Path) -> None:
+    """As `encode-slides` finds them: two slides of one name."""
+    for i, site in enumerate("xy"):
+        path = WRITERS["clam_pt"](tmp_path / site / "features", "a", *draw_tiles(53, seed=i))
+        for folder, source in (("slides", path), ("patches", tmp_path / site / "patches" / "a.h5")):
+            (tmp_path / folder / site).mkdir(parents=True)
+            source.rename(tmp_path / folder / site / source.name)
+    slides, _ = read_slides(tmp_path / "slides", reading=Reading(tmp_path / "patches"))
+    for i, slide in enumerate(slides):
+        assert torch.equal(slide.coords, draw_tiles(53, seed=i)[1] // 512 * 256)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name,label\nx/s0,a\n", "labels must have the columns slide and label, got name, label"),
+        ("", "labels must have the columns slide and label, got none"),
+        ("slide,label\nx/s0,a\nx/s0,b\n", "labels must have one label for each slide, got line 3 of 'x/s0'"),
+        ("slide,label\nx/s0,\n", "labels must have one label for each slide, got line 2 of 'x/s0'"),
+        ("slide,label\nx/s0\n", "labels must have one label for each slide, got line 2 of 'x/s0'"),
+    ],
+)
+def test_labels_that_are_none_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = write_cohort(tmp_path)
+    (tmp_path / "labels.csv").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_slides(folder, tmp_path / "labels.csv")
+
+
+def test_slides_of_one_patient_are_never_on_both_sides() -> None:
+    slides = [slide._replace(patient=f"p{i % 13}") for i, slide in enumerate(make_slides(100, side=SIDE))]
+    train, test = split(slides)
+    assert len(train) + len(test) == 100
+    assert not {slide.patient for slide in train} & {slide.patient for slide in test}
+    assert 20 <= len(test) < 20 + 8  # a patient has 7 or 8
+    assert [len(part) for part in split(slides[:2])] == [1, 1]
+    other: Sequence[Slide] = [slide._replace(patient="p") for slide in slides]
+    with pytest.raises(ValueError, match="slides must be of at least two patients, to train on one and hold out the other, got 1"):
+        split(other)
+
+
+def test_a_table_of_excel_with_patients_is_read(tmp_path: Path) -> None:
+    folder = write_cohort(tmp_path)
+    (tmp_path / "labels.csv").write_text("slide,label,patient\nx/s0,a,p\nx/s2,b,p\nx/s4,b,\n", encoding="utf-8-sig")
+    slides, classes = read_slides(folder, tmp_path / "labels.csv")
+    assert [(classes[slide.label], slide.patient) for slide in slides] == [("a", "p"), ("b", "p"), ("b", "x/s4")]
+
+
 def test_the_scripts_take_a_cohort_and_what_they_write_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,12 +134,21 @@ def test_the_scripts_take_a_cohort_and_what_they_write_is_read(
         "sys.argv", ["finetune", str(folder), labels, f"--weights={weights}", "--tune=head", f"--output={classifier}", *fixed]
     )
     finetuning.main()
-    assert "accuracy on 1 slides that it has not seen" in capsys.readouterr().out
-    said = torch.load(classifier)
-    assert said["classes"] == ["normal", "tumour"]
-    model = SlideClassifier(create_model(None, said["arch"], 7), 2, tune=said["tune"])
-    model.load_state_dict(said["model"])
+    printed = capsys.readouterr().out
+    assert "accuracy on 1 slides that it has not seen" in printed
+    assert re.findall(r"(\w+): (\d) slides to train on, (\d) held out", printed)[0][0] == "normal"
+    model, classes = finetuning.load(classifier)
+    assert (classes, model.training) == (["normal", "tumour"], False)
     assert all(torch.equal(a, b) for a, b in zip(model.encoder.parameters(), found.parameters()))
+    for options, message in (
+        (["--epochs=0"], "--epochs, --token-budget and --accumulate must be at least 1"),
+        ([f"--labels={classifier.with_name('none.csv')}"], "No such file or directory"),
+        (["--magnification=40"], "no slide of '"),
+    ):
+        monkeypatch.setattr("sys.argv", ["finetune", str(folder), labels, "--tune=head", *fixed, *options])
+        with pytest.raises(SystemExit, match="2"):
+            finetuning.main()
+        assert message in capsys.readouterr().err
 
 
 def test_pretraining_under_another_pattern_loads_under_that_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +242,31 @@ def test_adapters_alone_are_trained() -> None:
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
     assert changed
     assert all("lora" in name or name.startswith("head") for name in changed)
+
+
+def test_hidden_tiles_do_not_see_themselves() -> None:
+    """What is hidden is in the target alone: another embedding of a hidden tile moves no prediction."""
+    slides = make_smooth_slides(3, side=SIDE)
+    (pack,) = packs(slides, 10_000)
+    hidden = hide(pack.x.shape[1], 0.5, torch.Generator().manual_seed(1))
+    model = MaskedTiles(encoder(LONG)).eval()
+    nn.init.normal_(model.mask_token)
+    found: list[torch.Tensor] = []
+    model.decoder.register_forward_hook(lambda module, args, out: found.append(out))
+    for x in (pack.x, torch.where(hidden[None, :, None], torch.randn_like(pack.x), pack.x)):
+        model(pack._replace(x=x), hidden)
+    assert found[0].shape == (int(hidden.sum()), IN_CHANS)
+    assert torch.equal(*found)
+
+
+def test_a_pack_of_one_tile_has_a_hidden_one() -> None:
+    """A mean over none is NaN, and so would be every weight after one step."""
+    generator = torch.Generator().manual_seed(0)
+    assert [int(hide(count, 0.3, generator).sum()) for count in (1, 2, 10, 100)] == [1, 1, 3, 30]
+    model = MaskedTiles(encoder(LONG)).train()
+    slides = [slide._replace(x=slide.x[:1], coords=slide.coords[:1]) for slide in make_smooth_slides(9, side=SIDE)]
+    assert all(loss < 100 for loss in pretrain(model, slides, epochs=2, learning_rate=1e-3, token_budget=1))
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def test_pretraining_finds_hidden_tiles_better_than_their_mean() -> None:
