@@ -76,10 +76,11 @@ def attention_map(
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
     from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
+    from flexdilated.distributed.telling import telling
 
     sums = Sums(mesh)
     call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
-    with sums.told():
+    with telling(mesh):
         _check(q, k, call)
         lengths = sums.lengths(q, shard_lengths)
         positions = _positions(queries, sum(lengths))

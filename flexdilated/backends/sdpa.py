@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disabled, unmodified
+from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disabled, unmodified, with_positive_scale
 from flexdilated.backends.math import MATH
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.request import Request
 
 aten = torch.ops.aten
@@ -21,6 +22,34 @@ def why_not(request: Request) -> str | None:
     if any(reason is None for _, reason in reasons):
         return None
     return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention under any mask, with its lse: what `scaled_dot_product_attention` computes and does not give.
+
+    On a CPU by the kernel above, elsewhere by plain operations. No gradient.
+
+    Args:
+        q: `(batch, heads, queries, D)`.
+        k: `(batch, heads, keys, D)`.
+        v: As k.
+        mask: `(batch, heads, queries, keys)` bool: whether a query sees a key.
+        scale: Multiplies the scores.
+
+    Returns:
+        `out` in the dtype of q and `lse` `(batch, heads, queries)`; 0 and -inf for a query that sees no key.
+    """
+    q, options, _ = with_positive_scale(q, Options(is_causal=False, scale=scale))
+    sees = mask.any(-1, keepdim=True)
+    mask = mask | ~sees  # kernels disagree on a row without a key: let it see everything, and drop what it gives
+    if q.device.type == "cpu" and disabled("flash_sdp_enabled") is None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=options.scale)
+    else:
+        wide = accumulated(q.dtype)
+        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2) * options.scale).masked_fill(~mask, -math.inf)
+        out, lse = (torch.softmax(scores, dim=-1) @ v.to(wide)).to(q.dtype), torch.logsumexp(scores, dim=-1)
+    return out.masked_fill(~sees, 0.0), lse.masked_fill(~sees[..., 0], -math.inf)
 
 
 def _cpu_flash_why_not(request: Request) -> str | None:

@@ -6,18 +6,33 @@ Causal decoding in memory that does not grow with the context.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexdilated.attention import attend
-from flexdilated.backends import BACKENDS
-from flexdilated.backends.hardware import holds_values, without_autocast
-from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import DTYPES, Call, check_dense, check_scale
+from flexdilated.backends.hardware import without_autocast
+from flexdilated.call import DTYPES, Call, check_scale
+from flexdilated.decode.arguments import (
+    Sizes,
+    cache_refusal,
+    check_heads,
+    check_lengths,
+    check_new,
+    check_sizes,
+    checked_indices,
+    checked_length,
+)
 from flexdilated.decode.store import BLOCK, Overwritten, Store, Tokens, marked
-from flexdilated.pattern import DilatedPattern, is_integer
+from flexdilated.distributed.telling import tells_others
+from flexdilated.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexdilated.decode.ranks import Ranks
 
 
 class Past(NamedTuple):
@@ -41,6 +56,11 @@ class DilatedKVCache:
     other output changes. Keys and values are attended to in the dtype of the cache, whatever autocast says.
 
     Positions live in tensors: under `torch.compile(fullgraph=True)` a step of one size compiles once. For inference: no gradients.
+
+    With `mesh` the rows are dealt over its ranks, whatever positions they hold: row `j` of a branch lies on rank `j % P`, so each
+    holds `sum_i ceil(ceil(w_i / r_i) / P)` rows per head. A prompt may be given in shards. What follows is given to every rank
+    alike; each attends to the rows that it holds, and one small all-gather merges the parts by their log-sum-exp, so every rank
+    gets the same bits. All ranks make the same calls, of every method.
     Source: LongNet, arXiv 2307.02486, section 2; the mixture as one softmax over the multiset union of the branches' keys.
 
     Args:
@@ -53,10 +73,12 @@ class DilatedKVCache:
         total_kv_heads: Key/value heads of the whole model, by which heads find their offsets. Default: all are held here.
         dtype: Of keys and values. Default: torch's default dtype.
         device: Where they lie.
+        mesh: A 1-D `DeviceMesh` over whose ranks rows are dealt. Default: this process holds all.
+        exchange: With `mesh`: how rows travel in the attention of a prompt in shards, as in `flexdilated.dilated_attention`.
 
     Raises:
-        ValueError: If a size is below 1, or the pattern has more groups of heads than there are heads.
-        TypeError: If the pattern, a size or the dtype has the wrong type.
+        ValueError: If a size is below 1, the pattern has more groups of heads than there are heads, or the mesh does not fit.
+        TypeError: If the pattern, a size, the dtype or the mesh has the wrong type.
         NotImplementedError: If the pattern has torchscale's shifted positions, where an output depends on the sequence's end.
     """
 
@@ -72,23 +94,14 @@ class DilatedKVCache:
         total_kv_heads: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
+        exchange: str = "auto",
     ) -> None:
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, value in (sizes if max_length is None else sizes | {"max_length": max_length}).items():
-            if not is_integer(value):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_sizes({"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": max_length})
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
-        for name, value in (("first_head", first_head), ("total_kv_heads", total)):
-            if not is_integer(value):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        if not 0 <= first_head <= total - num_kv_heads:
-            raise ValueError(
-                f"first_head must leave room for num_kv_heads={num_kv_heads} of total_kv_heads={total} heads, got {first_head}"
-            )
+        check_heads(first_head, num_kv_heads, total)
         pattern.check_heads(total)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
@@ -102,6 +115,10 @@ class DilatedKVCache:
         self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite
         self._past: list[Past] = []
         self._is_empty = True
+        if mesh is None and exchange != "auto":
+            raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
+        self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
+        rank, num_ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         branches = range(len(pattern.branches))
         runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
         with torch.inference_mode(False):  # what is allocated inside could not be written to outside
@@ -109,7 +126,21 @@ class DilatedKVCache:
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
             held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
-            self._stores = tuple(Store(pattern, branches, heads, total, max_length, like) for branches in held)
+            self._stores = tuple(Store(pattern, branches, heads, total, max_length, like, rank, num_ranks) for branches in held)
+        if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
+            raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
+
+    def _ranks_of(self, mesh: DeviceMesh, exchange: str) -> Ranks:
+        from flexdilated.decode.ranks import Ranks  # one process needs no torch.distributed
+
+        names = ("max_length", "num_kv_heads", "head_dim", "first_head", "total_kv_heads")
+        described = {name: getattr(self, name) for name in names} | {"pattern": self.pattern.to_dict(), "dtype": str(self.dtype)}
+        return Ranks(mesh, exchange, described)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks over which rows are dealt."""
+        return None if self._ranks is None else self._ranks.mesh
 
     @property
     def lengths(self) -> Tensor:
@@ -123,20 +154,45 @@ class DilatedKVCache:
 
     @property
     def rows_per_head(self) -> tuple[int, ...]:
-        """The rows allocated for each key/value head."""
+        """The rows allocated for each key/value head, on this rank."""
         return tuple(sum(store.rows) for store in self._stores for _ in store.heads)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values allocated."""
+        """Bytes of the keys and values allocated, on this rank."""
         return sum(store.k.nbytes + store.v.nbytes for store in self._stores)
 
-    def new_positions(self, num_tokens: int) -> Tensor:
-        """`(B, T)` int64: the positions of the next `num_tokens` tokens of each sequence."""
-        return self._lengths[:, None] + torch.arange(num_tokens, device=self.device)
+    def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
+        """`(B, T)` int64: the positions of the next `num_tokens` tokens of each sequence, or of those in this rank's shard.
 
+        Raises:
+            ValueError: If `shard_lengths` do not fit, or come without mesh.
+            TypeError: If a length is no integer.
+        """
+        shards = self._shards(num_tokens, shard_lengths)
+        start = 0 if shards is None or self._ranks is None else sum(shards[: self._ranks.rank])
+        return self._lengths[:, None] + torch.arange(start, start + num_tokens, device=self.device)
+
+    def _shards(self, num_tokens: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...] | None:
+        """The shard lengths of all ranks; None where every rank is given the same."""
+        if shard_lengths is None:
+            return None
+        if self._ranks is None:
+            raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
+        lengths = self._ranks.lengths(num_tokens, shard_lengths)
+        return lengths if self._ranks.size > 1 else None
+
+    @tells_others
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor | None = None, scale: float | None = None, backend: str = "auto"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        scale: float | None = None,
+        backend: str = "auto",
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """The causal attention of the next tokens of each sequence, whose keys and values are then stored.
 
@@ -152,46 +208,40 @@ class DilatedKVCache:
             scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
             backend: Engine for the first chunk of an empty cache, if longer than one token; later chunks use
                 `scaled_dot_product_attention`.
+            shard_lengths: With a mesh: q, k and v are this rank's contiguous shard of the new tokens, of so many on each rank, 0
+                allowed; T, in `lengths` too, is their sum. The first chunk of an empty cache is read as `dilated_attention` over
+                the mesh reads it, in no more memory; a later one is gathered on every rank. Default: every rank is given all T.
 
         Returns:
-            `out` `(B, T, H, D)` in the dtype of q.
+            `out` `(B, T, H, D)` in the dtype of q; with `shard_lengths` of this rank's shard.
 
         Raises:
-            ValueError: If a shape, a device, the scale or the name of the backend is wrong.
+            ValueError: If a shape, a device, the scale or the name of the backend is wrong; if ranks make different calls.
             TypeError: If a dtype is wrong.
-            NotImplementedError: If a gradient is asked for.
+            NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         scale = check_scale(scale, self.dtype)
-        self._check(q, k, v, lengths)
-        if backend != "auto" and backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
+        sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype, self.device)
+        check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
+        shards = self._shards(q.shape[1], shard_lengths)
+        check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache
-            return self._attend(q, k, v, lengths, scale, backend)
+            if shards is None:
+                return self._attend(q, k, v, lengths, scale, backend)
+            return self._attend_shards(q, k, v, lengths, scale, backend, shards)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float | None, backend: str) -> Tensor:
-        num_tokens = q.shape[1]
-        added = torch.full_like(self._lengths, num_tokens) if lengths is None else lengths
-        if self.max_length is not None:
-            torch._assert_async(
-                (self._lengths + added <= self.max_length).all(), f"lengths must stay within max_length={self.max_length}"
-            )
-        is_real = None
-        if lengths is not None:
-            is_real = torch.arange(num_tokens, device=q.device) < lengths[:, None]  # (B, T)
-            k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
-        new = marked(k, v)
+        new, added, is_real = self._new(k, v, lengths)
         past = self._state_before(new, added) if self.records_past else None
         if past is None and self._past:
             self._past.clear()  # what it knows is no longer what came last
-        if num_tokens == 1:
+        if q.shape[1] == 1:
             out = self._attend_one(q, new, added, scale)
         elif self._is_empty:
-            call = Call(self.pattern, True, scale, backend=backend, first_head=self.first_head, num_heads=self.total_kv_heads)
-            out = attend(q, new.k, new.v, call)[0]
+            out = attend(q, new.k, new.v, self._call(scale, backend))[0]
             if not new.is_plain:
-                sees_mark = torch.cat([store.first_marks(new) for store in self._stores], dim=1)  # (B, Hkv, T)
-                out = out.masked_fill(sees_mark.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None], math.nan)
+                out = self._with_marks(out, new.is_marked)
             self._store(new, added)
         else:
             out = self._attend_blocks(q, new, added, scale)
@@ -199,6 +249,66 @@ class DilatedKVCache:
         if past is not None:
             self._past.append(past)
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
+
+    def _attend_shards(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        scale: float | None,
+        backend: str,
+        shards: tuple[int, ...],
+    ) -> Tensor:
+        """Tokens in shards, one on each rank."""
+        ranks, here = self._ranks, q.shape[1]
+        assert ranks is not None
+        start = sum(shards[: ranks.rank])
+        if self.records_past:
+            raise NotImplementedError("records_past must be False with shard_lengths, got True: set it after the prompt")
+        if not torch.compiler.is_compiling():
+            ranks.agree(q, scale, shards)
+        if not self._is_empty:
+            q, k, v = (ranks.whole(x, shards) for x in (q, k, v))
+            return self._attend(q, k, v, lengths, scale, backend)[:, start : start + here]
+        if torch.compiler.is_compiling():  # rows are dealt by where they are found
+            return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, scale, backend, shards)
+        new, added, is_real = self._new(k, v, lengths, start, sum(shards))
+        out = ranks.attend(q, new.k, new.v, self._call(scale, backend)._replace(shard_lengths=shards))
+        marks = ranks.marks(new, shards)
+        if marks is not None:
+            out = self._with_marks(out, marks, start)
+        ranks.deal(self._stores, new, added, shards)
+        self._lengths += added
+        self._is_empty = False
+        self._past.clear()
+        return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
+
+    def _new(
+        self, k: Tensor, v: Tensor, lengths: Tensor | None, start: int = 0, num_tokens: int | None = None
+    ) -> tuple[Tokens, Tensor, Tensor | None]:
+        """New tokens, from the `start`-th of `num_tokens` on; `(B,)`, how many a sequence has; `(B, T)`, which are no padding."""
+        num_tokens = k.shape[1] if num_tokens is None else num_tokens
+        added = torch.full_like(self._lengths, num_tokens) if lengths is None else lengths
+        if self.max_length is not None:
+            torch._assert_async(
+                (self._lengths + added <= self.max_length).all(), f"lengths must stay within max_length={self.max_length}"
+            )
+        if lengths is None:
+            return marked(k, v), added, None
+        is_real = torch.arange(start, start + k.shape[1], device=k.device) < lengths[:, None]
+        k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
+        return marked(k, v), added, is_real
+
+    def _call(self, scale: float | None, backend: str) -> Call:
+        """Of the first tokens of all sequences."""
+        return Call(self.pattern, True, scale, backend=backend, first_head=self.first_head, num_heads=self.total_kv_heads)
+
+    def _with_marks(self, out: Tensor, is_marked: Tensor, start: int = 0) -> Tensor:
+        """The outputs of the first tokens, from the `start`-th on: NaN where they see a mark `(B, N, Hkv)`."""
+        sees_mark = torch.cat([store.first_marks(is_marked) for store in self._stores], dim=1)  # (B, Hkv, N)
+        group, here = out.shape[2] // self.num_kv_heads, slice(start, start + out.shape[1])
+        return out.masked_fill(sees_mark[..., here].transpose(1, 2).repeat_interleave(group, 2)[..., None], math.nan)
 
     def _state_before(self, new: Tokens, added: Tensor) -> Past:
         if torch.compiler.is_compiling():
@@ -213,8 +323,15 @@ class DilatedKVCache:
             store.put(new, positions[:, 0], added > 0)
         # Where nothing was added the output is padding, whatever is seen.
         parts = [store.attend(q, positions, self._lengths + added, scale) for store in self._stores]
+        out = self._merged(torch.cat(parts, dim=2), scale)
         self._lengths += added  # last: what a kernel refuses has not been seen
-        return torch.cat(parts, dim=2)
+        return out
+
+    def _merged(self, parts: Tensor, scale: float | None) -> Tensor:
+        """The outputs, of which each rank has a part where rows are dealt."""
+        if self._ranks is None or self._ranks.size == 1:
+            return parts
+        return self._ranks.merged(parts, self._lengths, scale).to(self.dtype)
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
@@ -222,7 +339,8 @@ class DilatedKVCache:
         for start in range(0, q.shape[1], BLOCK):
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
-            outs.append(torch.cat([store.attend(q_b, positions, self._lengths, scale, new_b) for store in self._stores], dim=2))
+            parts = [store.attend(q_b, positions, self._lengths, scale, new_b) for store in self._stores]
+            outs.append(self._merged(torch.cat(parts, dim=2), scale))
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 
@@ -243,7 +361,7 @@ class DilatedKVCache:
         """
         if isinstance(indices, Tensor) and indices.dtype == torch.int64 and indices.shape != (self.batch_size,):
             raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
-        indices = self._checked(indices)
+        indices = checked_indices(indices, self._lengths)
         tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
         for x in tensors:
             x.copy_(x.index_select(0, indices))
@@ -263,23 +381,13 @@ class DilatedKVCache:
         """
         if isinstance(indices, Tensor) and (indices.dim() != 1 or indices.shape[0] < 1):
             raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
-        indices = self._checked(indices)
+        indices = checked_indices(indices, self._lengths)
         with torch.inference_mode(False):
             self._lengths = self._lengths.index_select(0, indices)
             for store in self._stores:
                 store.select(indices)
         self.batch_size = indices.shape[0]
         self._past.clear()
-
-    def _checked(self, indices: Tensor) -> Tensor:
-        """Indices of sequences, on the cache's device."""
-        if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
-            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-            raise TypeError(f"indices must be int64, got {got}")
-        reads = not torch.compiler.is_compiling() and holds_values(indices)
-        if reads and not bool(((indices >= 0) & (indices < self.batch_size)).all()):
-            raise ValueError(f"indices must be in [0, B={self.batch_size}), got {indices.tolist()}")
-        return indices.to(self.device)
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
@@ -297,23 +405,10 @@ class DilatedKVCache:
             TypeError: If it is no integer.
             NotImplementedError: If the cache holds no values, as on the meta device.
         """
-        if not holds_values(self._lengths) or (isinstance(length, Tensor) and not holds_values(length)):
-            raise NotImplementedError("length must be that of a cache with values, got a meta or fake tensor: its end is read")
-        if isinstance(length, Tensor):
-            if length.is_floating_point() or length.is_complex() or length.dtype == torch.bool:
-                raise TypeError(f"length must hold integers, got {length.dtype}")
-            if length.shape != (self.batch_size,):
-                raise ValueError(f"length must have shape (B,)=({self.batch_size},), got {tuple(length.shape)}")
-            wanted = length.tolist()
-        else:
-            if not is_integer(length):
-                raise TypeError(f"length must be an integer or a tensor, got {length!r}")
-            wanted = [length] * self.batch_size
+        wanted = checked_length(length, self._lengths)
         lengths = self._lengths.tolist()
-        if min(wanted) < 0:
-            raise ValueError(f"length must be at least 0, got {min(wanted)}")
-        refusals = [self._why_lost(b, new, old) for b, (new, old) in enumerate(zip(wanted, lengths)) if new < old]
-        refusal = next(filter(None, refusals), None)
+        cuts = [(b, new, old) for b, (new, old) in enumerate(zip(wanted, lengths)) if new < old]
+        refusal = next(filter(None, (store.why_lost(*cut) for cut in cuts for store in self._stores)), None)
         kept = torch.minimum(self._lengths, torch.tensor(wanted, device=self.device))
         if refusal is not None:
             if not self._past or bool((kept < self._past[0].lengths).any()):
@@ -340,17 +435,6 @@ class DilatedKVCache:
         for past in self._past:
             self._store(past.new, (kept - self._lengths).clamp(min=0).minimum(past.added))
 
-    def _why_lost(self, sequence: int, new: int, old: int) -> str | None:
-        """Why a sequence cannot be cut to `new` tokens by its stored rows alone; None if it can."""
-        for store in self._stores:
-            for (w, _), held in zip(store.branches, store.held[sequence].tolist()):
-                if new % w and held != new // w:
-                    return (
-                        f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
-                        f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
-                    )
-        return None
-
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
         self._lengths.zero_()
@@ -360,59 +444,3 @@ class DilatedKVCache:
             store.held.fill_(-1)
         self._past.clear()
         self._is_empty = True
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_dense(name, x, nested="pad the sequences and give their lengths")
-            if type(x).__name__ == "DTensor":
-                raise NotImplementedError(
-                    f"{name} must be a plain tensor, got a DTensor; a cache holds one rank's heads: use to_local()"
-                )
-            if x.dim() != 4:
-                raise ValueError(f"{name} must have shape (B, T, H, D), got {tuple(x.shape)}")
-            if (x.shape[0], x.shape[3]) != (self.batch_size, self.head_dim):
-                raise ValueError(f"{name} must match the cache in B and D={(self.batch_size, self.head_dim)}, got {tuple(x.shape)}")
-            if x.dtype != self.dtype:
-                raise TypeError(f"{name} must have the dtype of the cache={self.dtype}, got {x.dtype}")
-            if x.device != self.device:
-                raise ValueError(f"{name} must be on the device of the cache={self.device}, got {x.device}")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(f"{name} must not require a gradient: the cache is for inference; use torch.no_grad()")
-        if is_transformed(q, k, v):
-            raise NotImplementedError(
-                "q, k and v must come without torch.func and forward-mode differentiation, got a call under one: the cache is for "
-                "inference; use dilated_attention"
-            )
-        if q.shape[1] < 1:
-            raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
-        if q.shape[2] < 1 or q.shape[2] % self.num_kv_heads:
-            raise ValueError(f"q must have a multiple of num_kv_heads={self.num_kv_heads} heads, got {q.shape[2]}")
-        for name, x in (("k", k), ("v", v)):
-            if (x.shape[1], x.shape[2]) != (q.shape[1], self.num_kv_heads):
-                raise ValueError(f"{name} must have T={q.shape[1]} tokens of {self.num_kv_heads} heads, got {tuple(x.shape)}")
-        if lengths is None:
-            return
-        if not isinstance(lengths, Tensor):
-            raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
-        if lengths.dtype != torch.int64:
-            raise TypeError(f"lengths must be int64, got {lengths.dtype}")
-        if lengths.shape != (self.batch_size,):
-            raise ValueError(f"lengths must have shape (B,)=({self.batch_size},), got {tuple(lengths.shape)}")
-        if lengths.device != self.device:
-            raise ValueError(f"lengths must be on the device of the cache={self.device}, got {lengths.device}")
-        inside = (lengths >= 0) & (lengths <= q.shape[1])
-        if lengths.device.type != "cpu" or torch.compiler.is_compiling():  # to read it would wait for the device at every step
-            torch._assert_async(inside.all(), f"lengths must be in [0, T={q.shape[1]}]")
-        elif holds_values(lengths) and not bool(inside.all()):
-            raise ValueError(f"lengths must be in [0, T={q.shape[1]}], got {lengths.tolist()}")
-
-
-def cache_refusal(pattern: DilatedPattern, max_length: int | None) -> str | None:
-    """Why a causal pattern cannot be decoded token by token; None if it can."""
-    for w, r in pattern.branches:
-        if pattern.zero_padding and w % r and (max_length is None or max_length > w):
-            return (
-                f"pattern must not shift positions in decoding, got zero_padding=True and dilation rate {r} of segment length {w}; "
-                "use rates that divide their segments, or zero_padding=False"
-            )
-    return None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.backends.hardware import holds_values
+from flexdilated.backends.sdpa import attend_masked
 from flexdilated.pattern import DilatedPattern, num_kept
 
 # Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
@@ -59,6 +60,9 @@ class Store:
 
     `k`, `v` `(B, heads, sum of rows, D)`: the branches one after another, finite. `is_marked` `(B, heads, sum of rows, 1)`: which
     were not. `held` `(B, branches)`: the number of the segment that each branch holds, -1 before the first token.
+
+    Over several ranks row `j` of a branch lies on rank `j % num_ranks`, as its row `j // num_ranks`: whatever the positions, every
+    rank holds as many, and a segment that fills up fills all ranks alike. All of them know `held`.
     """
 
     def __init__(
@@ -69,18 +73,21 @@ class Store:
         num_heads: int,
         max_length: int | None,
         like: Tensor,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Of those of `heads` that run the branches, of `num_heads` in the model, and sequences of at most `max_length` tokens.
 
         `like` `(B, ..., D)` has the batch size, head dim, dtype and device. `self.heads` are counted from the first of `heads`.
         """
+        self.rank, self.num_ranks = rank, num_ranks
         device, batch_size, head_dim = like.device, like.shape[0], like.shape[-1]
         of_model = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
         first = of_model[0] - heads.start
         self.num_kv_heads, self.heads = len(heads), range(first, first + len(of_model))
         self.branches = [pattern.branches[i] for i in branches]
         longest = math.inf if max_length is None else max_length
-        self.rows = [num_kept(int(min(w, longest)), r, 0) for w, r in self.branches]
+        self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
         shape = (batch_size, len(self.heads), sum(self.rows), head_dim)
         self.k, self.v = (torch.zeros(shape, dtype=like.dtype, device=device) for _ in range(2))
@@ -97,9 +104,15 @@ class Store:
                 [rows - 1 for rows in self.rows],
             )
         )
-        # Where each row lies in its segment, per head.
-        self.places = [
-            torch.arange(rows, device=device) * r + self.offsets[:, i, None]  # (heads, rows)
+        self.places = self._places(rank)
+
+    def _places(self, rank: int) -> list[Tensor]:
+        """Where each row of a rank lies in its segment, per branch: `(heads, rows)`.
+
+        Where the rows do not divide, the last one of some ranks lies behind every segment, or behind `max_length`: no token comes.
+        """
+        return [
+            (torch.arange(rows, device=self.offsets.device) * self.num_ranks + rank) * r + self.offsets[:, i, None]
             for i, ((_, r), rows) in enumerate(zip(self.branches, self.rows))
         ]
 
@@ -125,6 +138,9 @@ class Store:
 
         Stored rows below position `lengths` `(B,)`, and the queries' own tokens where they are not stored yet. Those stand once per
         branch, so that each counts as often as branches join the pair.
+
+        Over several ranks, of which each sees the stored rows and the new tokens that are its own: the part of one, and its lse
+        behind the last element, `(B, T, heads * group, D + 1)`.
         """
         batch, num_tokens = positions.shape
         keeps = self.keeps(positions)
@@ -136,34 +152,40 @@ class Store:
         masks = [places[:, None] < limits[..., i, None] for i, places in enumerate(self.places)]  # (B, heads, T, rows)
         k, v, is_marked = self.rows_held
         if new is not None:
-            at_or_before = positions[:, None, :] <= positions[:, :, None]  # (B, T, T)
+            own = slice(self.rank, None, self.num_ranks)
+            at_or_before = positions[:, None, own] <= positions[:, :, None]  # (B, T, own)
             for i in range(len(self.branches)):
-                together = at_or_before & (segments[:, None, :, i] == segments[:, :, None, i])
-                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, :, i])
+                together = at_or_before & (segments[:, None, own, i] == segments[:, :, None, i])
+                masks.append(together[:, None] & keeps[..., i, None] & keeps[:, :, None, own, i])
             k, v, is_marked = (
-                torch.cat([x, *[y] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
+                torch.cat([x, *[y[:, :, own]] * len(self.branches)], dim=2) for x, y in zip(self.rows_held, self._own_rows(new))
             )
-        reached = keeps.any(-1, keepdim=True)  # a kept token sees itself
         mask = torch.cat(masks, dim=-1)
         sees_mark = (mask & is_marked[..., 0][:, :, None]).any(-1)  # (B, heads, T)
-        # Kernels disagree on a row without a key: let it see everything, and drop what it gives.
-        mask = mask | ~reached
+        reached = keeps.any(-1, keepdim=True)  # a kept token sees itself
+        if self.num_ranks == 1:
+            # Kernels disagree on a row without a key: let it see everything, and drop what it gives.
+            mask = mask | ~reached
         k_heads = k.shape[1]
         q = q.unflatten(2, (self.num_kv_heads, -1))[:, :, self.heads.start : self.heads.stop]  # (B, T, heads, group, D)
         group, head_dim = q.shape[3:]
         # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D)
-        out = out.masked_fill(~reached[:, :, None], 0.0).masked_fill(sees_mark[:, :, None, :, None], math.nan)
+        if self.num_ranks == 1:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            out = out.unflatten(2, (group, num_tokens)).masked_fill(~reached[:, :, None], 0.0)  # (B, heads, group, T, D)
+        else:
+            out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if scale is None else scale)
+            out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1).unflatten(2, (group, num_tokens))
+        out = out.masked_fill(sees_mark[:, :, None, :, None], math.nan)
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def first_marks(self, new: Tokens) -> Tensor:
-        """`(B, heads, T)`: which of the first tokens of all sequences see a mark, their own or an earlier one's."""
-        positions = torch.arange(new.k.shape[1], device=self.held.device)
+    def first_marks(self, is_marked: Tensor) -> Tensor:
+        """`(B, heads, T)`: which of the first tokens of all sequences see a mark `(B, T, Hkv)`, their own or an earlier one's."""
+        positions = torch.arange(is_marked.shape[1], device=self.held.device)
         keeps = self.keeps(positions[None])  # (1, heads, T, branches)
-        is_marked = self._own_rows(new)[2][..., 0]
+        is_marked = is_marked[:, :, self.heads.start : self.heads.stop].transpose(1, 2)
         sees = torch.zeros_like(is_marked)
         for i, (w, _) in enumerate(self.branches):
             counts = F.pad((is_marked & keeps[..., i]).cumsum(-1), (1, 0))  # (B, heads, T + 1): marks before each token
@@ -174,9 +196,10 @@ class Store:
     def put(self, new: Tokens, positions: Tensor, is_new: Tensor) -> None:
         """Store one token per sequence, at `positions` `(B,)`, where `is_new` `(B,)`."""
         keeps = self.keeps(positions[:, None])[:, :, 0] & is_new[:, None, None]  # (B, heads, branches)
-        # A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
-        rows = (positions[:, None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
-        index = rows[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])  # (B, heads, branches, D)
+        rows = positions[:, None] % self.lengths_of_segments // self.rates  # (B, branches)
+        if self.num_ranks > 1:
+            keeps = keeps & (rows % self.num_ranks == self.rank)[:, None]
+        index = self._index(rows)[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])  # (B, heads, branches, D)
         for stored, x in zip(self.rows_held, self._own_rows(new)):
             at = index[..., : x.shape[3]]
             stored.scatter_(2, at, torch.where(keeps[..., None], x, stored.gather(2, at)))
@@ -201,11 +224,41 @@ class Store:
         """The rows that tokens at `positions` `(B, T)` may take, as they are now."""
         if positions.shape[1] * len(self.branches) >= sum(self.rows):
             return Overwritten(None, tuple(x.clone() for x in self.rows_held), self.held.clone())
-        rows = (positions[..., None] % self.lengths_of_segments // self.rates).clamp(max=self.last_rows) + self.first_rows
-        index = rows.flatten(1)[:, None, :, None].expand(-1, self.k.shape[1], -1, 1)
+        rows = positions[..., None] % self.lengths_of_segments // self.rates  # (B, T, branches)
+        index = self._index(rows).flatten(1)[:, None, :, None].expand(-1, self.k.shape[1], -1, 1)
         return Overwritten(
             index, tuple(x.gather(2, index.expand(*index.shape[:3], x.shape[3])) for x in self.rows_held), self.held.clone()
         )
+
+    def _index(self, rows: Tensor) -> Tensor:
+        """Where rows `(..., branches)` of all ranks lie among those held; those of other ranks have the places of their neighbours.
+
+        A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
+        """
+        return (rows // self.num_ranks).clamp(max=self.last_rows) + self.first_rows
+
+    def last_positions(self, rank: int, end: Tensor) -> Tensor:
+        """`(B, heads, sum of rows)`: the position that each row of a rank holds after the first `end` `(B,)` tokens, or -1."""
+        segments = (end[:, None] - 1).clamp(min=0) // self.lengths_of_segments  # (B, branches)
+        parts = [segments[:, i, None, None] * self.lengths_of_segments[i] + places for i, places in enumerate(self._places(rank))]
+        positions = torch.cat(parts, dim=-1)
+        return torch.where(positions < end[:, None, None], positions, -1)
+
+    def taken(self, new: Tokens, at: Tensor) -> Tensor:
+        """`(E, 2 D + 1)`: keys, values and marks of the new tokens `at` `(B, heads, rows)`, in that order, none where below 0."""
+        b, head, row = (at >= 0).nonzero(as_tuple=True)
+        k, v, is_marked = (x[b, head, at[b, head, row]] for x in self._own_rows(new))
+        return torch.cat([k, v, is_marked.to(k.dtype)], dim=1)
+
+    def place(self, taken: Tensor, at: Tensor) -> None:
+        """Store what `taken` gave, where `at` `(B, heads, sum of rows)` is not below 0."""
+        dim = self.k.shape[3]
+        for stored, x in zip(self.rows_held, (taken[:, :dim], taken[:, dim : 2 * dim], taken[:, 2 * dim :] > 0)):
+            stored[at >= 0] = x
+
+    def hold(self, end: Tensor) -> None:
+        """Say that what is stored is of the segments of the last of `end` `(B,)` tokens."""
+        self.held.copy_(torch.where(end[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held))
 
     def put_back(self, overwritten: Overwritten) -> None:
         """Store what `overwritten` gave."""
@@ -216,6 +269,16 @@ class Store:
             else:
                 stored.scatter_(2, index.expand(*index.shape[:3], x.shape[3]), x)
         self.held.copy_(overwritten.held)
+
+    def why_lost(self, sequence: int, new: int, old: int) -> str | None:
+        """Why a sequence of `old` tokens cannot be cut to `new` by what is stored alone; None if it can."""
+        for (w, _), held in zip(self.branches, self.held[sequence].tolist()):
+            if new % w and held != new // w:
+                return (
+                    f"length must end in the segment that is stored, or where one begins, got {new} of {old} tokens in "
+                    f"sequence {sequence}: segment {new // w} of segment_length={w} is overwritten; decode that sequence anew"
+                )
+        return None
 
     def select(self, indices: Tensor) -> None:
         """Hold what the sequences `indices` hold, in that order; their number may change."""

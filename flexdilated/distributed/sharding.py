@@ -188,6 +188,23 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
     return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim()), batch_local)
 
 
+def gather_tokens(x: Tensor, positions: Tensor, mesh: DeviceMesh | None, shard_lengths: Sequence[int] | None) -> Tensor:
+    """One token of each sequence of x `(B, N, E)`: `(B, 1, E)`, those at `positions` `(B,)`.
+
+    With shard lengths x is this rank's shard, positions are those in the whole sequence, and every rank gets all tokens.
+    """
+    index = positions[:, None, None].expand(-1, 1, x.shape[2])  # (B, 1, E)
+    if mesh is None or shard_lengths is None:
+        return x.gather(1, index)
+    rank, lengths = local_shard_lengths(mesh, x.shape[1], shard_lengths)
+    ends = torch.tensor(lengths, device=x.device).cumsum(0)
+    last = x.shape[1] - 1
+    x = x.new_zeros(index.shape) if last < 0 else x.gather(1, (index - sum(lengths[:rank])).clamp(0, last))
+    of_ranks = unshard_sequence(x[None], mesh, dim=0, shard_lengths=(1,) * len(lengths))
+    owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
+    return of_ranks[owner, torch.arange(len(owner), device=x.device)]
+
+
 def replicated_like(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, which are the same on every rank, as replicated DTensors of the mesh of x if x is a DTensor; else themselves.
 

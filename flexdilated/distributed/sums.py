@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.agreement import agree
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import tell
 
 
 class Sums:
@@ -26,15 +24,6 @@ class Sums:
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
         self._mesh = mesh
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """What this rank refuses inside, the others hear of, who would wait for it."""
-        try:
-            yield
-        except Exception as error:
-            tell(self._mesh, error)
-            raise
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
         """Tokens of each rank, where x `(B, n, ...)` is this one's.

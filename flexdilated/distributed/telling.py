@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -42,19 +43,27 @@ def tell(mesh: DeviceMesh, error: Exception) -> None:
         known(error)
 
 
+@contextmanager
+def telling(mesh: DeviceMesh | None) -> Iterator[None]:
+    """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh."""
+    try:
+        yield
+    except Exception as error:
+        if mesh is not None:
+            tell(mesh, error)
+        raise
+
+
 def tells_others(forward: Forward) -> Forward:
     """A module's forward whose errors before an attention reach the ranks of its `mesh`, or of its attention's, at once.
 
     Ranks that have agreed on the plan of that attention before, and wait for rows of this one, end by the timeout of their group.
-    Decoding, by a cache or caches, is each rank's own.
+    Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache.
     """
 
     @wraps(forward)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # an attention that a user has put in place of ours may know of no mesh
-        mesh: DeviceMesh | None = self.mesh if hasattr(self, "mesh") else getattr(self.attention, "mesh", None)
-        alone = kwargs.get("cache") is not None or kwargs.get("caches") is not None
-        if mesh is None or alone or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (mesh := _mesh_of(self, kwargs)) is None:
             return forward(self, *args, **kwargs)
         try:
             return forward(self, *args, **kwargs)
@@ -63,3 +72,14 @@ def tells_others(forward: Forward) -> Forward:
             raise
 
     return told  # type: ignore[return-value]
+
+
+def _mesh_of(module: Any, options: dict[str, Any]) -> DeviceMesh | None:
+    """Of the ranks that may wait for this one in a call."""
+    for decoding in (options.get("cache"), options.get("caches")):
+        if decoding is not None:
+            cache = decoding[0] if isinstance(decoding, Sequence) and decoding else decoding
+            return getattr(cache, "mesh", None)
+    # an attention that a user has put in place of ours may know of no mesh
+    mesh: DeviceMesh | None = module.mesh if hasattr(module, "mesh") else getattr(module.attention, "mesh", None)
+    return mesh

@@ -327,17 +327,18 @@ class MultiheadDilatedAttention(nn.Module):
             rotation: What `flexdilated.nn.Rotary` or `XPos` gives for the positions of the tokens; applied after projection.
             score_mod: Function of a score and the positions of its pair, as in `flexdilated.dilated_attention`.
             mask_mod: Function of the positions of a pair: whether the query sees the key.
-            cache: Decodes: the tokens follow those that the cache has seen, and join them. It is this rank's own: the mesh is not
-                used, and every rank decodes whole sequences.
+            cache: Decodes: the tokens follow those that the cache has seen, and join them. The module's mesh is not used: ranks
+                share a cache that has a mesh, any other is this rank's own.
             lengths: `(B,)` int64, with `cache`: how many of the tokens of each sequence are no padding.
-            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many. With a cache: as its
+                `attend` takes it. Default: every rank is given all.
 
         Returns:
             `out`, the shape of query, and None.
 
         Raises:
             NotImplementedError: If weights or an arbitrary mask are asked for, a tensor is nested, or a cache comes with a mask,
-                with documents, with shard lengths, with dropout in training or without causality.
+                with documents, with dropout in training or without causality.
             ValueError: If a shape is wrong, shard lengths come without a mesh, or the cache is for another pattern.
         """
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "score_mod": score_mod, "mask_mod": mask_mod}
@@ -345,12 +346,12 @@ class MultiheadDilatedAttention(nn.Module):
             raise NotImplementedError("need_weights must be False, got True: dilated attention never forms its weights")
         if attn_mask is not None and not is_causal:
             raise NotImplementedError("attn_mask must be None unless is_causal=True, got a mask; the pattern says what is seen")
-        if shard_lengths is not None:
-            options["shard_lengths"] = shard_lengths
         if cache is not None:
             self._check_cache(cache, is_causal, {"key_padding_mask": key_padding_mask, **options})
             options = {"cache": cache, "lengths": lengths}
-        elif lengths is not None:
+        if shard_lengths is not None:
+            options["shard_lengths"] = shard_lengths
+        if cache is None and lengths is not None:
             raise ValueError("lengths must come with cache, got no cache; use key_padding_mask")
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_dense(name, x, nested="build nn.TransformerEncoder with enable_nested_tensor=False")
@@ -382,10 +383,9 @@ class MultiheadDilatedAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotation.apply(q, k)
-        cache = options.get("cache")
+        cache = options.pop("cache", None)
         if cache is not None:
-            attention = self.attention
-            out = cache.attend(q, k, v, lengths=options["lengths"], scale=attention.scale, backend=attention.backend)
+            out = cache.attend(q, k, v, scale=self.attention.scale, backend=self.attention.backend, **options)
             return self.out_proj(self.inner_attn_ln(out.flatten(2)))
         out = self.attention(
             q,

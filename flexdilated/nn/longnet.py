@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.backends.hardware import autocast_dtype, holds_values
 from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.sharding import local_shard_lengths
-from flexdilated.distributed.telling import tells_others
+from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths, unshard_sequence
+from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
@@ -115,7 +115,8 @@ class LongNetLM(nn.Module):
 
     With a mesh the sequence is sharded over its ranks: each gives `forward` its contiguous shard and gets the logits of that shard,
     those of one process; the gradients of the parameters must be summed over the ranks. Residual dropout draws from each rank's own
-    generator, so seed ranks differently. Decoding (`caches`, `generate`) does not use the mesh: every rank reads the whole prompt.
+    generator, so seed ranks differently. Decoding (`caches`, `generate`) uses the mesh where it is given shards of the prompt, and
+    caches over a mesh; else every rank reads and continues whole prompts of its own.
 
     Args:
         config: Sizes, pattern and options.
@@ -128,7 +129,7 @@ class LongNetLM(nn.Module):
 
     def __init__(self, config: LongNetConfig, *, mesh: DeviceMesh | None = None, exchange: str = "auto") -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.exchange = config, mesh, exchange
         head_dim = config.embed_dim // config.num_heads
         gamma = math.sqrt(math.log(2 * config.num_layers))
 
@@ -175,20 +176,21 @@ class LongNetLM(nn.Module):
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1; with a mesh those of the whole sequence.
             caches: What `make_caches` gave: the tokens follow those that the caches have seen, and join them.
             lengths: `(B,)` int64, with `caches`: how many of the tokens of each sequence are no padding, which comes last.
-            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many.
+            shard_lengths: With a mesh: tokens of each rank, the same on every rank. Default: equally many. With `caches` over a
+                mesh: the tokens are this rank's shard of the new ones. Default: every rank is given all new ones.
             last_only: With `caches`: only the logits `(B, 1, vocab_size)` that follow the last token of each sequence, as told by
-                `lengths`; of a sequence without tokens they mean nothing.
+                `lengths`, on every rank; of a sequence without tokens they mean nothing.
 
         Raises:
             TypeError: If the tokens are no int64 or int32.
             ValueError: If a shape is wrong, or there are no tokens.
         """
-        self._check_forward(tokens, caches, lengths, last_only)
+        self._check_forward(tokens, caches, lengths, last_only, is_shard=shard_lengths is not None)
         x = self.embedding(tokens)
         if caches is None:
             rotation = self._rotation_of_shard(tokens, x.dtype, cu_seqlens, shard_lengths)
         else:
-            rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0])
+            rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0], shard_lengths)
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
             x = layer(
@@ -199,13 +201,14 @@ class LongNetLM(nn.Module):
                 shard_lengths=shard_lengths,
                 **decoding,
             )
-        if last_only:
-            last = x.new_full(x.shape[:1], x.shape[1] - 1, dtype=torch.int64) if lengths is None else (lengths - 1).clamp(min=0)
-            x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+        if last_only and caches is not None:
+            num_tokens = x.shape[1] if shard_lengths is None else sum(shard_lengths)
+            last = x.new_full(x.shape[:1], num_tokens - 1, dtype=torch.int64) if lengths is None else (lengths - 1).clamp(min=0)
+            x = gather_tokens(x, last, caches[0].mesh, shard_lengths)
         return self._logits(self.layer_norm(x))
 
     def _check_forward(
-        self, tokens: Tensor, caches: Sequence[DilatedKVCache] | None, lengths: Tensor | None, last_only: bool
+        self, tokens: Tensor, caches: Sequence[DilatedKVCache] | None, lengths: Tensor | None, last_only: bool, is_shard: bool
     ) -> None:
         if not isinstance(tokens, Tensor):
             raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
@@ -213,7 +216,7 @@ class LongNetLM(nn.Module):
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
         if tokens.dtype not in INDICES:
             raise TypeError(f"tokens must be of int64 or int32, got {str(tokens.dtype).removeprefix('torch.')}")
-        if self.mesh is None and tokens.shape[1] < 1:  # a shard may be empty
+        if self.mesh is None and not is_shard and tokens.shape[1] < 1:  # a shard may be empty
             raise ValueError(f"tokens must have N of at least 1, got {tuple(tokens.shape)}")
         if caches is None:
             if lengths is not None:
@@ -239,8 +242,10 @@ class LongNetLM(nn.Module):
             return self.position(positions, length=sum(shards), cu_seqlens=cu_seqlens, dtype=dtype)
         return self.position(positions, dtype=dtype)
 
-    def _rotation_of_decoding(self, tokens: Tensor, dtype: torch.dtype, cache: DilatedKVCache) -> Rotation:
-        positions = cache.new_positions(tokens.shape[1])
+    def _rotation_of_decoding(
+        self, tokens: Tensor, dtype: torch.dtype, cache: DilatedKVCache, shard_lengths: Sequence[int] | None
+    ) -> Rotation:
+        positions = cache.new_positions(tokens.shape[1], shard_lengths=shard_lengths)
         if isinstance(self.position, XPos):
             return self.position.decode(positions, max_length=cache.max_length, dtype=dtype)
         return self.position(positions, dtype=dtype)
@@ -253,16 +258,20 @@ class LongNetLM(nn.Module):
         # An adapter or a quantized table in its place: tied to what it gives for each token, which its weight may not be.
         return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
-    def make_caches(self, batch_size: int, *, max_length: int | None = None) -> tuple[DilatedKVCache, ...]:
+    def make_caches(
+        self, batch_size: int, *, max_length: int | None = None, mesh: DeviceMesh | None = None
+    ) -> tuple[DilatedKVCache, ...]:
         """An empty key/value cache for each layer, on the model's device and in the dtype of its keys, autocast included.
 
         Args:
             batch_size: Sequences decoded side by side.
             max_length: Positions that will be reached at most; saves memory where it is below the segment lengths. xPos needs it
                 where the segment lengths have too large a common multiple. Default: any number.
+            mesh: A 1-D `DeviceMesh` over whose ranks the rows of each cache are dealt, as that of the model. Default: this process
+                holds all.
 
         Raises:
-            ValueError: If a number is out of range, or xPos cannot tell that many positions.
+            ValueError: If a number is out of range, xPos cannot tell that many positions, or the mesh does not fit.
             NotImplementedError: If the pattern cannot be decoded.
         """
         config, weight = self.config, next(self.parameters())
@@ -278,6 +287,8 @@ class LongNetLM(nn.Module):
                 max_length=max_length,
                 dtype=weight.dtype if cast is None or weight.dtype == torch.float64 else cast,
                 device=weight.device,
+                mesh=mesh,
+                exchange="auto" if mesh is None else self.exchange,
             )
             for _ in self.layers
         )
@@ -295,6 +306,7 @@ class LongNetLM(nn.Module):
         stop_tokens: Sequence[int] = (),
         pad_token: int = 0,
         generator: torch.Generator | None = None,
+        shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Tokens that continue each prompt, drawn one after another from the model, without dropout.
 
@@ -312,6 +324,9 @@ class LongNetLM(nn.Module):
             stop_tokens: A sequence ends with the first of these that it draws.
             pad_token: Fills what follows a stop token.
             generator: Where the random numbers come from. Default: torch's global generator of the model's device.
+            shard_lengths: With a mesh: the tokens are this rank's shard of the prompts, of so many on each rank, 0 allowed; N, in
+                `lengths` too, is their sum. The caches are dealt over the ranks, which all get the tokens that rank 0 draws.
+                Default: every rank continues prompts of its own.
 
         Returns:
             The new tokens alone, `(B, M)` int64, `1 <= M <= max_new_tokens`; a stop token is among them.
@@ -321,19 +336,24 @@ class LongNetLM(nn.Module):
             TypeError: If a token or a length is no integer.
             NotImplementedError: If the pattern cannot be decoded, or tokens or model hold no values (meta and fake tensors).
         """
-        sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        stop_tokens = self._check_stop_tokens(stop_tokens)
-        lengths = self._check_generate(tokens, max_new_tokens, lengths)
-        pad_token = self._check_token("pad_token", pad_token)
-        stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
-        with evaluating(self):
+        mesh = None if shard_lengths is None else self.mesh
+        with telling(mesh), evaluating(self):
+            sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+            stop_tokens = self._check_stop_tokens(stop_tokens)
+            num_tokens = self._num_tokens(tokens, shard_lengths)
+            lengths = self._check_generate(tokens, max_new_tokens, lengths, num_tokens)
+            pad_token = self._check_token("pad_token", pad_token)
+            stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
             # The last token drawn is not read.
-            caches = self.make_caches(tokens.shape[0], max_length=tokens.shape[1] + max_new_tokens - 1)
-            logits = self(tokens, caches=caches, lengths=lengths, last_only=True)  # the head reads one token, not the prompt
+            caches = self.make_caches(tokens.shape[0], max_length=num_tokens + max_new_tokens - 1, mesh=mesh)
+            # The head reads one token, not the prompt.
+            logits = self(tokens, caches=caches, lengths=lengths, last_only=True, shard_lengths=shard_lengths)
             ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
             drawn: list[Tensor] = []
             while True:
                 following = sampler.draw(logits[:, 0], generator=generator).masked_fill(ended, pad_token)
+                if mesh is not None:  # generators differ between ranks
+                    following = unshard_sequence(following[None], mesh, dim=0)[0]
                 drawn.append(following)
                 ended = ended | torch.isin(following, stops)
                 if len(drawn) == max_new_tokens or (stop_tokens and bool(ended.all())):
@@ -351,12 +371,21 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{name} must be in [0, vocab_size={self.config.vocab_size}), got {token}")
         return token
 
-    def _check_generate(self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None) -> Tensor:
-        """The lengths of the prompts."""
+    def _num_tokens(self, tokens: Tensor, shard_lengths: Sequence[int] | None) -> int:
+        """Of a prompt."""
         if not isinstance(tokens, Tensor):
             raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
-        if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
+        least = int(shard_lengths is None)
+        if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < least:
             raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")
+        if shard_lengths is None:
+            return tokens.shape[1]
+        if self.mesh is None:
+            raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
+        return sum(local_shard_lengths(self.mesh, tokens.shape[1], shard_lengths)[1])
+
+    def _check_generate(self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, num_tokens: int) -> Tensor:
+        """The lengths of the prompts."""
         if not (holds_values(tokens) and holds_values(next(self.parameters()))):
             raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
         if not is_integer(max_new_tokens) or max_new_tokens < 1:
@@ -364,13 +393,13 @@ class LongNetLM(nn.Module):
         if lengths is not None and not isinstance(lengths, Tensor):
             raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
         if lengths is None:
-            return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+            return torch.full((tokens.shape[0],), num_tokens, device=tokens.device)
         if lengths.dtype not in INDICES:
             raise TypeError(f"lengths must be of int64 or int32, got {str(lengths.dtype).removeprefix('torch.')}")
         if lengths.shape != tokens.shape[:1]:
             raise ValueError(f"lengths must have shape (B,)=({tokens.shape[0]},), got {tuple(lengths.shape)}")
-        if not bool(((lengths >= 1) & (lengths <= tokens.shape[1])).all()):
-            raise ValueError(f"lengths must be in [1, N={tokens.shape[1]}], got {lengths.tolist()}")
+        if not bool(((lengths >= 1) & (lengths <= num_tokens)).all()):
+            raise ValueError(f"lengths must be in [1, N={num_tokens}], got {lengths.tolist()}")
         return lengths.to(tokens.device, torch.int64)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

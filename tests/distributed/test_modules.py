@@ -121,12 +121,12 @@ def check_layers(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_decoding(mesh: DeviceMesh) -> None:
-    """Every rank holds the whole prompt."""
+    """Every rank holds the whole prompt, and decodes for itself."""
     prompt = draw_tokens(2, 11)
     model, whole = build(mesh), build()
     expected = whole.generate(prompt, max_new_tokens=5, temperature=0.0)
     assert torch.equal(model.generate(prompt, max_new_tokens=5, temperature=0.0), expected)
-    with pytest.raises(NotImplementedError, match=r"^shard_lengths must be None with cache, got a value"):
+    with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(11, 0\) and no mesh$"):
         model.eval()(prompt, caches=model.make_caches(2), shard_lengths=(11, 0))
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flexdilated.decode.cache import cache_refusal
+from flexdilated.decode.arguments import cache_refusal
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.interface import REFUSED
 from flexdilated.hub.transformers.patterns import NAME

@@ -1,0 +1,200 @@
+"""A cache whose rows are dealt over ranks: what these tell each other."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.attention import attend
+from flexdilated.backends.hardware import holds_values
+from flexdilated.call import EXCHANGES, Call
+from flexdilated.decode.store import Store, Tokens
+from flexdilated.distributed.agreement import agree, in_turn, number_of_call
+from flexdilated.distributed.attention import TAGS
+from flexdilated.distributed.exchange import GroupTransport
+from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
+from flexdilated.distributed.telling import all_know
+
+
+class Ranks:
+    """The ranks of a 1-D mesh among which rows are dealt; all of them make the same calls.
+
+    Args:
+        mesh: The mesh.
+        exchange: How rows travel in the attention of a prompt in shards.
+        described: The cache, in JSON types: what ranks compare.
+
+    Raises:
+        TypeError: If it is no `DeviceMesh`.
+        ValueError: If it has other than one dim or lacks this rank, or the exchange is unknown.
+    """
+
+    def __init__(self, mesh: DeviceMesh, exchange: str, described: Mapping[str, object]) -> None:
+        self.group_name, self.rank, self.size = group_of(mesh)
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+        self.mesh, self.exchange = mesh, exchange
+        self._described = json.dumps({"call": "DilatedKVCache.attend", **described})
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        return self  # groups of processes have no copies
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a cache must be pickled without mesh, got one over {self.size} ranks, a group of this process")
+
+    def lengths(self, num_tokens: int, shard_lengths: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of each rank, of which this one has `num_tokens`.
+
+        Raises:
+            TypeError: If a length is no integer.
+            ValueError: If the lengths do not fit.
+        """
+        lengths = declared_lengths(self.rank, self.size, num_tokens, shard_lengths)
+        if sum(lengths) < 1:
+            raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
+        return lengths
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Attention of a prompt in shards."""
+        out: Tensor = attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
+        return out
+
+    def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
+        """The shards of all ranks, on each."""
+        return unshard_sequence(x, self.mesh, dim=dim, shard_lengths=lengths)
+
+    def marks(self, new: Tokens, lengths: Sequence[int]) -> Tensor | None:
+        """`(B, N, Hkv)`: which tokens of the whole sequence are marked; None: none."""
+        if not holds_values(new.k):
+            raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
+        here = torch.zeros(1, dtype=torch.bool, device=new.k.device) if new.is_plain else new.is_marked.any()[None]
+        if not bool(self.whole(here, (1,) * self.size, 0).any()):
+            return None
+        return self.whole(new.is_marked, lengths)
+
+    def deal(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
+        """Store of the first `end` `(B,)` tokens of a sequence in shards what lies in the segment of the last one.
+
+        `new` is this rank's shard; each row goes to the rank that it is dealt to.
+        """
+        shards = [range(first, last) for first, last in pairwise(accumulate(lengths, initial=0))]
+
+        def inside(positions: Tensor, shard: range) -> Tensor:
+            """The tokens of a shard that positions are, or -1."""
+            return torch.where((positions >= shard.start) & (positions < shard.stop), positions - shard.start, -1)
+
+        here, width = shards[self.rank], 2 * new.k.shape[3] + 1
+        sends = {
+            peer: torch.cat([store.taken(new, inside(store.last_positions(peer, end), here)) for store in stores])
+            for peer in range(self.size)
+        }
+        mine = [store.last_positions(self.rank, end) for store in stores]
+        places = {peer: [inside(positions, shard) for positions in mine] for peer, shard in enumerate(shards)}
+        rows = {peer: [int((at >= 0).sum()) for at in of_stores] for peer, of_stores in places.items()}
+        receives = {peer: new.k.new_empty(sum(counts), width) for peer, counts in rows.items()}
+        receives[self.rank] = sends.pop(self.rank)
+        self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
+        for peer, message in receives.items():
+            for store, at, part in zip(stores, places[peer], message.split(rows[peer])):
+                store.place(part, at)
+        for store in stores:
+            store.hold(end)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send to each peer, and fill what comes from it."""
+        group = self.mesh.get_group()
+        with in_turn(group):
+            _swap(group, self._described, sends, receives)
+
+    @all_know
+    def agree(self, q: Tensor, scale: float | None, shard_lengths: Sequence[int]) -> None:
+        """Return once all ranks are known to make such a call on shards."""
+        shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
+        agree(self.mesh.get_group(), _call_of(self._described, shape, scale) | {"shard_lengths": shard_lengths})
+
+    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
+        """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it.
+
+        Raises:
+            ValueError: If the ranks make other calls, or hold caches of other `lengths` `(B,)`.
+        """
+        return _merged(parts, lengths, scale, self.group_name, self._described)
+
+
+def merge_parts(parts: Tensor) -> Tensor:
+    """Partial results of one softmax, `(ranks, ..., D + 1)`, the lse behind the last element: the whole, `(..., D)`; 0 where no key
+    is."""
+    out, lse = parts[..., :-1], parts[..., -1:]
+    most = lse.amax(dim=0)
+    weights = torch.exp(lse - most.masked_fill(most == -math.inf, 0.0))
+    total = weights.sum(dim=0)
+    return (weights * out).sum(dim=0) / total.masked_fill(total == 0.0, 1.0)
+
+
+def check_same(lengths: Tensor) -> None:
+    """Refuse caches whose lengths `(ranks, B)` differ.
+
+    Raises:
+        ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
+    """
+    is_same = (lengths == lengths[0]).all(dim=1)
+    if lengths.device.type != "cpu":
+        torch._assert_async(is_same.all(), "lengths of a cache must be the same on all ranks")
+    elif not bool(is_same.all()):
+        other = int(is_same.int().argmin())
+        raise ValueError(
+            f"lengths of a cache must be the same on all ranks, got {lengths[0].tolist()} on rank 0 and {lengths[other].tolist()} "
+            f"on rank {other}; every rank makes the same calls"
+        )
+
+
+def _call_of(described: str, shape: Sequence[int], scale: float | None) -> dict[str, object]:
+    """A call on new tokens `(B, T, H)`, as ranks compare it."""
+    return {**json.loads(described), "shape": shape, "scale": scale, "shard_lengths": None}
+
+
+def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    """Messages that are never taken for those of another call: that of a collective would be, where it is as long."""
+    tag = (zlib.crc32(call.encode()) + number_of_call(group)) % TAGS
+    device = next(iter(receives.values())).device
+    GroupTransport(group, device, 2 * tag).swap(sends, receives).wait()
+
+
+@all_know
+def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    rank, size = group.rank(), lengths.nbytes
+    call = _call_of(described, list(parts.shape[:3]), scale)
+    # Bytes, since gloo knows few dtypes.
+    message = torch.cat([lengths.view(torch.uint8), parts.contiguous().view(-1).view(torch.uint8)])
+    messages = message.new_empty(group.size(), len(message))
+    messages[rank] = message
+    peers = [peer for peer in range(group.size()) if peer != rank]
+    with in_turn(group):
+        agree(group, call)
+        _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
+    check_same(messages[:, :size].contiguous().view(torch.int64))
+    return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
+
+
+# An opaque operator: it looks at values, and it waits for other processes, which replay CUDA graphs of their own.
+
+
+@torch.library.custom_op("flexdilated::merge_over_ranks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _merged(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
+    return merge_parts(_gather(parts, lengths, scale, group_name, described))
+
+
+@_merged.register_fake
+def _(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
+    return parts.new_empty(*parts.shape[:3], parts.shape[3] - 1)

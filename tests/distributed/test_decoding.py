@@ -1,0 +1,523 @@
+"""A cache dealt over ranks: decoding equals one process, in memory that falls with the number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
+from flexdilated.call import Call
+from flexdilated.decode import store as store_module
+from flexdilated.decode.ranks import Ranks as CacheRanks
+from flexdilated.decode.ranks import check_same, merge_parts
+from flexdilated.decode.store import BLOCK
+from flexdilated.distributed import even_shard_lengths
+from tests.cases import least_heads
+from tests.distributed.processes import Ranks, each_size
+from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
+from tests.distributed.test_modules import build, draw_tokens
+from tests.tolerances import EXACT, assert_twice_naive
+
+LONGNET = DilatedPattern((7, 14, 28), (1, 2, 4))
+RAGGED = DilatedPattern((5, 11), (2, 3), offsets="interleaved")
+GROUPED = DilatedPattern((5, 11, 13), (1, 2, 3), heads="grouped")
+PATTERNS = (LONGNET, RAGGED, GROUPED)
+BATCH, TOKENS, HEADS, GROUP, DIM = 3, 61, 5, 2, 3
+
+
+# -- all ranks in one process --------------------------------------------------------------------------------------------------
+
+
+class Simulated(CacheRanks):
+    """A rank whose messages go through a `Mail`; the attention of a prompt in shards, which other tests hold, is the oracle's."""
+
+    def __init__(self, rank: int, size: int, mail: Mail) -> None:
+        self.rank, self.size = rank, size
+        self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1)
+        self._transport = SimulatedTransport(rank, mail)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        lengths = call.shard_lengths
+        assert lengths is not None
+        whole = [self.whole(x, lengths) for x in (q, k, v)]
+        out = dilated_attention(*whole, call.pattern, is_causal=call.is_causal, scale=call.scale)
+        return out.split(list(lengths), dim=1)[self.rank]
+
+    def whole(self, x: Tensor, lengths: Any, dim: int = 1) -> Tensor:
+        shapes = [[*x.shape[:dim], length, *x.shape[dim + 1 :]] for length in lengths]
+        parts = {peer: x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)}
+        others = {peer: part for peer, part in parts.items() if peer != self.rank}
+        self.swap(dict.fromkeys(others, x.contiguous()), others)
+        return torch.cat(list(parts.values()), dim)
+
+    def swap(self, sends: Any, receives: Any) -> None:
+        self._transport.swap(sends, receives).wait()
+
+    def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
+
+    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
+        check_same(self.whole(lengths[None].double(), (1,) * self.size, 0))
+        return merge_parts(self.whole(parts[None], (1,) * self.size, 0))
+
+
+class SimulatedCache(DilatedKVCache):
+    def _ranks_of(self, mesh: Any, exchange: str) -> Any:
+        return mesh
+
+
+def simulate(size: int, work: Callable[[Callable[..., DilatedKVCache]], Any]) -> list[Any]:
+    """What `work(make)` gives on each of `size` ranks; `make` makes a cache of its rank."""
+    mail = Mail()
+
+    def of_rank(rank: int) -> Any:
+        ranks = Simulated(rank, size, mail)
+
+        def make(pattern: DilatedPattern, **options: Any) -> DilatedKVCache:
+            defaults = {"batch_size": BATCH, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.float64}
+            return SimulatedCache(pattern, mesh=ranks, **(defaults | options))
+
+        with torch.no_grad():
+            return work(make)
+
+    return run_ranks(size, of_rank)
+
+
+def draw(tokens: int = TOKENS, heads: int = HEADS, group: int = GROUP, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Queries, keys and values that all ranks draw alike, from nobody's generator."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = (heads * group, heads, heads)
+    return tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64, generator=generator).to(dtype) for h in sizes)
+
+
+def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> Tensor:
+    return reference.dilated_attention(*inputs, pattern, is_causal=True, **options)[0]
+
+
+def rank_of(cache: DilatedKVCache) -> int:
+    assert cache._ranks is not None
+    return cache._ranks.rank
+
+
+def prefill(cache: DilatedKVCache, inputs: tuple[Tensor, ...], shards: tuple[int, ...], at: int = 0, **options: Any) -> Tensor:
+    """The outputs of all ranks, of tokens in shards from the position `at` on."""
+    start = at + sum(shards[: rank_of(cache)])
+    out = cache.attend(*(x[:, start : start + shards[rank_of(cache)]] for x in inputs), shard_lengths=shards, **options)
+    assert cache._ranks is not None
+    return cache._ranks.whole(out, shards)
+
+
+def feed(cache: DilatedKVCache, inputs: tuple[Tensor, ...], start: int, end: int) -> Tensor:
+    return cache.attend(*(x[:, start:end] for x in inputs))
+
+
+def random_shards(chance: random.Random, tokens: int, size: int) -> tuple[int, ...]:
+    cuts = [0, *sorted(chance.randint(0, tokens) for _ in range(size - 1)), tokens]
+    return tuple(b - a for a, b in pairwise(cuts))
+
+
+def random_pattern(chance: random.Random) -> DilatedPattern:
+    lengths = [chance.randint(1, 40) for _ in range(chance.randint(1, 3))]
+    return DilatedPattern(
+        tuple(lengths),
+        tuple(chance.randint(1, min(length, 6)) for length in lengths),
+        heads=chance.choice(["all", "grouped"]),
+        offsets=chance.choice(["blocked", "interleaved"]),
+    )
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (5, 0), (5, 1), (16, 0)])
+def test_a_prompt_in_shards_and_steps_after_it_equal_one_process(size: int, seed: int) -> None:
+    chance = random.Random(100 * size + seed)
+    pattern, tokens = random_pattern(chance), chance.choice([1, 2, 29, 53])
+    heads, group = max(least_heads(pattern), chance.choice([1, 3])), chance.choice([1, 2])
+    prompt = chance.randint(1, tokens)
+    shards, scale = random_shards(chance, prompt, size), chance.choice([None, 0.7, -0.3, 0.0])
+    chunks, at = [], prompt
+    while at < tokens:
+        count = min(tokens - at, chance.choice([1, 1, 1, 3, 13]))
+        chunks.append((count, chance.random() < 0.3 and random_shards(chance, count, size)))
+        at += count
+    inputs, longest = draw(tokens, heads, group), chance.choice([None, tokens, tokens + 7])
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(pattern, num_kv_heads=heads, max_length=longest)
+        outs, at = [prefill(cache, inputs, shards, scale=scale)], prompt
+        for count, cut in chunks:
+            whole = tuple(x[:, at : at + count] for x in inputs)
+            outs.append(prefill(cache, inputs, cut, at, scale=scale) if cut else cache.attend(*whole, scale=scale))
+            at += count
+        assert cache.lengths.tolist() == [tokens] * BATCH
+        return torch.cat(outs, dim=1)
+
+    outs = simulate(size, work)
+    torch.testing.assert_close(outs[0], full(inputs, pattern, scale=scale), **EXACT)
+    assert all(torch.equal(out[:, prompt:], outs[0][:, prompt:]) for out in outs)  # the same bits
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_sequences_of_different_lengths_equal_each_alone(pattern: DilatedPattern) -> None:
+    inputs, counts = draw(), [31, 17, 0]
+    expected, lengths = full(inputs, pattern), torch.tensor(counts)
+
+    def work(make: Callable[..., DilatedKVCache]) -> None:
+        cache = make(pattern)
+        padded = tuple(x.clone() for x in inputs)
+        for x in padded:
+            for b, count in enumerate(counts):
+                x[b, count:] = torch.nan
+        out = prefill(cache, padded, (12, 0, 19), lengths=lengths)
+        at = list(counts)
+        for b, count in enumerate(counts):
+            torch.testing.assert_close(out[b, :count], expected[b, :count], **EXACT)
+            assert not out[b, count:].any()
+        for more in ([1, 1, 1], [0, 1, 1], [3, 1, 9], [1, 0, 1]):
+            chunk = [torch.full((BATCH, max(more), *x.shape[2:]), torch.nan, dtype=x.dtype) for x in inputs]
+            for b, count in enumerate(more):
+                for part, x in zip(chunk, inputs):
+                    part[b, :count] = x[b, at[b] : at[b] + count]
+            out = cache.attend(*chunk, lengths=torch.tensor(more))
+            for b, count in enumerate(more):
+                torch.testing.assert_close(out[b, :count], expected[b, at[b] : at[b] + count], **EXACT)
+                assert not out[b, count:].any()
+                at[b] += count
+
+    simulate(3, work)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_each_rank_holds_its_share_of_the_rows(pattern: DilatedPattern, size: int) -> None:
+    one = DilatedKVCache(pattern, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64)
+
+    def work(make: Callable[..., DilatedKVCache]) -> tuple[int, tuple[int, ...], list[int]]:
+        cache = make(pattern)
+        before = [x.data_ptr() for store in cache._stores for x in store.rows_held]
+        prefill(cache, draw(), even_shard_lengths(27, size))
+        feed(cache, draw(), 27, 28)
+        feed(cache, draw(), 28, TOKENS)
+        assert [x.data_ptr() for store in cache._stores for x in store.rows_held] == before
+        used = [int((store.k != 0).any(-1).sum()) for store in cache._stores]
+        return cache.nbytes, cache.rows_per_head, used
+
+    found = simulate(size, work)
+    branches = [len(store.branches) for store in one._stores for _ in store.heads]
+    by_branch = {head: [ceil(rows / size) for rows in store.rows] for store in one._stores for head in store.heads}
+    for nbytes, rows, _ in found:
+        assert rows == tuple(sum(by_branch[head]) for head in sorted(by_branch))
+        assert nbytes <= one.nbytes / size + 2 * 8 * BATCH * DIM * sum(branches)
+    # What is stored is dealt evenly too: no rank has more than a row per branch and head beyond another.
+    for used in zip(*(used for _, _, used in found)):
+        assert max(used) - min(used) <= BATCH * sum(branches)
+        assert sum(used) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype: torch.dtype) -> None:
+    inputs = draw(dtype=dtype)
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(LONGNET, dtype=dtype)
+        steps = [(20, 33), *((t, t + 1) for t in range(33, TOKENS))]
+        return torch.cat([prefill(cache, inputs, (13, 7)), *(feed(cache, inputs, a, b) for a, b in steps)], dim=1)
+
+    out = simulate(2, work)[0]
+    assert out.dtype == dtype
+    naive = dilated_attention(*inputs, LONGNET, is_causal=True, backend="sdpa")
+    assert_twice_naive(out, naive, full(tuple(x.double() for x in inputs), LONGNET))
+
+
+def test_without_the_fused_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other devices than a CPU."""
+    monkeypatch.setattr("flexdilated.backends.sdpa.disabled", lambda flag: "it is switched off")
+    inputs = draw()
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(RAGGED)
+        return torch.cat([prefill(cache, inputs, (13, 7)), feed(cache, inputs, 20, 21), feed(cache, inputs, 21, TOKENS)], dim=1)
+
+    torch.testing.assert_close(simulate(2, work)[0], full(inputs, RAGGED), **EXACT)
+
+
+@pytest.mark.parametrize("chunks", [((20, 11), 9, 1, 1, 20), ((3, 0), 5, 17, 1), ((BLOCK + 1, 3), 7)])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_mark_reaches_who_sees_it_and_nobody_else(chunks: tuple[Any, ...], poison: float) -> None:
+    tokens = sum(chunks[0]) + sum(chunks[1:])
+    inputs = draw(tokens)
+    places = torch.zeros(BATCH, tokens, HEADS, dtype=torch.bool)
+    places[1, 2, 3] = places[0, tokens - 4, 1] = places[2, sum(chunks[0]) - 1] = True
+    seen = reference.dilated_attention(*inputs[:2], places[..., None].expand_as(inputs[1]).double(), LONGNET, is_causal=True)[0]
+    expected = full(inputs, LONGNET).masked_fill(seen[..., :1] > 0, torch.nan)
+    inputs[1][..., 1].masked_fill_(places, poison)
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(LONGNET)
+        outs, at = [prefill(cache, inputs, chunks[0])], sum(chunks[0])
+        for count in chunks[1:]:
+            outs.append(feed(cache, inputs, at, at + count))
+            at += count
+        return torch.cat(outs, dim=1)
+
+    for out in simulate(2, work):
+        torch.testing.assert_close(out, expected, **EXACT, equal_nan=True)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_calls_are_taken_back_and_sequences_change_places(pattern: DilatedPattern) -> None:
+    inputs, wrong = draw(), draw(TOKENS + 1)
+    expected = full(inputs, pattern)
+    rows = torch.tensor([2, 0, 2, 1])
+
+    def work(make: Callable[..., DilatedKVCache]) -> None:
+        cache = make(pattern)
+        prefill(cache, inputs, (9, 4, 0))
+        cache.records_past = True
+        done = 13
+        for kept, rejected in ((0, 9), (1, 1), (5, 23), (2, 3)):
+            chunk = tuple(torch.cat([x[:, done : done + kept], y[:, :rejected]], dim=1) for x, y in zip(inputs, wrong))
+            if rejected == 3:
+                out = torch.cat([feed(cache, chunk, i, i + 1) for i in range(kept + rejected)], dim=1)
+            else:
+                out = cache.attend(*chunk)
+            torch.testing.assert_close(out[:, :kept], expected[:, done : done + kept], **EXACT)
+            done += kept
+            cache.crop(done)
+        cache.records_past = False
+        twin = copy.deepcopy(cache)
+        cache.reorder(torch.tensor([1, 1, 0]))
+        cache.select(torch.tensor([2, 0]))
+        order = torch.tensor([0, 1])
+        torch.testing.assert_close(cache.attend(*(x[order, done:] for x in inputs)), expected[order, done:], **EXACT)
+        twin.select(rows)
+        torch.testing.assert_close(twin.attend(*(x[rows, done:] for x in inputs)), expected[rows, done:], **EXACT)
+        cache.reset()
+        assert not cache.lengths.any()
+        torch.testing.assert_close(prefill(cache, tuple(x[:2] for x in inputs), (1, 0, 4)), expected[:2, :5], **EXACT)
+
+    simulate(3, work)
+
+
+def test_a_part_of_the_heads_gives_that_part_of_the_outputs() -> None:
+    q, k, v = inputs = draw()
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        parts = []
+        for first, held in ((0, 2), (2, 3)):
+            cache = make(GROUPED, num_kv_heads=held, first_head=first, total_kv_heads=HEADS)
+            mine = (q[:, :, first * GROUP : (first + held) * GROUP], *(x[:, :, first : first + held] for x in (k, v)))
+            parts.append(torch.cat([feed(cache, mine, a, b) for a, b in ((0, 17), (17, 18), (18, TOKENS))], dim=1))
+        return torch.cat(parts, dim=2)
+
+    torch.testing.assert_close(simulate(3, work)[2], full(inputs, GROUPED), **EXACT)
+
+
+# -- planted faults ------------------------------------------------------------------------------------------------------------
+
+
+def decoded(size: int = 3) -> Tensor:
+    """Of a prompt, steps, and a chunk over a border of segments."""
+    inputs = draw()
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(LONGNET)
+        steps = [(20, 21), (21, 22), (22, 40), *((t, t + 1) for t in range(40, TOKENS))]
+        return torch.cat([prefill(cache, inputs, (9, 0, 11)), *(feed(cache, inputs, a, b) for a, b in steps)], dim=1)
+
+    return simulate(size, work)[0]
+
+
+def test_a_merge_that_forgets_the_lse_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = full(draw(), LONGNET)
+    torch.testing.assert_close(decoded(), expected, **EXACT)
+    monkeypatch.setattr(f"{__name__}.merge_parts", lambda parts: parts[..., :-1].mean(0))
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(decoded(), expected, **EXACT)
+
+
+@pytest.mark.parametrize("fault", ["put", "places", "own"])
+def test_rows_on_wrong_ranks_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = store_module.Store
+    if fault == "put":  # every rank stores every token
+        index = real._index
+
+        def rolled(self: Any, rows: Tensor) -> Tensor:
+            return index(self, rows).roll(1, -1) if self.rank == 1 else index(self, rows)
+
+        monkeypatch.setattr(real, "_index", rolled)
+    elif fault == "places":  # the rows of a rank stand for those of its neighbour
+        places = real._places
+        monkeypatch.setattr(real, "_places", lambda self, rank: places(self, (rank + 1) % self.num_ranks if rank == 2 else rank))
+    else:  # new tokens count on every rank
+        attend = real.attend
+
+        def thrice(self: Any, *args: Any) -> Tensor:
+            rank, self.rank = self.rank, 0
+            try:
+                return attend(self, *args)
+            finally:
+                self.rank = rank
+
+        monkeypatch.setattr(real, "attend", thrice)
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(decoded(), full(draw(), LONGNET), **EXACT)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_a_mesh_is_refused_without() -> None:
+    x = torch.zeros(1, 2, 2, 3)
+    cache = DilatedKVCache(DilatedPattern((7,), (1,)), batch_size=1, num_kv_heads=2, head_dim=3)
+    for call in (lambda: cache.attend(x, x, x, shard_lengths=(2, 0)), lambda: cache.new_positions(2, shard_lengths=(2, 0))):
+        with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(2, 0\) and no mesh$"):
+            call()
+    with pytest.raises(ValueError, match=r"^exchange must come with mesh, got 'ring' and no mesh$"):
+        DilatedKVCache(DilatedPattern((7,), (1,)), batch_size=1, num_kv_heads=2, head_dim=3, exchange="ring")
+    with pytest.raises(TypeError, match=r"^mesh must be a DeviceMesh, got int$"):
+        DilatedKVCache(DilatedPattern((7,), (1,)), batch_size=1, num_kv_heads=2, head_dim=3, mesh=2)  # type: ignore[arg-type]
+    model = build().eval()
+    with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(2, 0\) and no mesh$"):
+        model.generate(draw_tokens(1, 2), max_new_tokens=1, shard_lengths=(2, 0))
+    with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(2, 0\) and no mesh$"), torch.no_grad():
+        model(draw_tokens(1, 2), caches=model.make_caches(1), shard_lengths=(2, 0))
+
+
+def test_recorded_shards_are_refused() -> None:
+    def work(make: Callable[..., DilatedKVCache]) -> None:
+        cache = make(LONGNET)
+        cache.records_past = True
+        with pytest.raises(NotImplementedError, match=r"^records_past must be False with shard_lengths, got True: set it after"):
+            prefill(cache, draw(), (3, 4))
+        with pytest.raises(ValueError, match=r"^shard_lengths must hold at least 1 token in all, got \(0, 0\)$"):
+            prefill(cache, draw(), (0, 0))
+        with pytest.raises(ValueError, match=r"^shard_lengths\[\d\] must be the number of tokens of this rank=2, got \(4, 3\)$"):
+            cache.attend(*(x[:, :2] for x in draw()), shard_lengths=(4, 3))
+
+    simulate(2, work)
+
+
+def test_caches_out_of_step_are_told() -> None:
+    def work(make: Callable[..., DilatedKVCache]) -> None:
+        cache = make(LONGNET)
+        feed(cache, draw(), 0, 9 - rank_of(cache))
+        text = "lengths of a cache must be the same on all ranks, got [9.0, 9.0, 9.0] on rank 0 and [8.0, 8.0, 8.0] on rank 1"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+            feed(cache, draw(), 9, 10)
+
+    simulate(2, work)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------------
+
+
+def check_cache(rank: int, mesh: DeviceMesh) -> None:
+    """A prompt in uneven shards by each exchange, steps, and a compiled step."""
+    size, inputs = mesh.size(), draw()
+    shards = (13, 0, 11)[:size] if size == 3 else even_shard_lengths(24, size)
+    sizes = {"batch_size": BATCH, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.float64, "mesh": mesh}
+    for pattern, exchange in ((LONGNET, "auto"), (RAGGED, "ring"), (GROUPED, "heads")):
+        cache, expected = DilatedKVCache(pattern, exchange=exchange, **sizes), full(inputs, pattern)
+        assert cache.mesh is mesh
+        torch.testing.assert_close(prefill(cache, inputs, shards), expected[:, :24], **EXACT)
+        outs = [feed(cache, inputs, a, b) for a, b in ((24, 25), (25, 26), (26, 39))]
+        torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, 24:39], **EXACT)
+        torch.testing.assert_close(prefill(cache, inputs, even_shard_lengths(8, size), 39), expected[:, 39:47], **EXACT)
+        twin = copy.deepcopy(cache)
+        torch.testing.assert_close(feed(twin, inputs, 47, 48), expected[:, 47:48], **EXACT)
+        with pytest.raises(TypeError, match=rf"^a cache must be pickled without mesh, got one over {size} ranks"):
+            pickle.dumps(cache)
+    if size > 2:  # a compiler for each rank costs seconds
+        return
+    torch.compiler.reset()
+    compilations = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(cache.attend, fullgraph=True, backend=compilations, dynamic=False)
+    outs = [step(*(x[:, t : t + 1].contiguous() for x in inputs)) for t in range(47, 53)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, 47:53], **EXACT)
+    assert compilations.frame_count == 1
+
+
+def check_faults(rank: int, mesh: DeviceMesh) -> None:
+    """Ranks raise together, and go on."""
+    last, inputs = mesh.size() - 1, draw()
+    sizes = {"batch_size": BATCH, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": torch.float64, "mesh": mesh}
+    sizes["max_length"] = TOKENS  # of which ranks have not agreed yet
+    with pytest.raises(ValueError, match=r"^exchange must be one of \('auto', 'gather', 'ring', 'heads'\), got 'nope'$"):
+        DilatedKVCache(LONGNET, exchange="nope", **sizes)
+    with pytest.raises(ValueError, match=r"^device must be that of mesh=cpu, got meta$"):
+        DilatedKVCache(LONGNET, device="meta", **sizes)
+    cache = DilatedKVCache(LONGNET, **sizes)
+    shards = even_shard_lengths(20, mesh.size())
+    here = [x.split(list(shards), dim=1)[rank] for x in inputs_of(inputs, 20)]
+    own = TypeError if rank == last else ValueError
+    with pytest.raises(own, match=r"^(rank \d refused: )?k must have the dtype of the cache=torch.float64, got torch.float32$"):
+        cache.attend(here[0], here[1].float() if rank == last else here[1], here[2], shard_lengths=shards)
+    with pytest.raises(ValueError, match=r"^ranks must agree on scale, got "):
+        cache.attend(*here, shard_lengths=shards, scale=1.0 + rank)
+    torch.testing.assert_close(prefill(cache, inputs, shards), full(inputs, LONGNET)[:, :20], **EXACT)
+    with pytest.raises(ValueError, match=r"^ranks must agree on shape, got \[3, [12], 10\] on rank"):
+        feed(cache, inputs, 20, 21 + (rank == last))
+    if rank == last:
+        cache.crop(19)
+    with pytest.raises(ValueError, match=r"^lengths of a cache must be the same on all ranks, got \[20, 20, 20\] on rank 0"):
+        feed(cache, inputs, 20, 21)
+    cache.crop(19)
+    torch.testing.assert_close(feed(cache, inputs, 19, 33), full(inputs, LONGNET)[:, 19:33], **EXACT)
+
+
+def inputs_of(inputs: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
+    return [x[:, :tokens] for x in inputs]
+
+
+def check_generation(rank: int, mesh: DeviceMesh) -> None:
+    """A model that reads a prompt in shards, and what it generates."""
+    size, prompt = mesh.size(), draw_tokens(2, 23)
+    shards = (9, 14, 0, 0)[:size] if size > 1 else (23,)
+    start = sum(shards[:rank])
+    local = prompt[:, start : start + shards[rank]]
+    for options in ({}, {"position": "rotary", "pattern": RAGGED, "num_kv_heads": None}):
+        model, whole = build(mesh, **options), build(**options)
+        for given in ({"temperature": 0.0}, {"temperature": 0.0, "lengths": torch.tensor([9, 22])}):
+            expected = whole.generate(prompt, max_new_tokens=7, **given)
+            assert torch.equal(model.generate(local, max_new_tokens=7, shard_lengths=shards, **given), expected)
+            assert torch.equal(model.generate(prompt, max_new_tokens=7, **given), expected)  # of this rank's own
+        with torch.no_grad():
+            caches = model.eval().make_caches(2, mesh=mesh)
+            logits = model(local, caches=caches, shard_lengths=shards)
+            logits = torch.cat([model(prompt[:, :1], caches=caches), model(prompt[:, 1:6], caches=caches)], dim=1)
+            expected = whole.eval()(torch.cat([prompt, prompt[:, :6]], dim=1))[:, 23:]
+            torch.testing.assert_close(logits, expected, **EXACT)
+    torch.manual_seed(rank)  # all get what rank 0 draws
+    drawn = model.generate(local, max_new_tokens=5, shard_lengths=shards, generator=torch.Generator().manual_seed(rank))
+    expected = whole.generate(prompt, max_new_tokens=5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(drawn, expected)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"^(rank 0 refused: )?max_new_tokens must be an integer of at least 1, got 0$"):
+            model.generate(local, max_new_tokens=0 if rank == 0 else 1, shard_lengths=(*shards[:-1], shards[-1]))
+    assert torch.equal(
+        model.generate(local, max_new_tokens=1, temperature=0.0, shard_lengths=shards),
+        whole.generate(prompt, max_new_tokens=1, temperature=0.0),
+    )
+
+
+def check_decoding(rank: int, mesh: DeviceMesh) -> None:
+    with torch.no_grad():
+        check_cache(rank, mesh)
+        check_faults(rank, mesh)
+    check_generation(rank, mesh)
+
+
+@pytest.mark.parametrize("ranks", [each_size(2), each_size(3)], indirect=True)
+def test_decoding_over_processes_equals_one(ranks: Ranks) -> None:
+    ranks.run(check_decoding)
