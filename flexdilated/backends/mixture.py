@@ -28,7 +28,7 @@ from flexdilated.backends.operator import (
 from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.transforms import is_transformed, refuse_traced_derivatives
 from flexdilated.backends.walk import Walk, backward, forward, tangent
-from flexdilated.call import Call, documents
+from flexdilated.call import Call, documents, refuse_shards_of_torch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -49,6 +49,7 @@ def _walk(inputs: Inputs, flat: Flat) -> Walk:
 
 
 def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
+    refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
     inputs = inputs.rows_contiguous()
     with without_autocast(inputs.q.device):
         return forward(inputs.q, inputs.k, inputs.v, _walk(inputs, flat))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexdilated.backends.materialised
@@ -208,16 +209,18 @@ def check_sharded_table(rank: int, mesh: DeviceMesh) -> None:
     tokens = 12 * mesh.size()
     generator = torch.Generator().manual_seed(9)
     x, target = (torch.randn(2, tokens, 4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
-    whole, model = Biased(tokens), Biased(tokens, mesh)
-    fully_shard(model, mesh=mesh)
+    whole, sharded, copied = Biased(tokens), Biased(tokens, mesh), Biased(tokens, mesh)
     F.mse_loss(whole(x), target).backward()
-    F.mse_loss(model(shard_sequence(x, mesh)), shard_sequence(target, mesh)).backward()
-    torch.testing.assert_close(model.table.grad.full_tensor(), whole.table.grad, **EXACT)
+    fully_shard(sharded, mesh=mesh)
+    for model in (sharded, DistributedDataParallel(copied, process_group=mesh.get_group())):
+        F.mse_loss(model(shard_sequence(x, mesh)), shard_sequence(target, mesh)).backward()
+    torch.testing.assert_close(sharded.table.grad.full_tensor(), whole.table.grad, **EXACT)
+    torch.testing.assert_close(copied.table.grad, whole.table.grad, **EXACT)
 
 
 @several
-def test_a_table_that_fsdp_shards_has_the_gradient_of_one_process(ranks: Ranks) -> None:
-    """Each rank's loss is the mean over its own equal shard: FSDP2 averages the gradients."""
+def test_a_table_under_fsdp_or_ddp_has_the_gradient_of_one_process(ranks: Ranks) -> None:
+    """Each rank's loss is the mean over its own equal shard: both average the gradients."""
     ranks.run(check_sharded_table)
 
 

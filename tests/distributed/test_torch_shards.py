@@ -16,6 +16,11 @@ PATTERN = DilatedPattern((8, 31), (1, 3))
 HEAD_TAIL = r"^mesh must come with contiguous shards, got shards that torch's context_parallel cut head-tail by its load balancer"
 
 
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """A call without a mesh."""
+    return dilated_attention(x, x, x, PATTERN)
+
+
 def check_context(rank: int, mesh: DeviceMesh) -> None:
     generator = torch.Generator().manual_seed(4)
     tokens = 12 * mesh.size()
@@ -32,8 +37,9 @@ def check_context(rank: int, mesh: DeviceMesh) -> None:
         for call in (compiled, lambda q: dilated_attention(q, q, q, PATTERN, mesh=mesh)):
             with pytest.raises(ValueError, match=HEAD_TAIL):
                 call(x)
-        with pytest.raises(ValueError, match=r"^mesh must be given inside torch's context_parallel, .*, got None$"):
-            dilated_attention(x, x, x, PATTERN)
+        for call in (torch.compile(alone, backend="eager"), alone):
+            with pytest.raises(ValueError, match=r"^mesh must be given inside torch's context_parallel, .*, got None$"):
+                call(x)
     balances = _attention._cp_options.enable_load_balance
     _attention._cp_options.enable_load_balance = False
     try:
