@@ -18,6 +18,7 @@ check_installed()  # before anything of the library is imported
 
 # ruff: noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
 from flexdilated.hub.transformers.context import shard_context as shard_context
@@ -51,6 +52,8 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, dilated_attention_positions)
     AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)
     AutoModelForCausalLM.register(LongNetHFConfig, LongNetForCausalLM, exist_ok=True)
+    # `Trainer` asks this table by name whether a smoothed loss is that of the next token.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LongNetHFConfig.model_type] = LongNetForCausalLM.__name__
 
 
 register()

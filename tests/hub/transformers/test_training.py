@@ -39,6 +39,18 @@ def test_trainer_lowers_the_loss_of_both_kinds_of_model(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
 
 
+def test_trainer_smooths_the_loss_of_the_next_token(tmp_path: Path) -> None:
+    """It knows by a table of names which models predict the next token, and takes labels as they stand for all others."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    for model in (longnet(vocab_size=31), build("Llama")):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), label_smoothing_factor=1e-9, report_to="none", use_cpu=True
+        )
+        trainer, tokens = transformers.Trainer(model=model, args=arguments), draw_tokens()
+        loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+        torch.testing.assert_close(loss, model(tokens, labels=tokens).loss, **SINGLE)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's, under this library's new name
 def test_adapters_change_the_outputs_and_train() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
