@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +22,7 @@ from flexdilated.backends.math import MATH
 from flexdilated.backends.triton import engine
 from flexdilated.backends.triton.tiles import Tiles, padded
 from flexdilated.call import Call
+from flexdilated.pattern import ceil_div
 from tests.backends import interpreter
 from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
 from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive
@@ -39,7 +40,6 @@ PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
 SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
 CASES = {
     "plain": Case(PATTERN, batch=2, kv_heads=3, head_dim=16),
-    "causal": Case(PATTERN, kv_heads=3, head_dim=16, is_causal=True),
     "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=5, head_dim=16),
     "grouped_queries": Case(PATTERN, kv_heads=2, group=3, head_dim=16, is_causal=True),
     "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), kv_heads=3, group=2, head_dim=16),
@@ -50,11 +50,9 @@ CASES = {
     "zero_keys": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=3, head_dim=16),
     "shifted": Case(SHIFTED, kv_heads=3, group=2, head_dim=16),
     "shifted_causal_mask": Case(SHIFTED, kv_heads=3, head_dim=16, is_causal=True, ignored=0.3),
-    "detached": Case(replace(PATTERN, detach_weights=True), kv_heads=2, group=2, head_dim=16, is_causal=True),
     "zero_scale": Case(PATTERN, kv_heads=1, head_dim=16, scale=0.0),
     "negative_scale": Case(replace(PATTERN, detach_weights=True), kv_heads=1, group=2, head_dim=16, scale=-0.4, is_causal=True),
     "head_dim_1": Case(PATTERN, kv_heads=1, head_dim=1),
-    "head_dim_24": Case(PATTERN, kv_heads=2, head_dim=24, is_causal=True),
     "head_dim_48": Case(PATTERN, kv_heads=2, head_dim=48, is_causal=True),
     "head_dim_80": Case(PATTERN, kv_heads=1, head_dim=80, ignored=0.2),
     "strided": Case(PATTERN, batch=2, kv_heads=2, head_dim=24, strided=True, is_causal=True),
@@ -102,15 +100,22 @@ def test_a_scale_that_is_infinite_in_base_2_equals_the_oracle(scale: float) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16), (64, 64)], ids=str)
-@pytest.mark.parametrize("name", ["grouped_queries", "causal_mask", "shifted"])
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        *(("grouped_queries", tiles) for tiles in ((16, 16), (16, 64), (64, 16), (64, 64))),
+        ("causal_mask", (16, 16)),
+        ("shifted", (64, 16)),
+    ],
+    ids=str,
+)
 def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, *tiles)
     assert_oracle(CASES[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grouped_queries", "grouped_heads", "shifted", "documents", "detached", "head_dim_48"])
+@pytest.mark.parametrize("name", ["grouped_queries", "shifted", "documents", "head_dim_48"])
 def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "DESCRIBES", True)
     described: list[bool] = []
@@ -130,12 +135,21 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:
+    assume(sum(ceil_div(case.num_tokens, length) for length in case.pattern.segment_lengths) < 10)  # a program for each segment
     assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["plain", "grouped_queries", "head_dim_24", "documents"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("plain", torch.float16),
+        ("grouped_queries", torch.bfloat16),
+        ("strided", torch.bfloat16),
+        ("documents", torch.float16),
+    ],
+    ids=str,
+)
 def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], batch=1, lse_gradient=False)
     actual, expected = run_engine(case, "triton", dtype), run_reference(case, dtype)
@@ -427,7 +441,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     forget_offsets: "plain",
     forget_the_segment: "plain",
     drop_the_mask: "mask",
-    drop_causality: "causal",
+    drop_causality: "grouped_queries",
     take_another_base: "plain",
     forget_the_base_backward: "plain",
     write_instead_of_merging: "plain",
