@@ -151,12 +151,12 @@ def test_attention_map_of_ignored_nan_keys_and_graph_inputs_is_finite() -> None:
 
 @pytest.mark.slow
 def test_attention_map_of_a_long_sequence_needs_no_square() -> None:
-    num_tokens = 200_003  # N * N floats would take 160 GB
+    num_tokens = 100_003  # N * N floats would take 40 GB
     q = torch.randn(1, num_tokens, 2, 4)
-    weights = attention_map(q, q, DilatedPattern.gigapath(), queries=[0, 150_000])
+    weights = attention_map(q, q, DilatedPattern.gigapath(), queries=[0, 75_000])
     assert weights.shape == (1, 2, 2, num_tokens)
     out = torch.einsum("bhqn,bnhd->bqhd", weights, q)
-    torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern.gigapath())[:, [0, 150_000]], **SINGLE)
+    torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern.gigapath())[:, [0, 75_000]], **SINGLE)
 
 
 @pytest.mark.parametrize("queries", [[0, 43], [0, -1]])
