@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
 
 
 def language_model() -> nn.Module:
-    return LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=24, num_layers=2, num_heads=4, pattern=PATTERN))
+    return LongNetLM(LongNetConfig(vocab_size=VOCAB, embed_dim=24, num_layers=1, num_heads=4, pattern=PATTERN))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"function": Attention, "layer": SelfAttention, "model": language_model}
@@ -108,8 +108,7 @@ def test_no_operator_takes_a_dtype() -> None:
     assert [str(schema) for schema in schemas if "ScalarType" in str(schema)] == []
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strict"), [("function", False), ("layer", True), ("model", False), ("model", True)])
 def test_a_program_holds_the_operator_and_serves_every_shape(name: str, strict: bool) -> None:
     model = build(name)
     program = export(name, model, strict=strict)
@@ -139,7 +138,7 @@ def test_another_process_loads_a_program_after_importing_this_library(tmp_path: 
 # -- the portable form --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["function", "model"])
 def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape(name: str) -> None:
     model = build(name)
     program = portable(export(name, model))
@@ -240,7 +239,7 @@ def test_users_functions_are_portable_for_a_static_length() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["function", "model"])
 def test_a_trace_serves_every_shape(name: str) -> None:
     model = build(name)
     assert_serves_every_shape(torch.jit.trace(model, (draw(name),)), name, model)

@@ -78,9 +78,13 @@ def assert_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
 
 
 @compiled
-def test_compiled_flex_equals_the_oracle() -> None:
-    case = Case(PATTERN, batch=2, num_tokens=300, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3)
-    assert_equals_the_oracle(case, {"score_mod": relative})
+def test_two_graphs_equal_the_oracle_for_every_length() -> None:
+    before = counters["stats"]["unique_graphs"]
+    for num_tokens in (300, 700, 345, 1301):
+        case = Case(PATTERN, batch=2, num_tokens=num_tokens, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3)
+        # A function written anew for every call, as in a model's forward, is no new graph.
+        assert_equals_the_oracle(case, {"score_mod": lambda *pair: relative(*pair)})
+    assert counters["stats"]["unique_graphs"] - before <= 2
 
 
 @pytest.mark.slow
@@ -116,18 +120,6 @@ def test_one_tensor_thrice(eagerly: CompileCounter) -> None:
     with torch.no_grad():
         out = dilated_attention(x, x, x, PATTERN, backend="flex")
     torch.testing.assert_close(out.double(), reference.dilated_attention(x, x, x, PATTERN)[0], **SINGLE)
-
-
-@compiled
-def test_two_graphs_serve_every_length() -> None:
-    before = counters["stats"]["unique_graphs"]
-    for num_tokens in (1000, 700, 345, 1500, 900, 1301):
-        q, k, v = (torch.randn(1, num_tokens, 4, 16) for _ in range(3))
-        # A function written anew for every call, as in a model's forward, is no new graph.
-        out = dilated_attention(q, k, v, PATTERN, backend="flex", score_mod=lambda s, b, h, i, j: s * 0.5)
-        expected = reference.dilated_attention(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s * 0.5)[0]
-        torch.testing.assert_close(out.double(), expected, **SINGLE)
-    assert counters["stats"]["unique_graphs"] - before <= 2
 
 
 # -- users' functions that hold numbers -------------------------------------------------------------------------------------------
@@ -173,12 +165,12 @@ def test_batches_and_lengths_are_no_kinds_of_their_own(eagerly: CompileCounter, 
     """On the meta device: what is traced counts, not what it computes."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     monkeypatch.setattr(flexdilated.backends.flex.engine, "_layout", lambda *args: "packed")
-    pattern = DilatedPattern(tuple(length // 16 for length in LONGNET.segment_lengths), LONGNET.dilation_rates)
+    pattern = DilatedPattern((128, 256, 512), (1, 2, 4))
     for batch, num_tokens in ((1, 512), (1, 4096), (2, 4096), (3, 512)):
         q, k, v = (torch.empty(batch, num_tokens, 12, 16, device="meta") for _ in range(3))
         flexdilated.backends.flex.engine.attend(q, k, v, Call(pattern, False, 1.0))
     kinds = flex._compiled.cache_info().currsize
-    assert kinds == 5  # 12, 6, 3, 2 or 1 heads have an offset
+    assert kinds == 3  # 12, 6 or 3 heads have an offset
     assert eagerly.frame_count <= 4 * kinds
 
 

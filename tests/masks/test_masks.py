@@ -171,16 +171,9 @@ def test_softmax_under_the_functions_has_the_gradients_of_the_reference(case: Ca
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(DilatedPattern((67, 131), (1, 3)), num_tokens=523, kv_heads=3, group=2, is_causal=True),
-        Case(DilatedPattern.grouped((131, 257), (1, 5)), batch=2, num_tokens=523, kv_heads=3),
-    ],
-    ids=["gqa_causal", "heads_differ"],
-)
-def test_compiled_flex_attention_equals_the_reference(case: Case) -> None:
+def test_compiled_flex_attention_equals_the_reference() -> None:
     torch._dynamo.reset()
+    case = Case(DilatedPattern.grouped((131, 257), (1, 5)), batch=2, num_tokens=523, kv_heads=3, group=2, is_causal=True)
     tensors = [x.transpose(1, 2) for x in case.tensors(torch.float32)[:3]]
     compiled = torch.compile(flex_attention, fullgraph=True)
     with torch.no_grad():  # there is no backward on the CPU
