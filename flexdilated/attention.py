@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
+import torch
 from torch import Tensor
 
 from flexdilated.backends import engines
@@ -175,3 +176,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
         return ranks.attend(q, k, v, call)
     return engines.attend(q, k, v, call)
+
+
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
+    """`out` of `attend` as if each query saw one more key, of score `sinks` `(H,)` and value 0; None: there is none.
+
+    `out * exp(lse - logaddexp(lse, sinks))`: a row without keys stays 0.
+    """
+    out, lse = attend(q, k, v, call._replace(return_lse=sinks is not None))
+    if sinks is None or lse is None:
+        return out
+    seen = torch.sigmoid(lse.transpose(1, 2) - sinks.to(lse.dtype))  # (B, N, H)
+    return (out * seen[..., None]).to(out.dtype)

@@ -106,6 +106,24 @@ def test_scale_is_used_in_every_path(scale: float) -> None:
     torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, :31], **EXACT)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_sinks_are_one_more_key_of_each_head_with_value_zero(pattern: DilatedPattern) -> None:
+    inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
+    out, lse = reference.dilated_attention(*inputs, pattern, is_causal=True)
+    share = 1 / (1 + torch.exp(sinks - lse.transpose(1, 2)))  # (B, N, H)
+    cache, parts, start = make(pattern), [], 0
+    for size in (17, 1, 20, 1, 22):
+        parts.append(cache.attend(*(x[:, start : start + size] for x in inputs), sinks=sinks))
+        start += size
+    torch.testing.assert_close(torch.cat(parts, dim=1), out * share[..., None], **EXACT)
+    with pytest.raises(ValueError, match=r"sinks must have shape \(H,\)=\(10,\), got \(5,\)"):
+        cache.attend(*(x[:, :1] for x in inputs), sinks=sinks[:5])
+    with pytest.raises(TypeError, match=r"sinks must be a tensor of floating point, got torch\.int64"):
+        cache.attend(*(x[:, :1] for x in inputs), sinks=sinks.long())
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="sinks must not require a gradient"):
+        cache.attend(*(x[:, :1] for x in inputs), sinks=sinks.requires_grad_())
+
+
 @pytest.mark.parametrize("at", [0, 9])
 def test_scale_must_be_finite(at: int) -> None:
     inputs, cache = draw(), make(LONGNET)

@@ -24,6 +24,13 @@ class Sizes(NamedTuple):
     device: torch.device
 
 
+class Softmax(NamedTuple):
+    """What makes weights of products: `scale` (None: `D ** -0.5`), and the `sinks` `(H,)`, scores of keys that have no value."""
+
+    scale: float | None
+    sinks: Tensor | None
+
+
 def check_sizes(sizes: dict[str, int | None]) -> None:
     """Refuse what is no integer of at least 1; None is left out.
 
@@ -105,6 +112,27 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
             raise ValueError(f"{name} must have T={q.shape[1]} tokens of {cache.num_kv_heads} heads, got {tuple(x.shape)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int, num_ranks: int) -> None:
+    """Refuse what is no score for each of the query heads.
+
+    Raises:
+        TypeError: If they are no tensor of floating point.
+        ValueError: If the shape is wrong.
+        NotImplementedError: If a gradient is asked for, or there are several ranks.
+    """
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"sinks must be a tensor of floating point, got {got}")
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must have shape (H,)=({num_heads},), got {tuple(sinks.shape)}")
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
+    if num_ranks > 1:
+        raise NotImplementedError(f"sinks must be None where rows are dealt over ranks, got some over {num_ranks} ranks")
 
 
 def check_lengths(lengths: Tensor | None, held: Tensor, num_tokens: int) -> None:

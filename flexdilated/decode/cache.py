@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.attention import attend
+from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.call import DTYPES, Call, check_scale
 from flexdilated.decode.arguments import (
     Sizes,
+    Softmax,
     cache_refusal,
     check_heads,
     check_lengths,
     check_new,
+    check_sinks,
     check_sizes,
     checked_indices,
     checked_length,
@@ -191,6 +193,7 @@ class DilatedKVCache:
         *,
         lengths: Tensor | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
         backend: str = "auto",
         shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
@@ -206,6 +209,7 @@ class DilatedKVCache:
             lengths: `(B,)` int64, in `[0, T]`: how many of the T tokens a sequence has; what follows is padding, which is not
                 stored and gives 0. Default: all T.
             scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
+            sinks: `(H,)`: the score of one more key, of value 0, that every query of a head sees. Default: none.
             backend: Engine for the first chunk of an empty cache, if longer than one token; later chunks use
                 `scaled_dot_product_attention`.
             shard_lengths: With a mesh: q, k and v are this rank's contiguous shard of the new tokens, of so many on each rank, 0
@@ -218,47 +222,41 @@ class DilatedKVCache:
         Raises:
             ValueError: If a shape, a device, the scale or the name of the backend is wrong; if ranks make different calls.
             TypeError: If a dtype is wrong.
-            NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
+            NotImplementedError: If a gradient is asked for, shards come with `records_past`, or sinks with several ranks.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
-        scale = check_scale(scale, self.dtype)
+        softmax = Softmax(check_scale(scale, self.dtype), sinks)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype, self.device)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
+        check_sinks(sinks, q.shape[2], 1 if self._ranks is None else self._ranks.size)
         shards = self._shards(q.shape[1], shard_lengths)
         check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache
             if shards is None:
-                return self._attend(q, k, v, lengths, scale, backend)
-            return self._attend_shards(q, k, v, lengths, scale, backend, shards)
+                return self._attend(q, k, v, lengths, softmax, backend)
+            return self._attend_shards(q, k, v, lengths, softmax, backend, shards)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float | None, backend: str) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str) -> Tensor:
         new, added, is_real = self._new(k, v, lengths)
         past = self._state_before(new, added) if self.records_past else None
         if past is None and self._past:
             self._past.clear()  # what it knows is no longer what came last
         if q.shape[1] == 1:
-            out = self._attend_one(q, new, added, scale)
+            out = self._attend_one(q, new, added, softmax)
         elif self._is_empty:
-            out = attend(q, new.k, new.v, self._call(scale, backend))[0]
+            out = attend_with_sinks(q, new.k, new.v, self._call(softmax.scale, backend), softmax.sinks)
             if not new.is_plain:
                 out = self._with_marks(out, new.is_marked)
             self._store(new, added)
         else:
-            out = self._attend_blocks(q, new, added, scale)
+            out = self._attend_blocks(q, new, added, softmax)
         self._is_empty = False
         if past is not None:
             self._past.append(past)
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
 
     def _attend_shards(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        scale: float | None,
-        backend: str,
-        shards: tuple[int, ...],
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str, shards: tuple[int, ...]
     ) -> Tensor:
         """Tokens in shards, one on each rank."""
         ranks, here = self._ranks, q.shape[1]
@@ -267,14 +265,14 @@ class DilatedKVCache:
         if self.records_past:
             raise NotImplementedError("records_past must be False with shard_lengths, got True: set it after the prompt")
         if not torch.compiler.is_compiling():
-            ranks.agree(q, scale, shards)
+            ranks.agree(q, softmax.scale, shards)
         if not self._is_empty:
             q, k, v = (ranks.whole(x, shards) for x in (q, k, v))
-            return self._attend(q, k, v, lengths, scale, backend)[:, start : start + here]
+            return self._attend(q, k, v, lengths, softmax, backend)[:, start : start + here]
         if torch.compiler.is_compiling():  # rows are dealt by where they are found
-            return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, scale, backend, shards)
+            return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
         new, added, is_real = self._new(k, v, lengths, start, sum(shards))
-        out = ranks.attend(q, new.k, new.v, self._call(scale, backend)._replace(shard_lengths=shards))
+        out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards))
         marks = ranks.marks(new, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
@@ -316,14 +314,14 @@ class DilatedKVCache:
         positions = self.new_positions(new.k.shape[1])
         return Past(self.lengths, tuple(store.overwritten(positions) for store in self._stores), new, added)
 
-    def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
         positions = self.new_positions(1)  # (B, 1)
         for store in self._stores:
             store.put(new, positions[:, 0], added > 0)
         # Where nothing was added the output is padding, whatever is seen.
-        parts = [store.attend(q, positions, self._lengths + added, scale) for store in self._stores]
-        out = self._merged(torch.cat(parts, dim=2), scale)
+        parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
+        out = self._merged(torch.cat(parts, dim=2), softmax.scale)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
@@ -333,14 +331,14 @@ class DilatedKVCache:
             return parts
         return self._ranks.merged(parts, self._lengths, scale).to(self.dtype)
 
-    def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, scale: float | None) -> Tensor:
+    def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
         outs = []
         for start in range(0, q.shape[1], BLOCK):
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
-            parts = [store.attend(q_b, positions, self._lengths, scale, new_b) for store in self._stores]
-            outs.append(self._merged(torch.cat(parts, dim=2), scale))
+            parts = [store.attend(q_b, positions, self._lengths, softmax, new_b) for store in self._stores]
+            outs.append(self._merged(torch.cat(parts, dim=2), softmax.scale))
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends.hardware import holds_values
 from flexdilated.backends.sdpa import attend_masked
+from flexdilated.decode.arguments import Softmax
 from flexdilated.pattern import DilatedPattern, num_kept
 
 # Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
@@ -131,7 +132,7 @@ class Store:
         q: Tensor,
         positions: Tensor,
         lengths: Tensor,
-        scale: float | None,
+        softmax: Softmax,
         new: Tokens | None = None,
     ) -> Tensor:
         """What queries `(B, T, H, D)` of these heads at `positions` `(B, T)` see: `(B, T, heads * group, D)`.
@@ -172,12 +173,18 @@ class Store:
         # Query heads that share a key stand one after another as rows of one head: keys are read where they lie, not repeated.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, k_heads, group * num_tokens, head_dim)
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(batch, k_heads, group * num_tokens, -1)
-        if self.num_ranks == 1:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            out = out.unflatten(2, (group, num_tokens)).masked_fill(~reached[:, :, None], 0.0)  # (B, heads, group, T, D)
+        if self.num_ranks == 1 and softmax.sinks is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale)
         else:
-            out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if scale is None else scale)
-            out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1).unflatten(2, (group, num_tokens))
+            out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if softmax.scale is None else softmax.scale)
+            if softmax.sinks is not None:
+                sinks = softmax.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
+                seen = torch.sigmoid(lse - sinks.repeat_interleave(num_tokens, dim=1))
+                out = (out * seen[..., None]).to(out.dtype)
+            if self.num_ranks > 1:
+                out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
+        out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D or D + 1)
+        out = out.masked_fill(~reached[:, :, None], 0.0) if self.num_ranks == 1 else out
         out = out.masked_fill(sees_mark[:, :, None, :, None], math.nan)
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 

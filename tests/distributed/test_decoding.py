@@ -394,8 +394,10 @@ def test_what_needs_a_mesh_is_refused_without() -> None:
         model(draw_tokens(1, 2), caches=model.make_caches(1), shard_lengths=(2, 0))
 
 
-def test_recorded_shards_are_refused() -> None:
+def test_recorded_shards_and_sinks_are_refused() -> None:
     def work(make: Callable[..., DilatedKVCache]) -> None:
+        with pytest.raises(NotImplementedError, match="sinks must be None where rows are dealt over ranks, got some over 2 ranks"):
+            make(PATTERNS[0]).attend(*(x[:, :1] for x in draw()), sinks=torch.zeros(HEADS * GROUP))
         cache = make(LONGNET)
         cache.records_past = True
         with pytest.raises(NotImplementedError, match=r"^records_past must be False with shard_lengths, got True: set it after"):

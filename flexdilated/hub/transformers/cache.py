@@ -62,7 +62,15 @@ class DilatedCacheLayer(CacheLayerMixin):
         return keys, value_states
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, pattern: DilatedPattern, shard: HeadShard | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        real: Tensor | None,
+        pattern: DilatedPattern,
+        shard: HeadShard | None,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of the tokens of the last update, `(B, T, H, D)`, over all that the layer has seen.
 
@@ -74,6 +82,7 @@ class DilatedCacheLayer(CacheLayerMixin):
             pattern: Of the module's config.
             shard: Which heads these are.
             scale: Multiplies the scores.
+            sinks: `(H,)`: the score of one more key, of value 0.
 
         Raises:
             NotImplementedError: If another layer was given the same keys, or the first call is compiled.
@@ -106,8 +115,8 @@ class DilatedCacheLayer(CacheLayerMixin):
         self.set_recording()
         self._is_waiting = False
         if real is None:
-            return self.kv.attend(q, k, v, scale=scale)
-        return attend_padded(self.kv, q, k, v, real, scale)
+            return self.kv.attend(q, k, v, scale=scale, sinks=sinks)
+        return attend_padded(self.kv, q, k, v, real, scale, sinks)
 
     def set_recording(self) -> None:
         """Have the store record the call that follows, if it is to."""
@@ -245,12 +254,12 @@ def layer_of(key: Tensor) -> DilatedCacheLayer | None:
     return getattr(key, LAYER, None)
 
 
-def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> Tensor:
+def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """`kv.attend` of tokens whose sequences begin where `real` `(B, T)` does."""
     check_padding(kv, real)
     shift = first_real(real)
     q, k, v = (shifted(x, shift) for x in (q, k, v))
-    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale), -shift)
+    return shifted(kv.attend(q, k, v, lengths=real.sum(-1), scale=scale, sinks=sinks), -shift)
 
 
 def check_padding(kv: DilatedKVCache, real: Tensor) -> None:

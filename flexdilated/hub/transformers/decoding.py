@@ -25,10 +25,12 @@ def decode(
     key_positions: Tensor,
     scale: float,
     dropout_p: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention of some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
 
-    One softmax over the union of the branches: the score plus the log of how many of them join the pair.
+    One softmax over the union of the branches: the score plus the log of how many of them join the pair. `sinks` `(H,)` are the
+    scores of one more key, of value 0.
     """
     if pattern.detach_weights and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         pattern = dataclasses.replace(pattern, detach_weights=False)  # the outputs are the same
@@ -47,7 +49,11 @@ def decode(
     # -1 lies in no segment of a real query, so ignored keys drop out here.
     scores = count(scores, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
     empty = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    scores = scores.masked_fill(empty, 0.0)
+    if sinks is not None:
+        columns = sinks.to(dtype)[None, :, None, None].expand(q.shape[0], -1, q.shape[1], 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[1]].masked_fill(empty, 0.0)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0.0)
     weights = rearrange(weights, "b (h g) n m -> b h g n m", h=num_kv_heads)
     return rearrange(einsum(weights, v, "b h g n m, b m h d -> b n h g d"), "b n h g d -> b n (h g) d").to(out_dtype)

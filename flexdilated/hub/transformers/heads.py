@@ -61,6 +61,21 @@ def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_
     return None if num_heads == total else _key_heads(module, first, total, total_key, num_heads, num_kv_heads)
 
 
+def sinks_here(sinks: Tensor, num_heads: int, shard: HeadShard | None) -> Tensor:
+    """Those of the `num_heads` query heads here: a parameter that tensor parallelism cut, or left whole.
+
+    Raises:
+        ValueError: If there are more or fewer.
+    """
+    if type(sinks).__name__ == "DTensor":  # by name: its module takes a third of a second to import
+        sinks = sinks.to_local()  # type: ignore[attr-defined]
+    if shard is not None and sinks.shape == (shard.group * shard.total_key,):
+        sinks = sinks[shard.first_query : shard.first_query + num_heads]
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"s_aux must have shape (H,)=({num_heads},), the query heads of the call, got {tuple(sinks.shape)}")
+    return sinks
+
+
 def _key_heads(module: nn.Module, first: int, total: int, total_key: int, num_heads: int, num_kv_heads: int) -> HeadShard:
     """Which key/value heads the query heads `first, ..., first + num_heads - 1` of `total` read."""
     if num_kv_heads == num_heads and (total_key == total or _shards_keys(module)):

@@ -11,13 +11,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from flexdilated.attention import attend
+from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.call import Call
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import context_of
 from flexdilated.hub.transformers.decoding import decode
-from flexdilated.hub.transformers.heads import HeadShard, find_head_shard
+from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.pattern import DilatedPattern
@@ -26,8 +26,7 @@ from flexdilated.pattern import DilatedPattern
 REFUSED = {
     "softcap": "dilated attention does not cap its scores",
     "sliding_window": "the pattern says what is seen; set config.sliding_window=None",
-    "s_aux": "dilated attention has no sinks",
-    "sinks": "dilated attention has no sinks",
+    "sinks": "dilated attention has one sink for each head, called s_aux, and none for each token",
     "position_bias": "dilated attention takes no bias of scores",
     "indices": "the pattern says what is seen",
     "block_indices": "the pattern says what is seen",
@@ -68,6 +67,7 @@ def dilated_attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     first_head: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function, under the pattern of `module.config.dilated_pattern`.
@@ -91,15 +91,17 @@ def dilated_attention_forward(
         scaling: Multiplies the scores. Default: `D ** -0.5`.
         is_causal: Whether a query sees only keys at its own position and before.
         first_head: Index in the model of the first query head here. Default: as `module` and its config say.
+        s_aux: Sinks, `(H,)`: the score of one more key, of value 0, that every query of a head sees once.
         **options: `cu_seq_lens_q`, `cu_seq_lens_k`: borders of packed documents, for B = 1. Others of the library's options.
 
     Returns:
         `(B, queries, H, D)` and None in the place of the weights.
 
     Raises:
-        ValueError: If the config has no pattern or a malformed one, or borders are given twice and differ.
+        ValueError: If the config has no pattern or a malformed one, borders are given twice and differ, or there are more or fewer
+            sinks than query heads.
         TypeError: If the pattern is not a mapping.
-        NotImplementedError: If the call asks for softcap, sinks, windows, biases, weights, a paged cache, cross-attention, a mask
+        NotImplementedError: If the call asks for softcap, windows, biases, weights, a paged cache, cross-attention, a mask
             that is no padding mask, or an option that is not known; if nothing says whether it is causal; or if it holds some of
             the heads, and nothing says which.
     """
@@ -119,6 +121,7 @@ def dilated_attention_forward(
         key, value = key[:, shard.held], value[:, shard.held]
     q, k, v = query.transpose(1, 2), key[:, :, :num_keys].transpose(1, 2), value[:, :, :num_keys].transpose(1, 2)
     q, k, v = _of_one_width(q, k, v)
+    sinks = None if s_aux is None else sinks_here(s_aux, query.shape[1], shard)
     call = Call(
         pattern,
         is_causal,
@@ -143,11 +146,11 @@ def dilated_attention_forward(
             cast = autocast_dtype(q.device)
             if cast is not None and q.dtype != torch.float64:
                 q, k, v = (x.to(cast) for x in (q, k, v))
-            out = layer.attend(q, k, v, seen, pattern, shard, scaling)
+            out = layer.attend(q, k, v, seen, pattern, shard, scaling, sinks)
         elif num_keys != q.shape[1]:
-            out = _decode(q, k, v, attention_mask, borders, shard, call)
+            out = _decode(q, k, v, attention_mask, borders, shard, call, sinks)
         else:
-            out = _attend_whole(q, k, v, attention_mask, borders, call)
+            out = _attend_whole(q, k, v, attention_mask, borders, call, sinks)
     else:
         context.calls += 1
         # The positions of documents, which the mask tells, are checked where the tokens come in.
@@ -155,7 +158,7 @@ def dilated_attention_forward(
         call = call._replace(
             mesh=context.mesh, exchange=context.exchange, cu_seqlens=borders, shard_lengths=options.get("shard_lengths")
         )
-        out, _ = attend(q, k, v, call)
+        out = attend_with_sinks(q, k, v, call, sinks)
     return out[..., : value.shape[3]].contiguous(), None
 
 
@@ -177,7 +180,14 @@ def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
 
 
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, shard: HeadShard | None, call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    borders: Tensor | None,
+    shard: HeadShard | None,
+    call: Call,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Some queries over all keys of a cache."""
     if borders is not None:
@@ -191,21 +201,24 @@ def _decode(
     assert mask is not None
     positions = mask[:, 0, 0]
     there, here = positions[:, : k.shape[1]], positions[:, k.shape[1] :]
-    return decode(q, k, v, call.pattern, shard, here, there, call.checked_scale(), call.dropout_p)
+    return decode(q, k, v, call.pattern, shard, here, there, call.checked_scale(), call.dropout_p, sinks)
 
 
-def _attend_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, call: Call) -> Tensor:
+def _attend_whole(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, borders: Tensor | None, call: Call, sinks: Tensor | None
+) -> Tensor:
     """Whole sequences: packed, padded or neither."""
     if borders is not None:
         batch = q.shape[0]
         q, k, v = (rearrange(x, "b n h d -> 1 (b n) h d") for x in (q, k, v))
-        return rearrange(attend(q, k, v, call._replace(cu_seqlens=borders))[0], "1 (b n) h d -> b n h d", b=batch)
+        out = attend_with_sinks(q, k, v, call._replace(cu_seqlens=borders), sinks)
+        return rearrange(out, "1 (b n) h d -> b n h d", b=batch)
     if mask is None:
-        return attend(q, k, v, call)[0]
+        return attend_with_sinks(q, k, v, call, sinks)
     real = mask[:, 0, 0, : q.shape[1]] >= 0
     shift = first_real(real)
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
-    return shifted(attend(q, k, v, call._replace(key_padding_mask=padding))[0], -shift)
+    return shifted(attend_with_sinks(q, k, v, call._replace(key_padding_mask=padding), sinks), -shift)
 
 
 def _is_causal(module: nn.Module, config: Any) -> bool:

@@ -250,7 +250,6 @@ def test_missing_and_malformed_patterns_are_refused() -> None:
     [
         ("softcap", 30.0),
         ("sliding_window", 4),
-        ("s_aux", torch.zeros(6)),
         ("sinks", torch.zeros(6)),
         ("indices", torch.zeros(1, dtype=torch.int64)),
         ("anything_new", 3),

@@ -19,7 +19,8 @@ SAMPLE = {
     "llama": "runs",
     "mimo_v2_flash": "runs",  # values are wider than keys
     "mistral": "runs with",
-    "gpt_oss": "refused",  # by its layers
+    "gpt_oss": "runs with",  # sinks
+    "swin": "refused",  # by its layers
     "bart": "refused",  # by its config
     "hy_v4": "refused",
     "falcon": "refused",  # by its source
