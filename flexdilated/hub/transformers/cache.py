@@ -243,6 +243,14 @@ class DilatedCache(Cache):
         for layer in self.layers:
             layer.activate_past_recording()
 
+    def _refuse_states(self, *args: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(
+            "past_key_values must be the library's own cache in a model whose layers keep other states, of convolutions, "
+            "recurrences or indexers, got a DilatedCache, which holds keys and values; use DynamicCache(config=model.config)"
+        )
+
+    get_conv_state = get_recurrent_state = update_conv_state = update_recurrent_state = update_indexer = _refuse_states
+
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values allocated in all layers."""

@@ -53,7 +53,8 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
 
     Returns:
         The model. Its `forward` raises NotImplementedError for padding, for a cache, and, when it is done, if some of the model's
-        layers did not attend; ValueError for positions other than those of the whole sequence, and for labels alone.
+        layers did not attend; ValueError for positions other than those of the whole sequence, labels alone, and, but for
+        `LongNetForCausalLM`, a rank without tokens.
 
     Raises:
         TypeError: If the mesh is no `DeviceMesh`, or the model none of the library's.
@@ -152,6 +153,8 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if "position_ids" not in parameters:
         return (), given
     rank, lengths = local_shard_lengths(context.mesh, tokens.shape[1], given.get("shard_lengths"))
+    if min(lengths) == 0:  # the library looks at the last token; the other ranks would wait for this one
+        raise ValueError(f"shard_lengths must be at least 1 {SHARDED} of the library, got {tuple(lengths)}")
     positions = token_positions(tokens.shape[1], given.get("cu_seq_lens_q"), tokens.device, sum(lengths[:rank]))[None]
     told = given.get("position_ids")
     if told is not None and (torch.compiler.is_compiling() or not _agree(told, positions)):

@@ -262,7 +262,8 @@ def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCac
     if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 0), (1, 1, num_queries)):
         if layer is None:
             raise NotImplementedError(
-                "the cache must hold every token from the first, or be a DilatedCache, got one that has forgotten some"
+                "the cache must hold every token from the first, or be a DilatedCache, got one that has forgotten some, or an "
+                "attention_mask that is no (B, N) padding mask"
             )
         return num_queries
     if mask is None:
@@ -277,8 +278,10 @@ def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCac
             f"config must have no sliding window or attention chunks, got {mask.shape[3]}: the pattern says what is seen; set "
             'config.sliding_window = None, or "full_attention" for every layer in config.layer_types'
         )
-    if mask.dtype != torch.int64 or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] > 2 or mask.shape[3] <= num_queries:
+    num_keys = mask.shape[-1] - num_queries
+    is_ours = mask.dtype == torch.int64 and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] in (1, 2)
+    if not is_ours or num_keys not in (num_queries, key.shape[2]):
         raise NotImplementedError(
             f"attention_mask must be a (B, N) padding mask with {NAME!r} attention, got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    return mask.shape[3] - num_queries
+    return num_keys

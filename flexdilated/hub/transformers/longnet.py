@@ -197,8 +197,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
                 come with one.
             TypeError: If `logits_to_keep` is no integer, or an argument has another name.
-            ValueError: If the pattern of the config is no longer that of the model, a shape is wrong, or borders are given once,
-                differ, or come with padding.
+            ValueError: If the pattern of the config is no longer that of the model, a shape or a number is wrong, or borders are
+                given once, differ, or come with padding.
         """
         for name in packed:
             if name not in PACKED:
@@ -213,6 +213,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if not is_integer(logits_to_keep):
             raise TypeError(f"logits_to_keep must be an integer in LongNetForCausalLM, got {type(logits_to_keep).__name__}")
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be at least 0 in LongNetForCausalLM, got {logits_to_keep}")
         for name, given, reason in (
             ("output_attentions", output_attentions, REFUSED["output_attentions"]),
             ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),
@@ -284,6 +286,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if implementation not in (None, "dynamic", "dynamic_full"):  # the last is what older versions ask for drafts
             raise NotImplementedError(
                 f"cache_implementation must be None in LongNetForCausalLM, whose cache is a DilatedCache, got {implementation!r}"
+            )
+        if getattr(generation_config, "assistant_early_exit", None) is not None:
+            raise NotImplementedError(
+                "assistant_early_exit must be None in LongNetForCausalLM, got "
+                f"{generation_config.assistant_early_exit}: it has no early exit; use assistant_model or prompt_lookup_num_tokens"
             )
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return

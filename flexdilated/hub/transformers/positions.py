@@ -55,6 +55,7 @@ def dilated_attention_positions(
         seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
 
     Raises:
+        ValueError: If the mask has other dims than two, or, without a cache, more or fewer columns than there are tokens.
         NotImplementedError: If the model asks for a mask function of its own, or reads its mask itself, or if there is padding
             among the keys of other queries.
         RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
@@ -69,6 +70,8 @@ def dilated_attention_positions(
             f"layers must leave their mask to the attention with {NAME!r} attention, got a model that reads it, as indexers do "
             "that choose keys for each query"
         )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must have shape (B, N) with {NAME!r} attention, got {tuple(attention_mask.shape)}")
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
             return None  # of a layer that attends otherwise, as one that pools: dilated ones refuse it
@@ -76,6 +79,10 @@ def dilated_attention_positions(
             f"attention_mask must be None with {NAME!r} attention where queries and keys are not the same tokens, got padding "
             f"among {kv_length} keys of {q_length} queries"
         )
+    is_first = isinstance(q_offset, int) and q_offset == 0  # that of a static cache is a tensor
+    if attention_mask is not None and is_first and attention_mask.shape[1] == kv_length != q_length:
+        # Without a cache the library takes the keys to be as many as the mask has columns.
+        raise ValueError(f"attention_mask must have a column for each of the {q_length} tokens, got {kv_length}")
     if kv_offset:
         if kv_length != q_length:
             raise NotImplementedError(f"the cache must hold every token from the first, got a first key at {kv_offset}")

@@ -121,6 +121,8 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
         ValueError, match=f"position_ids must be None, or count from {17 * rank} in the whole sequence on rank {rank}"
     ):
         model(tokens, position_ids=positions + 1)
+    with pytest.raises(ValueError, match=r"shard_lengths must be at least 1 in a model over a mesh of the library, got \(0, 17\)"):
+        model(tokens[:, : 17 * rank], shard_lengths=(0, 17))
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0
     with pytest.raises(NotImplementedError, match="attention_mask must be None in a model over a mesh, got a mask"):

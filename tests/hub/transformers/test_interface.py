@@ -300,6 +300,14 @@ def test_masks_that_are_no_padding_masks_are_refused() -> None:
         model(tokens, attention_mask=square, use_cache=False)
     module = model.model.layers[0].self_attn
     q, k, v = torch.randn(BATCH, 6, 2, 8), torch.randn(BATCH, 2, TOKENS, 8), torch.randn(BATCH, 2, TOKENS, 8)
+    for given in (torch.ones(BATCH, 1, 2, TOKENS), torch.ones(BATCH, 1, 1, TOKENS)):  # as some make them, whole or for all queries
+        with pytest.raises(NotImplementedError, match=r"attention_mask must be a \(B, N\) padding mask .*got torch.int64 of shape"):
+            hub.dilated_attention_forward(module, q, k, v, given.long())
+    for columns in (TOKENS - 5, TOKENS + 2):
+        with pytest.raises(ValueError, match=f"attention_mask must have a column for each of the 23 tokens, got {columns}"):
+            model(tokens, attention_mask=torch.ones(BATCH, columns), use_cache=False)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, N\) with 'flexdilated' .*got \(3, 23, 23\)"):
+        build("Bert")(tokens, attention_mask=torch.ones(BATCH, TOKENS, TOKENS))
     with pytest.raises(NotImplementedError, match="attention_mask must say where 2 queries stand among 23 keys, got None"):
         hub.dilated_attention_forward(module, q, k, v, None)
     positions = torch.arange(TOKENS + 2).expand(BATCH, 1, 1, -1)

@@ -91,6 +91,10 @@ def test_longnet_refuses_other_caches_and_wrong_shapes() -> None:
         model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(TypeError, match="logits_to_keep must be an integer in LongNetForCausalLM, got Tensor"):
         model(tokens, logits_to_keep=torch.tensor([3]))
+    with pytest.raises(ValueError, match="logits_to_keep must be at least 0 in LongNetForCausalLM, got -3"):
+        model(tokens, logits_to_keep=-3)
+    with pytest.raises(NotImplementedError, match="assistant_early_exit must be None in LongNetForCausalLM, got 1"):
+        model.generate(tokens[:1], max_new_tokens=2, assistant_early_exit=1, pad_token_id=0)
     with pytest.raises(ValueError, match="tie_word_embeddings must be False in LongNetHFConfig, got True; use tie_embeddings"):
         longnet(tie_word_embeddings=True)
     borders = torch.tensor([0, 7, 23])
