@@ -1,0 +1,63 @@
+"""A `LongNetLM` over three axes of a mesh: copies of the data, shards of the tokens, shards of the heads.
+
+`dp`: each rank its own sequences. `cp`: each rank a shard of every sequence. `tp`: each rank some heads of the attention.
+Parameters are sharded by FSDP2 over `dp` and `cp` together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from flexdilated import LongNetConfig, LongNetLM
+from flexdilated.distributed import shard_sequence
+
+
+def build(config: LongNetConfig, mesh: DeviceMesh, *, compiler: str | None = "inductor") -> LongNetLM:
+    """The model over the axes `dp`, `cp` and `tp` of a mesh, each of any size: the same parameters where ranks are seeded alike."""
+    model = LongNetLM(config, mesh=mesh["cp"])
+    heads = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}
+    copies = mesh["dp", "cp"]._flatten("dp_cp")  # ranks that differ in their tokens alone
+    for i, layer in enumerate(model.layers):
+        parallelize_module(layer.self_attn, mesh["tp"], {**heads, "out_proj": RowwiseParallel()})
+        layer = checkpoint_wrapper(layer)  # what a layer computes it computes again in the backward, its exchange included
+        if compiler is not None:
+            layer.compile(fullgraph=True, backend=compiler)
+        model.layers[i] = fully_shard(layer, mesh=copies)
+    return fully_shard(model, mesh=copies)
+
+
+def accumulate(model: LongNetLM, batches: Sequence[tuple[Tensor, Tensor]], mesh: DeviceMesh) -> Tensor:
+    """The gradients of the mean loss over all tokens of some batches of tokens and labels `(B, N)`, each whole on every rank."""
+    losses = []
+    for i, batch in enumerate(batches):
+        model.set_requires_gradient_sync(i == len(batches) - 1)  # gradients travel once, after the last
+        tokens, labels = shard_sequence(shard_sequence(batch, mesh["dp"], dim=0), mesh["cp"])
+        # Equal shards, so the mean over this rank's own tokens: FSDP2 averages the gradients over dp and cp.
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / len(batches)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def save(model: LongNetLM, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Write the parameters and the state of the optimizer, each rank its own parts."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(model: LongNetLM, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Read what `save` wrote over any other mesh, or without one."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
