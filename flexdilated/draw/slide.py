@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.draw.figure import INK, new, plain, write
+from flexdilated.draw.figure import INK, new, plain, wrapped, write
 from flexdilated.draw.places import check_numbers
 from flexdilated.draw.weights import MARK, UNSEEN, add_legend, check_path, check_weights
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_slide_map"]
 
 INCHES, DPI = 8.0, 200  # of one panel; several share three halves of that
+NARROWEST, LOWEST = 2.4, 2.4  # inches of a panel, and of all panels: a strip of tissue has titles and a legend as any
 FINEST = 64  # pixels along a tile, where there are few: more show nothing
 DECADES = 1e3  # largest weight over the darkest colour: what is below differs by nothing that matters
 SHAPE_ERROR = 0.02  # of a thumbnail's width over its height, beyond the rounding of both
@@ -99,9 +100,11 @@ def draw_slide_map(
     inches = (INCHES if columns == 1 else 1.5 * INCHES) / columns
     longest = max(width, height)
     pixels = max(1, int(inches * DPI * 0.8))
+    wide = columns * max(inches * width / longest, NARROWEST) + 1.3
+    heading = [] if title is None else wrapped([title], 8 * wide)  # names of slides are long
     figure = new(
-        columns * inches * width / longest + 1.3,
-        rows * (inches * height / longest + 0.35) + 0.5 + 0.3 * (title is not None),
+        wide,
+        max(rows * (inches * height / longest + 0.35), LOWEST) + 0.5 + 0.3 * len(heading),
         layout="constrained",
         dpi=DPI,
     )
@@ -128,15 +131,14 @@ def draw_slide_map(
             side = max(tile_size, 0.012 * longest)  # seen on the largest slide too
             middle = [x + tile_size / 2 - side / 2, y + tile_size / 2 - side / 2]
             halo = [withStroke(linewidth=3.6, foreground="white")]
-            axis.add_patch(
-                Rectangle((middle[0], middle[1]), side, side, fill=False, edgecolor=MARK, linewidth=1.8, path_effects=halo)
-            )
+            drawn: dict[str, Any] = {"edgecolor": MARK, "linewidth": 1.8, "path_effects": halo, "clip_on": False}
+            axis.add_patch(Rectangle((middle[0], middle[1]), side, side, fill=False, **drawn))
     bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), extend="min", shrink=0.7)
     bar.set_label("attention weight, logarithmic", color=INK, fontsize=11)
     bar.ax.tick_params(labelsize=10, colors=INK)
     add_legend(figure, unseen=bool((panels == 0).any()), query=query is not None)
-    if title is not None:
-        figure.suptitle(plain(title), fontsize=12, weight="bold", color=INK)
+    if heading:
+        figure.suptitle(plain("\n".join(heading)), fontsize=12, weight="bold", color=INK)
     if path is not None:
         write(figure, path)
     return figure

@@ -14,6 +14,7 @@ from flexdilated.draw.weights import UNSEEN
 from tests.draw.layout import assert_apart
 
 SIDE = 512.0
+NAME = "TCGA-00-0000-01Z-00-DX1.00000000-0000-0000-0000-000000000000"  # as long as those are
 
 
 def tissue(columns: int, rows: int) -> Tensor:
@@ -57,16 +58,30 @@ def test_every_tile_has_the_colour_of_its_weight() -> None:
     assert_apart(figure, [*figure.legends, *figure.texts])
 
 
-@pytest.mark.parametrize("cells", [(1, 1), (1, 40), (40, 1), (2, 2)])
+@pytest.mark.parametrize("cells", [(1, 1), (1, 300), (300, 1), (2, 2)])
 def test_few_tiles_and_strips_fill_their_panel(cells: tuple[int, int]) -> None:
     coords = torch.cartesian_prod(*(torch.arange(count) for count in cells)) * SIDE
-    figure = draw_slide_map(torch.rand(len(coords)) + 0.1, coords, tile_size=SIDE, query=0, title="a slide", titles=["layer 0"])
+    figure = draw_slide_map(
+        torch.rand(len(coords)) + 0.1,
+        coords,
+        tile_size=SIDE,
+        query=0,
+        title=f"{NAME}: what tile 5 reads",
+        titles=["layer 11, mean of heads"],
+    )
     assert max(image(figure).shape) <= max(cells) * FINEST
     assert (image(figure)[..., 3] == 1.0).all()
     figure.canvas.draw()
     assert_apart(figure, [*figure.legends, *figure.texts])
     box = figure.axes[0].get_window_extent()
-    assert min(box.width / cells[0], box.height / cells[1]) > 5  # pixels of a tile
+    assert min(box.width / cells[0], box.height / cells[1]) > 4  # pixels of a tile
+    bar = figure.axes[1].yaxis.label
+    for text in (figure.axes[0].title, bar, *figure.texts, *figure.legends, figure.axes[0].patches[0]):
+        shown = text.get_window_extent()
+        assert shown.x0 >= 0
+        assert shown.y0 >= 0
+        assert shown.x1 <= figure.bbox.width
+        assert shown.y1 <= figure.bbox.height
 
 
 def test_a_thumbnail_that_is_no_picture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
