@@ -21,7 +21,7 @@ TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported
 TRANSFORMERS_VERSIONS = ("5.12.0", "5.23.0")  # the oldest supported one, and the newest when this was written
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
-RELEASE = (*CHECKS, "tests", "tests_python", "tests_torch", "minimums", "mutation", "docs")
+RELEASE = (*CHECKS, "tests", "tests_sweep", "tests_python", "tests_torch", "minimums", "mutation", "docs")
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
 SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
@@ -52,11 +52,18 @@ def tests(session: nox.Session) -> None:
     """The proof: everything against the float64 oracle, the golden files and itself; `-- --keep` keeps the counts for the site."""
     _install(session)
     if "--keep" not in session.posargs:
-        _pytest(session)
+        _pytest(session, "-m", "not sweep")
         return
     report = os.path.join(session.create_tmp(), "tests.xml")
-    _pytest(session, f"--junitxml={report}")
+    _pytest(session, "-m", "not sweep", f"--junitxml={report}")
     session.run("python", "-m", "docs.count_tests", report)
+
+
+@nox.session
+def tests_sweep(session: nox.Session) -> None:
+    """What `nox -s tests` leaves out: wide sweeps of what its smaller tests cover; weekly, and before a release."""
+    _install(session)
+    _pytest(session, "-m", "sweep")
 
 
 @nox.session

@@ -276,6 +276,7 @@ def test_compiled_module_under_functions_equals_eager(name: str, mode: str) -> N
                 torch.testing.assert_close(a, e, **SINGLE)
 
 
+@pytest.mark.sweep  # of inductor, which test_longnet.py shows in training
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
 @torch.no_grad()
 def test_a_language_model_is_compiled_for_inference_by_inductor() -> None:

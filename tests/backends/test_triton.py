@@ -451,6 +451,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # of bugs that test_every_option_equals_the_oracle must notice
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_show(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)

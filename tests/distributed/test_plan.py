@@ -768,17 +768,17 @@ def test_segments_that_do_not_divide_the_shard_need_more_than_their_excess_over_
 
 
 @pytest.mark.slow
-def test_plan_of_a_billion_tokens_on_1024_ranks_holds_no_rows() -> None:
+def test_plan_of_a_billion_tokens_on_128_ranks_holds_no_rows() -> None:
     tracemalloc.start()
     try:
-        plan = plan_of(DilatedPattern.longnet(), 10**9, 1024, 8)
+        plan = plan_of(DilatedPattern.longnet(), 10**9, 128, 8)
         moved = {(exchange, kind): plan.traffic(exchange, kind) for exchange in EXCHANGES for kind in KINDS}
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert moved["gather", "kv"].rows.sum() > 0
     assert moved["heads", "out"].rows.sum() > 0
-    assert peak < 200e6
+    assert peak < 20e6
 
 
 def test_segment_whose_kept_rows_lie_on_one_rank_moves_nothing_by_any_exchange() -> None:
