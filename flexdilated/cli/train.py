@@ -25,7 +25,7 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import TIMEOUT_SECONDS, rank_of, started, stop_deadline, wait_for_all
+from flexdilated.training.ranks import TIMEOUT_SECONDS, place_of, started, stop_deadline, wait_for_all
 from flexdilated.training.trainer import Trainer
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
@@ -72,7 +72,9 @@ def train(
     device: CudaDeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where it is fast.")] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
-    context_parallel: Annotated[int, typer.Option(min=1, help="Processes that share every sequence, started by torchrun.")] = 1,
+    context_parallel: Annotated[
+        int, typer.Option(min=0, help="Processes that share every sequence, started by torchrun. 0: as many as it starts.")
+    ] = 1,
     timeout_seconds: Annotated[
         int | None, typer.Option(min=1, help=f"How long a process waits for the others. [default: {TIMEOUT_SECONDS}]")
     ] = None,
@@ -82,10 +84,11 @@ def train(
     The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
-    With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
+    With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other; with --context-parallel 0
+    these may be of another number of processes, as where torchrun's --nnodes gives a range.
     """
     try:
-        rank = rank_of(context_parallel, timeout_seconds)
+        rank, context_parallel = place_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
         place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
         pattern = DilatedPattern(integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates))

@@ -29,10 +29,12 @@ TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
 
 
-def rank_of(context_parallel: int, timeout_seconds: int | None) -> int:
-    """This process among those that torchrun started."""
+def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
+    """This process among those that torchrun started, and their number; `context_parallel` of 0 takes any."""
     torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
     started = os.environ["WORLD_SIZE"] if torchrun else None
+    if context_parallel == 0:
+        context_parallel = int(started or 1)
     if started is None and context_parallel > 1:
         command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
         raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
@@ -41,7 +43,7 @@ def rank_of(context_parallel: int, timeout_seconds: int | None) -> int:
         raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
     if timeout_seconds is not None and context_parallel == 1:
         raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
-    return int(os.environ["RANK"]) if context_parallel > 1 else 0
+    return int(os.environ["RANK"]) if context_parallel > 1 else 0, context_parallel
 
 
 @contextmanager

@@ -314,6 +314,19 @@ def test_one_process_under_torchrun_is_a_plain_run(tmp_path: Path, text: Path, m
     run_alone(tmp_path / "run", text)
 
 
+@pytest.mark.parametrize(
+    ("world", "asked", "expected"), [(None, 0, (0, 1)), (None, 1, (0, 1)), ("1", 0, (0, 1)), ("3", 0, (2, 3)), ("3", 3, (2, 3))]
+)
+def test_any_number_of_ranks_is_taken_where_0_is_asked(
+    world: str | None, asked: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So one command suits starts of different sizes, as torchrun makes under `--nnodes 1:4`."""
+    for name, value in {"WORLD_SIZE": world, "RANK": "2", "LOCAL_RANK": "0"}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert ranks.place_of(asked, None) == expected
+
+
 # -- the trainer, in processes of our own ---------------------------------------------------------------------------------------
 
 CONFIG = LongNetConfig(
