@@ -85,7 +85,7 @@ def train(
 
     P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other; with --context-parallel 0
-    these may be of another number of processes, as where torchrun's --nnodes gives a range.
+    each may have another number of processes.
     """
     try:
         rank, context_parallel = place_of(context_parallel, timeout_seconds)
