@@ -24,7 +24,6 @@ from flexdilated import (
 )
 from flexdilated.backends import crossovers
 from flexdilated.hub.encoder import LongNetEncoder
-from flexdilated.nn import Block, FeedForward
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
 
@@ -215,7 +214,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "attention": (lambda: DilatedAttention(PATTERN), lambda f, x: f(*x.unflatten(-1, (3, 2, 4)).unbind(2))),
     "multihead": (lambda: multihead(num_kv_heads=2), lambda f, x: f(x, x, x, padding(x.shape[1]))[0]),
     "dropout": (lambda: multihead(dropout_p=0.4), lambda f, x: f(x, x, x, is_causal=True)[0]),
-    "block": (lambda: Block(multihead(), FeedForward(WIDTH, FFN)), lambda f, x: f(x)),
     "encoder": (lambda: LongNetEncoder(WIDTH, 1, HEADS, PATTERN), lambda f, x: f(x, key_padding_mask=padding(x.shape[1]))),
     "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
     "rotary": (lambda: language_model("rotary"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),

@@ -316,7 +316,7 @@ TRANSFORMED: dict[str, tuple[Callable[[Attend], Attend], bool]] = {
     "vmap_grad": (lambda call: lambda q: vmap(grad(lambda q: call(q).square().sum()))(torch.stack([q, 2 * q])), False),
     "grad_vmap": (lambda call: grad(lambda q: vmap(call)(torch.stack([q, 2 * q])).square().sum()), False),
 }
-ONE = DilatedPattern((7,), (2,))
+ONE = DilatedPattern((8,), (2,))  # one piece of 8 tokens: each takes the tracer seconds
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ ONE = DilatedPattern((7,), (2,))
 )
 def test_transforms_are_traced_or_refused_by_name(name: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    q, k, v, _, _ = Case(ONE, num_tokens=11, kv_heads=2).tensors()
+    q, k, v, _, _ = Case(ONE, num_tokens=8, kv_heads=2).tensors()
     transform, is_traced = TRANSFORMED[name]
     call = transform(lambda q: dilated_attention(q, k, v, ONE, **options))
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
