@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,6 +179,21 @@ def refuse(rank: int) -> None:
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     run_ranks(compare_with_one_process, 2, tmp_path)
+
+
+def compare_both(rank: int) -> None:
+    """Heads on one axis, tokens on the other; `heads="grouped"` tells ranks of either apart."""
+    torch.set_num_threads(1)
+    inputs = titan.batch(*PACKED)
+    grouped = {"segment_lengths": [53, 300], "dilation_rates": [1, 2], "heads": "grouped"}
+    both = dataclasses.replace(context_parallel("spmd_types"), tensor_parallel_degree=2)
+    assert_same(titan.run_sharded(both, FLEX, inputs), expected())
+    wanted = expected(DilatedPattern((53, 300), (1, 2), heads="grouped"))
+    assert_same(titan.run_sharded(both, FLEX, inputs, **grouped, exchange="heads"), wanted)
+
+
+def test_four_processes_of_tensor_and_context_parallelism_equal_one(tmp_path: Path) -> None:
+    run_ranks(compare_both, 4, tmp_path)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------------

@@ -120,25 +120,38 @@ def run_sharded(parallelism: ParallelismConfig, override: str, inputs: tuple[Ten
             dout = DTensor.from_local(dout, logits.device_mesh, [Replicate()] * logits.device_mesh.ndim, run_check=False)
         logits.backward(dout.redistribute(logits.device_mesh, logits.placements))
     else:
-        logits.backward(dout.chunk(VOCAB // logits.shape[2], dim=2)[dist.get_rank() % (VOCAB // logits.shape[2])])
+        logits.backward(dout.chunk(VOCAB // logits.shape[2], dim=2)[dist.get_rank() % (VOCAB // logits.shape[2])])  # tp is inner
     whole = {name: p.shape for name, p in model_of(override, **options).named_parameters()}
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if name == "tok_embeddings.weight" and parallelism.context_parallel_degree > 1 and isinstance(gradient, DTensor):
             gradient = gradient.to_local()  # that of this rank's tokens, though its placement says replicated: FSDP adds them up
-        gradients[name] = together(gradient, whole[name])
-    return Result(together(logits.detach(), shape), gradients)
+        gradients[name] = whole_gradient(gradient, whole[name], parallelism.tensor_parallel_degree)
+    return Result(whole_logits(logits.detach(), shape), gradients)
 
 
-def together(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The whole: a shard of each rank where the part is smaller, else their sum."""
+def whole_logits(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`(B, N, vocabulary)` from each rank's tokens, on the outer axis of ranks, and words, on the inner one."""
     if isinstance(part, DTensor):
         return part.full_tensor()
+    parts, size = all_parts(part), shape[2] // part.shape[2]
+    return torch.cat([torch.cat(parts[first : first + size], 2) for first in range(0, len(parts), size)], 1)
+
+
+def whole_gradient(part: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
+    """The sum over ranks, of whole parameters or of those that the inner axis, of `size` ranks, cuts."""
+    if isinstance(part, DTensor):
+        return part.full_tensor()
+    parts = all_parts(part)
     if part.shape == shape:
-        dist.all_reduce(part)
-        return part
-    shards = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(shards, part.contiguous())
+        return torch.stack(parts).sum(0)
     (dim,) = (dim for dim, (some, all_) in enumerate(zip(part.shape, shape)) if some != all_)
-    return torch.cat(shards, dim)
+    return torch.cat([torch.stack(parts[rank::size]).sum(0) for rank in range(size)], dim)
+
+
+def all_parts(part: Tensor) -> list[Tensor]:
+    """Of every rank."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return parts
