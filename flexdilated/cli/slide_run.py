@@ -69,9 +69,14 @@ class _Kept:
         self.slides.append(slide)
         self.encoded += 1
         self.tiles += len(slide.coords)
-        held = sum(kept.tiles.nbytes for kept in self.slides if kept.tiles is not None)
-        if time.perf_counter() - self.since > PART_SECONDS or held > PART_BYTES:
+        if sum(kept.tiles.nbytes for kept in self.slides if kept.tiles is not None) > PART_BYTES:
             self.write()
+
+    def rest(self) -> None:
+        """Between two packs: what is held would be lost with the process while the next one is encoded."""
+        if time.perf_counter() - self.since > PART_SECONDS:
+            with _writing(self.output):
+                self.write()
 
     def write(self) -> None:
         start = time.perf_counter()
@@ -103,11 +108,12 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
             failed += [_echoed(failure) for failure in changed]
         own = shares[ranks.rank]
         total = num_done + len(together) + sum(len(share) for share in shares)
-        results = encode.encode_slides(job.model, {name: job.slides[name] for name in own}, clock=clock, **job.options)
+        options = {"clock": clock, "between": kept.rest, **job.options}
+        results = encode.encode_slides(job.model, {name: job.slides[name] for name in own}, **options)
         if together:
             assert ranks.mesh is not None
             large = {name: job.slides[name] for name in together}
-            results = chain(encode.encode_slides(sharded(job.model, ranks.mesh), large, clock=clock, **job.options), results)
+            results = chain(encode.encode_slides(sharded(job.model, ranks.mesh), large, **options), results)
         try:
             for result in _shown(results, ranks, total, num_done, len(together)):
                 if isinstance(result, FailedSlide):

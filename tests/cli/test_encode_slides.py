@@ -464,7 +464,7 @@ def test_a_long_run_leaves_more_parts_than_a_process_may_open(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
-        code, _, err = run(tmp_path, weights)
+        code, _, err = run(tmp_path, weights, "--token-budget=1")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (code, err) == (0, "")
@@ -484,7 +484,7 @@ def test_other_weights_are_other_settings(tmp_path: Path, slides: dict[str, tupl
 def test_a_process_that_is_killed_loses_nothing_that_was_written(
     tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
 ) -> None:
-    """Killed where the second part is to be written: the first one is whole, and found."""
+    """Killed where the second pack is to be written: the first one is whole, and every slide of it is found."""
     program = f"""
 import os, signal, sys
 from flexdilated.cli import app, slide_run
@@ -498,7 +498,7 @@ def write_part(output, slides):
         os.kill(os.getpid(), signal.SIGKILL)
     written(output, slides)
 store.write_part = write_part
-app({arguments(tmp_path, weights)!r})
+app({arguments(tmp_path, weights, "--token-budget=60")!r})
 """
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert killed.returncode == -signal.SIGKILL
@@ -509,7 +509,7 @@ app({arguments(tmp_path, weights)!r})
         resume=True,
         overwrite=False,
     )
-    assert list(done) == ["a"]
+    assert list(done) == ["a", "b/c"]
     assert run(tmp_path, weights, "--resume")[0] == 0
     assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
 

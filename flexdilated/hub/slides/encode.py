@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -83,6 +83,7 @@ def encode_slides(
     tiles: bool = False,
     storage: torch.dtype = torch.float32,
     clock: Clock | None = None,
+    between: Callable[[], None] | None = None,
 ) -> Iterator[EncodedSlide | FailedSlide]:
     """Encode slides of any sizes, several in one call of the model: each gives what it gives alone.
 
@@ -99,6 +100,7 @@ def encode_slides(
         tiles: Whether the tiles' embeddings are given too.
         storage: Of what is given, float32 or float16.
         clock: Is told the seconds.
+        between: Is called when all results of a pack have been taken, before the next pack is encoded: the time to write them.
 
     Yields:
         A result per slide, in their order.
@@ -130,6 +132,8 @@ def encode_slides(
             del pack  # its tiles need not wait for the consumer
             clock.encoding += time.perf_counter() - start
             yield from results
+            if between is not None:
+                between()
 
 
 def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
