@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -129,6 +129,7 @@ def kernel_that_counts(name: str, counter: Counter) -> Kernel:
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
 @pytest.mark.parametrize("engine", LIBRARIES)
 @given(drawn=shapes())
 def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tuple[DilatedPattern, Shape]) -> None:
