@@ -33,7 +33,8 @@ def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, i
     """This process among those that torchrun started, and their number; `context_parallel` of 0 takes any."""
     torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
     started = os.environ["WORLD_SIZE"] if torchrun else None
-    if context_parallel == 0:
+    takes_any = context_parallel == 0
+    if takes_any:
         context_parallel = int(started or 1)
     if started is None and context_parallel > 1:
         command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
@@ -41,7 +42,7 @@ def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, i
     if started is not None and started != str(context_parallel):
         hint = f"give --context-parallel {started}"
         raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
-    if timeout_seconds is not None and context_parallel == 1:
+    if timeout_seconds is not None and context_parallel == 1 and not takes_any:
         raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
     return int(os.environ["RANK"]) if context_parallel > 1 else 0, context_parallel
 

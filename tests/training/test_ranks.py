@@ -325,6 +325,8 @@ def test_any_number_of_ranks_is_taken_where_0_is_asked(
         if value is not None:
             monkeypatch.setenv(name, value)
     assert ranks.place_of(asked, None) == expected
+    if asked == 0:
+        assert ranks.place_of(asked, 60) == expected  # of what may be one rank at another start
 
 
 # -- the trainer, in processes of our own ---------------------------------------------------------------------------------------
