@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -55,12 +56,12 @@ def run_alone(output: Path, text: Path, *more: str, **changes: object) -> None:
 
 @contextmanager
 def started(
-    num_ranks: int, output: Path, text: Path, *more: str, restarts: int = 0, **changes: object
+    num_ranks: int, output: Path, text: Path, *more: str, restarts: int = 0, hosts: Sequence[str] = (), **changes: object
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command under torchrun; nothing of it outlives the block."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    launch += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
-    command = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
+    """The command under torchrun, on one host, or as `hosts` says with a rank on each; nothing of it outlives the block."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+    launch += [*hosts, "--nproc-per-node", "1"] if hosts else ["--standalone", "--nproc-per-node", str(num_ranks)]
+    command = arguments(output, text, f"--context-parallel={0 if hosts else num_ranks}", *more, **changes)
     package = str(Path(flexdilated.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160", "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
@@ -191,6 +192,40 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
     expected = history(tmp_path / "whole" / "dilated", steps=13)
     for run in ("one", "two"):
         torch.testing.assert_close(history(tmp_path / run / "dilated", steps=13), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@needs_proc
+def test_one_command_goes_on_with_fewer_ranks_where_a_host_is_lost(tmp_path: Path, text: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def host(number: int) -> AbstractContextManager[subprocess.Popen[str]]:
+        waits = f"is_host={int(number == 0)},last_call_timeout=15,keep_alive_interval=3,keep_alive_max_attempt=4"
+        meeting = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=0", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        hosts = [*meeting, f"--rdzv-conf={waits}"]
+        return started(2, tmp_path / "run", text, "--resume-if-any", restarts=2, hosts=hosts, **LONG)
+
+    folder = tmp_path / "run" / "dilated"
+    with host(0) as left, host(1) as lost:
+        end = time.monotonic() + DEADLINE
+        while latest(folder) is None:
+            assert time.monotonic() < end, "the ranks of both hosts must save a checkpoint"
+            assert left.poll() is None, left.communicate()
+            time.sleep(0.1)
+        (rank,) = filter(None, (child_of(lost, number) for number in range(2)))
+        prints = child_of(left, 0) is not None  # torchrun numbers the hosts
+        lost.kill()
+        os.kill(rank, signal.SIGKILL)
+        out, err = left.communicate(timeout=DEADLINE)
+    assert left.returncode == 0, err
+    assert errors_of(err)[0].startswith("error: a rank was lost in step ")
+    assert out.count("over 2 ranks") == prints
+    starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
+    assert len(starts) == 1 + prints
+    assert starts[-1] > 0
 
 
 @pytest.mark.ranks
