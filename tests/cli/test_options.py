@@ -233,7 +233,8 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process that
 def start(*commands: tuple[str, ...], stdout: int) -> list[str]:
     """Lines of standard error."""
     environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1])}
-    program = [sys.executable, "-c", START.format(commands=commands)]
+    quiet = "ignore:This process:DeprecationWarning"  # of Python 3.12, whose fork counts the threads of numpy
+    program = [sys.executable, "-W", quiet, "-c", START.format(commands=commands)]
     return subprocess.run(
         program, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=1800, check=True
     ).stderr.splitlines()
