@@ -15,7 +15,7 @@ from tests.tolerances import EXACT, SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
-import flexdilated.hub.transformers  # noqa: E402, F401
+import flexdilated.hub.transformers  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "transformers.md"
 DENSE, DILATED = DilatedPattern((64,), (1,)), DilatedPattern((5, 13), (1, 3))
@@ -250,6 +250,38 @@ def test_families_that_need_a_field_run_with_it_and_are_refused_without(family: 
     with pytest.raises(NotImplementedError, match=r"(sliding_window|softcap) must be None with 'flexdilated' attention"):
         build(config, model, sizes)(**inputs)
     check_is_dilated_exactly(build(config, model, {**sizes, **fields}), inputs)
+
+
+DECODERS = [name for name, (_, model, *_) in (RUNS | RUNS_WITH).items() if model.endswith(("ForCausalLM", "LMHeadModel"))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_decode_by_either_cache_behind_padding(family: str) -> None:
+    config, name, sizes, fields = (RUNS | RUNS_WITH)[family]
+    model = build(config, name, sizes if isinstance(fields, str) else {**sizes, **fields})
+    model.config.dilated_pattern = DILATED
+    tokens, mask = torch.randint(4, 30, (2, 23)), torch.ones(2, 23, dtype=torch.int64)
+    mask[1, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def logits(cache: Any) -> Tensor:
+        parts = []
+        for first, last in ((0, 9), (9, 10), (10, 14), (14, 23)) if cache is not None else ((0, 23),):
+            given = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:last]}
+            parts.append(model(tokens[:, first:last], **given, past_key_values=cache, use_cache=cache is not None).logits)
+        return torch.cat(parts, dim=1)[mask.bool()]
+
+    expected = logits(None)
+    torch.testing.assert_close(logits(transformers.DynamicCache(config=model.config)), expected, **SINGLE)
+    bounded = flexdilated.hub.transformers.DilatedCache()
+    if family == "DeepSeek-V3" and not transformers.__version__.startswith(
+        "5.12"
+    ):  # which changes the keys that a cache gives back
+        with pytest.raises(NotImplementedError, match="in a model that hands on the keys of its cache as they are"):
+            logits(bounded)
+    else:
+        torch.testing.assert_close(logits(bounded), expected, **SINGLE)
 
 
 @pytest.mark.parametrize("family", REFUSED)
