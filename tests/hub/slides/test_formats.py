@@ -166,7 +166,11 @@ def test_texts_beside_the_coordinates_are_not_read(tmp_path: Path, monkeypatch: 
     path = write_trident(tmp_path, "a", *draw_tiles(3), level0_height=9999)
     monkeypatch.setattr(h5py.AttributeManager, "__getitem__", recorded)
     assert read_tiles(path).slide_size == (29 * SIDE, 9999)
-    assert sorted(read) == ["level0_height", "level0_width", "patch_size", "patch_size_level0", "target_magnification"]
+    numbers = ["level0_height", "level0_width", "patch_size", "patch_size_level0", "target_magnification"]
+    assert sorted(read) == numbers
+    read.clear()
+    assert read_tiles(write_trident(tmp_path, "b", *draw_tiles(3))).slide_size is None  # the height is the text 'None'
+    assert sorted(read) == numbers[1:]
 
 
 def damage(path: Path, kept: float) -> None:
