@@ -42,7 +42,7 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small LongNet on the sources of Python's standard library (five to ten minutes on 2 cores)."""
+    """Train a small LongNet on the sources of Python's standard library (four to ten minutes on 2 cores)."""
     _install(session)
     session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
 

@@ -41,7 +41,7 @@ IN_CHANS, BUDGET = 1536, 4096
 # (tiles, slides); the authors' algorithm forms its scores, so it ends where memory does.
 CASES = ((10, 64), (30, 32), (100, 16), (300, 8), (5_000, 2), (20_000, 1))
 PLAIN_TILES = 5_000
-MEMORY_TILES = (5_000, 20_000, 100_000)  # whose memory is measured
+MEMORY_TILES = (300, 5_000, 20_000, 100_000)  # whose memory is measured
 
 
 class PlainAttention(nn.Module):
@@ -131,18 +131,20 @@ def encode(model: LongNetViT, slides: Mapping[str, Path], budget: int, output: P
 
 
 def compare(folder: Path, tiles: int, slides: int, depth: int, rounds: int) -> dict[str, Any]:
-    """Packed, alone and the authors' algorithm, in turn; the same embeddings by all."""
+    """Packed, alone and the authors' algorithm, in turn; the same embeddings by all. Files: their share of the time, packed."""
     paths = write_slides(folder, tiles, slides)
     model = build(depth)
     ways = {"packed": (model, BUDGET), "alone": (model, 1)}
     if tiles <= PLAIN_TILES:
         ways["authors"] = (build(depth, plain=True), 1)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    files: dict[str, list[float]] = {way: [] for way in ways}
     results: dict[str, Any] = {}
     for _ in range(rounds + 1):  # the first is not counted
         for way, (each, budget) in ways.items():
             results[way] = encode(each, paths, budget, folder / "out.h5")
             seconds[way].append(results[way]["seconds"])
+            files[way].append(results[way]["reading"] + results[way]["writing"])
             torch.testing.assert_close(results[way]["embeddings"], results["packed"]["embeddings"], atol=1e-4, rtol=1e-4)
     for path in paths.values():
         path.unlink()
@@ -153,7 +155,8 @@ def compare(folder: Path, tiles: int, slides: int, depth: int, rounds: int) -> d
         if way != "packed"
     }
     rates = {f"{way}, slides per minute": 60 * slides / statistics.median(values) for way, values in times.items()}
-    return {"tiles": tiles, "slides": slides, "depth": depth, "rounds": rounds, **ratios, **rates}
+    files_share = statistics.median(files["packed"][1:])
+    return {"tiles": tiles, "slides": slides, "depth": depth, "rounds": rounds, **ratios, **rates, "files": files_share}
 
 
 def peak_memory(path: Path, depth: int) -> dict[str, Any]:
@@ -195,12 +198,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", choices=["cases", "memory"], help="measure one of the two; what is not measured stays as it was kept"
     )
+    sizes = [tiles for tiles, _ in CASES]
+    parser.add_argument(
+        "--tiles", type=int, nargs="*", choices=sizes, help="compare these alone, the others stay as they were kept"
+    )
     parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_TILES, help="sizes of the slides whose memory is measured")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
     cases, large = (((10, 2), (30, 2)), ()) if options.quick else (CASES, options.memory)
     cases, large = (() if options.only == "memory" else cases, () if options.only == "cases" else large)
-    kept = json.loads(RESULTS.read_text()) if options.only is not None else {"cases": [], "memory": []}
+    cases = tuple(case for case in cases if options.tiles is None or case[0] in options.tiles)
+    some = options.only is not None or options.tiles is not None
+    kept = json.loads(RESULTS.read_text()) if some else {"cases": [], "memory": []}
     environment = {**describe(), "cpu": _cpu(), "python": platform.python_version()}
     measured = {"command": shlex.join(["python", "-m", "benchmarks.slides", *given]), **environment}
     found: dict[str, list[dict[str, Any]]] = {"cases": [], "memory": []}

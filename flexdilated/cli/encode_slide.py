@@ -266,5 +266,5 @@ def _save(embeddings: dict[str, Tensor], output: Path) -> None:
         np.savez(buffer, **{name: embedding.numpy() for name, embedding in embeddings.items()})  # type: ignore[arg-type]
     else:
         torch.save(embeddings, buffer)
-    with writing(output), replaced(output) as file:
-        file.write(buffer.getbuffer())
+    with writing(output), replaced(output) as file, buffer.getbuffer() as contents:
+        file.write(contents)

@@ -292,10 +292,11 @@ class Biased(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-def test_a_compiled_model_learns_its_bias() -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+def test_a_compiled_model_learns_its_bias(compiler: str) -> None:
     torch._dynamo.reset()
     model, x = Biased(BRANCH), torch.randn(2, 42, 12)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
     expected, actual = (torch.autograd.grad(f(x).square().sum(), tuple(model.parameters())) for f in (model, compiled))
     assert expected[0].any()
     for a, e in zip(actual, expected):

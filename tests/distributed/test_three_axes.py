@@ -83,6 +83,7 @@ def check_three(rank: int, _: DeviceMesh, folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # of axes that other tests take one or two at a time
 @pytest.mark.ranks
 def test_eight_ranks_on_three_axes_equal_one_process_and_three_go_on(tmp_path: Path) -> None:
     expected, _ = train_whole(draw())

@@ -196,6 +196,7 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.sweep  # of what a killed rank and a restart by torchrun show, a host at a time
 @needs_proc
 def test_one_command_goes_on_with_fewer_ranks_where_a_host_is_lost(tmp_path: Path, text: Path) -> None:
     with socket.socket() as free:

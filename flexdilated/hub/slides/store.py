@@ -103,7 +103,8 @@ def write_part(output: Path, slides: Sequence[EncodedSlide]) -> None:
             if slide.tiles is not None:
                 group = file.create_group(f"tiles/{_quoted(slide.name)}")
                 group["embeddings"], group["coords"] = slide.tiles.numpy(), slide.coords.numpy()
-    _write(parts_folder(output) / f"part-{secrets.token_hex(8)}.h5", buffer.getbuffer())
+    with buffer.getbuffer() as contents:  # released whatever happens: an error's traceback would hold it, and the buffer not close
+        _write(parts_folder(output) / f"part-{secrets.token_hex(8)}.h5", contents)
 
 
 def finish(output: Path, order: Iterable[str], failed: Sequence[FailedSlide]) -> int:
