@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import NamedTuple, get_args, get_type_hints
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -68,10 +68,9 @@ class Option(NamedTuple):
 def options(command: str) -> list[Option]:
     """From the signature, since versions of typer keep them in different places."""
     callback = COMMANDS[command]
-    hints = get_type_hints(callback, include_extras=True)
     found = []
-    for name, parameter in inspect.signature(callback).parameters.items():
-        kind, info = get_args(hints[name])
+    for name, parameter in inspect.signature(callback, eval_str=True).parameters.items():
+        kind, info = get_args(parameter.annotation)
         if isinstance(info, OptionInfo):
             kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
             declared = [info.default if isinstance(info.default, str) else "", *(info.param_decls or ())]  # in Annotated: the first
