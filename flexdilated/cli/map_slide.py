@@ -30,8 +30,7 @@ from flexdilated.cli.slide_options import (
 from flexdilated.draw.slide import draw_slide_map
 from flexdilated.draw.weights import PICTURE_FORMATS
 from flexdilated.hub.gigapath import load_weights
-from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, Tiles, read_tiles
-from flexdilated.hub.slides.grid import grid_cells
+from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, Tiles
 from flexdilated.hub.slides.heatmap import TABLES, tile_attention, write_table
 
 
@@ -86,14 +85,7 @@ def map_slide(
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
     place = device_named(device, auto=["cuda", "mps"])
     try:
-        slide = read_tiles(tiles, coords_folder=coords, table=table)
-        cells = grid_cells(
-            slide,
-            tile_size_level0=reading.tile_size_level0,
-            magnification=reading.magnification,
-            slide_ngrids=slide_ngrids,
-            shared_cells=reading.shared_cells,
-        )
+        slide, cells = reading.read(tiles.name, tiles, slide_ngrids=slide_ngrids)
     except SlideError as error:
         refuse(f"'{tiles}' {error}")
     row = _row(slide, tile)

@@ -65,11 +65,8 @@ def tells_others(forward: Forward) -> Forward:
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or (mesh := _mesh_of(self, kwargs)) is None:
             return forward(self, *args, **kwargs)
-        try:
+        with telling(mesh):
             return forward(self, *args, **kwargs)
-        except Exception as error:
-            tell(mesh, error)
-            raise
 
     return told  # type: ignore[return-value]
 
