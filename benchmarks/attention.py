@@ -7,13 +7,23 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends.hardware import detect
 
 NUM_HEADS = 12
 HEAD_DIM = 64
+
+# Without instructions for it, bfloat16 takes many times as long as float32, in the kernels that everything is measured against too.
+DTYPES = (
+    torch.float32,
+    pytest.param(
+        torch.bfloat16, marks=pytest.mark.skipif(not detect("cpu").has_fast_bfloat16, reason="this CPU multiplies no bfloat16")
+    ),
+)
 
 # The shape of LongNet's pattern, small enough that the dense definition fits in memory.
 SMALL_LONGNET = DilatedPattern((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention import HEAD_DIM, NUM_HEADS, Inputs, assert_rows_match_definition, forward, random_inputs
+from benchmarks.attention import DTYPES, HEAD_DIM, NUM_HEADS, Inputs, assert_rows_match_definition, forward, random_inputs
 from benchmarks.conftest import Sizes
 from benchmarks.timing import Ratio, median_ratio, side_by_side
 from flexdilated import DilatedPattern
 
-DTYPES = (torch.float32, torch.bfloat16)
 LONGNET = DilatedPattern.longnet()
 DENSE = DilatedPattern((1 << 62,), (1,))
 CROSSOVER_PATTERNS = {"longnet": LONGNET, "512..4096": DilatedPattern((512, 1024, 2048, 4096), (1, 2, 4, 8))}

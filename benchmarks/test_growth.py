@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.attention import (
+    DTYPES,
     HEAD_DIM,
     NUM_HEADS,
     SMALL_LONGNET,
@@ -24,7 +25,6 @@ from benchmarks.memory import Direction, Peak, peak_memory
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern
 
-DTYPES = (torch.float32, torch.bfloat16)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 PATTERN = DilatedPattern.longnet()
 

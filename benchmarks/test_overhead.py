@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention import (
+    DTYPES,
     HEAD_DIM,
     NUM_HEADS,
     SMALL_LONGNET,
@@ -23,7 +24,6 @@ from benchmarks.conftest import Sizes
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern
 
-DTYPES = (torch.float32, torch.bfloat16)
 PATTERN = DilatedPattern.longnet()
 
 bare_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
