@@ -14,6 +14,7 @@ from flexdilated.ordering import Order
 from flexdilated.pattern import DilatedPattern
 
 PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
+WANTED = "an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's"
 
 
 def convert(
@@ -33,8 +34,8 @@ def convert(
     - `nn.MultiheadAttention`, also inside `nn.TransformerEncoder` and torchvision's vision transformers. A
       `MultiheadDilatedAttention` takes its place. The weights are copies, as the packed projection is taken apart: build the
       optimizer afterwards. Frozen weights stay frozen. Attention weights cannot be asked for any more.
-    - timm's `Attention`, `AttentionRope` and `EvaAttention`, which its plain vision transformers are made of. A
-      `flexdilated.hub.timm.TimmAttention` takes its place, with the same parameters under the same names.
+    - timm's `Attention`, `AttentionRope`, `EvaAttention`, `RelPosAttention` and BEiT's, which its plain vision transformers are
+      made of. A `flexdilated.hub.timm.TimmAttention` takes its place, with the same parameters under the same names.
 
     In place; only a model that is itself such a module comes back as another one. Under a pattern that keeps everything it computes
     what it did. `nn.TransformerEncoderLayer` then takes its ordinary path, since its fused one knows no pattern, and
@@ -87,14 +88,11 @@ def convert(
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
         seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
         got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
-        raise ValueError(
-            f"model must hold an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention, not skipped, got {got}"
-        )
+        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}")
     for other, paths in others.items():
         if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
             raise ValueError(
-                f"{paths[0]!r}: module must be an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention, got "
-                f"{_named(other)}; name its path in skip to leave it as it is"
+                f"{paths[0]!r}: module must be {WANTED}, got {_named(other)}; name its path in skip to leave it as it is"
             )
     cross = {
         layer.multihead_attn for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)

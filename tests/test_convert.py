@@ -264,7 +264,7 @@ def test_convert_rejects_a_model_itself_by_saying_so() -> None:
         convert(attention(batch_first=False), PATTERN)
 
 
-LOOKED_FOR = r"an nn.MultiheadAttention, or timm's Attention, AttentionRope or EvaAttention,"
+LOOKED_FOR = r"an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's,"
 
 
 class OtherAttention(nn.Module):

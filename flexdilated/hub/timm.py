@@ -23,11 +23,13 @@ CLASSES = (
     ("timm.layers.attention", "AttentionRope"),
     ("timm.models.vision_transformer", "Attention"),
     ("timm.models.eva", "EvaAttention"),
+    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
+    ("timm.models.beit", "Attention"),
 )
 # What they hold and what they are called with, as of timm 1.0.31: another version may compute what is not followed here.
-PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
-BIASES = {"q_bias", "k_bias", "v_bias"}
-ARGUMENTS = {"self", "x", "rope", "attn_mask", "is_causal"}
+PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop", "rel_pos"}
+TENSORS = {"q_bias", "k_bias", "v_bias", "relative_position_bias_table", "relative_position_index"}
+ARGUMENTS = {"self", "x", "rope", "attn_mask", "is_causal", "shared_rel_pos", "shared_rel_pos_bias"}
 
 
 def attention_classes() -> tuple[type[nn.Module], ...]:
@@ -37,12 +39,13 @@ def attention_classes() -> tuple[type[nn.Module], ...]:
 
 
 class TimmAttention(nn.Module):
-    """The call of timm's `Attention`, `AttentionRope` or `EvaAttention`, on the submodules of one.
+    """The call of timm's `Attention`, `AttentionRope`, `EvaAttention`, `RelPosAttention` or BEiT's, on the submodules of one.
 
     The parameters, their names in the state dict, hooks on the submodules and an optimizer stay as they are. Under a pattern that
     keeps everything it computes what the module did. Tokens are counted as the model lays them out, class and register tokens
-    first: to the pattern these are tokens like all others, at the first positions.
-    Source: timm 1.0.31, layers/attention.py and models/eva.py.
+    first: to the pattern these are tokens like all others, at the first positions. Tables of relative positions, a layer's own or
+    shared by the model's layers, are added to the scores of the pairs that the pattern keeps.
+    Source: timm 1.0.31, layers/attention.py, models/eva.py, models/vision_transformer_relpos.py and models/beit.py.
 
     Args:
         module: The module whose projections, norms, gate and dropout are taken over.
@@ -85,7 +88,7 @@ class TimmAttention(nn.Module):
         self.num_heads = source.num_heads
         self.num_kv_heads = getattr(source, "num_kv_heads", source.num_heads)
         pattern.check_heads(self.num_kv_heads)
-        self.has_rope = "rope" in inspect.signature(type(module).forward).parameters
+        self.arguments = tuple(inspect.signature(type(module).forward).parameters)[2:]  # after self and x
         self.num_prefix_tokens = getattr(source, "num_prefix_tokens", 0)  # which are not turned
         self.rotate_half = getattr(source, "rotate_half", False)
         # A scale of one's own acts in timm's own product only.
@@ -110,15 +113,16 @@ class TimmAttention(nn.Module):
 
         Args:
             x: Tokens.
-            *inputs: As in timm, after the tokens: `rope`, for the modules that take it, `attn_mask` and `is_causal`.
+            *inputs: As in timm, after the tokens: of `rope`, `attn_mask`, `is_causal`, `shared_rel_pos` and `shared_rel_pos_bias`
+                those that the module takes, in its order.
             **options: The same by name.
 
         Raises:
             NotImplementedError: If there is a mask.
-            ValueError: If there are other tokens than the order has.
+            ValueError: If there are other tokens than the order, or a table of relative positions, has.
             TypeError: If an argument is unknown or comes twice.
         """
-        names = ("rope", "attn_mask", "is_causal") if self.has_rope else ("attn_mask", "is_causal")
+        names = self.arguments
         given = dict(zip(names, inputs))
         if len(inputs) > len(names) or not options.keys() <= set(names) - given.keys():
             raise TypeError(f"arguments must be x, {', '.join(names)}, each once, got {len(inputs) + 1} and {sorted(options)}")
@@ -129,7 +133,8 @@ class TimmAttention(nn.Module):
         gate = getattr(part, "gate", None)
         gate = None if gate is None else gate(x).sigmoid()
         q, k, v = self._project(x)  # (B, N, H, D)
-        q, k = part.q_norm(q), part.k_norm(k)
+        if hasattr(part, "q_norm"):
+            q, k = part.q_norm(q), part.k_norm(k)
         rope = given.get("rope")
         if isinstance(rope, Tensor):
             q, k = self._turn(q, rope).type_as(v), self._turn(k, rope).type_as(v)
@@ -137,6 +142,7 @@ class TimmAttention(nn.Module):
             if part.permutation.shape[0] != x.shape[1]:
                 raise ValueError(f"x must hold the {part.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
             q, k, v = (y.index_select(1, part.permutation) for y in (q, k, v))
+        bias = self._relative(given, x.shape[1])
         out = dilated_attention(
             q,
             k,
@@ -145,6 +151,7 @@ class TimmAttention(nn.Module):
             is_causal=self.is_causal or bool(given.get("is_causal", False)),
             scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
+            score_mod=None if bias is None else lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx],
             backend=self.backend,
         ).flatten(2)
         out = out.index_select(1, part.inverse) if self.is_ordered else out
@@ -166,6 +173,25 @@ class TimmAttention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         return tuple(rearrange(y, "b n (h d) -> b n h d", h=h) for y, h in zip((q, k, v), heads))
 
+    def _relative(self, given: dict[str, Tensor | bool | None], num_tokens: int) -> Tensor | None:
+        """`(H, N, N)` what the relative position of a query and a key adds to their score, in the order of the pattern, or None."""
+        part: Any = self
+        bias: Tensor | None = None
+        if getattr(part, "rel_pos", None) is not None:
+            bias = part.rel_pos.get_bias()[0]  # which takes the place of a shared one
+        else:
+            for shared in (given.get("shared_rel_pos"), given.get("shared_rel_pos_bias")):
+                if isinstance(shared, Tensor):
+                    bias = shared.reshape(-1, *shared.shape[-2:])
+            if getattr(part, "relative_position_bias_table", None) is not None:
+                own = rearrange(part.relative_position_bias_table[part.relative_position_index], "q k h -> h q k")
+                bias = own if bias is None else own + bias
+        if bias is None:
+            return None
+        if bias.shape[-1] != num_tokens:
+            raise ValueError(f"x must hold the {bias.shape[-1]} tokens of the table of relative positions, got {num_tokens}")
+        return bias[:, part.permutation][:, :, part.permutation] if self.is_ordered else bias
+
     def _turn(self, x: Tensor, rope: Tensor) -> Tensor:
         """q or k `(B, N, H, D)` by timm's rotary positions, which take heads before tokens."""
         from timm.layers import apply_rot_embed_cat  # optional
@@ -184,8 +210,8 @@ def _check(module: nn.Module) -> None:
     parts = {name for name, _ in module.named_children()}
     tensors = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     arguments = set(inspect.signature(kind.forward).parameters)
-    unknown = (parts - PARTS) | (tensors - BIASES) | (arguments - ARGUMENTS)
-    if unknown or not {"q_norm", "k_norm", "attn_drop", "proj", "proj_drop"} <= parts:
+    unknown = (parts - PARTS) | (tensors - TENSORS) | (arguments - ARGUMENTS)
+    if unknown or not {"attn_drop", "proj", "proj_drop"} <= parts or ("q_norm" in parts) != ("k_norm" in parts):
         raise ValueError(
             f"module must have the parts and arguments of timm 1.0.31, got others: {sorted(unknown or parts)}; use that version"
         )

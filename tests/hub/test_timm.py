@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,13 +22,17 @@ pytest.importorskip("docs.vision", reason="needs torchvision: nox -s tests_timm"
 timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
 
 import torchvision  # noqa: E402
-from timm.layers import Attention, AttentionRope, RotaryEmbeddingCat  # noqa: E402
+from timm.layers import Attention, AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat  # noqa: E402
+from timm.models import beit  # noqa: E402
 from timm.models.eva import EvaAttention  # noqa: E402
+from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos  # noqa: E402
 
 BATCH, TOKENS, DIM, HEADS = 2, 23, 24, 3
 DENSE = DilatedPattern((4096,), (1,))
 PATTERN = DilatedPattern((7, 13), (1, 3))
 Norm = nn.LayerNorm
+WINDOW = (2, 11)  # of which one token more has the place of a class token
+TABLES = {cls: partial(cls, window_size=WINDOW, prefix_tokens=1) for cls in (RelPosBias, RelPosMlp)}
 
 
 def rows() -> Tensor:
@@ -53,12 +59,21 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "eva, separate bias": lambda: EvaAttention(DIM, HEADS, qkv_bias_separate=True, scale_norm=False, num_prefix_tokens=4),
     "eva, three projections": lambda: EvaAttention(DIM, HEADS, qkv_fused=False, qk_norm=True, gated=True, norm_layer=Norm),
     "eva, no bias": lambda: EvaAttention(DIM, HEADS, qkv_bias=False, rotate_half=True, norm_layer=Norm),
+    "relative, table": lambda: RelPosAttention(DIM, HEADS, rel_pos_cls=TABLES[RelPosBias]),
+    "relative, network": lambda: RelPosAttention(DIM, HEADS, qk_norm=True, rel_pos_cls=TABLES[RelPosMlp]),
+    "relative, shared": lambda: RelPosAttention(DIM, HEADS, qkv_bias=True),
+    "beit": lambda: beit.Attention(DIM, HEADS, qkv_bias=True, window_size=WINDOW),
+    "beit, shared": lambda: beit.Attention(DIM, HEADS),
 }
 
 
 def options_of(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, Attention):
         return {}
+    if isinstance(module, RelPosAttention):
+        return {} if module.rel_pos else {"shared_rel_pos": torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64)}
+    if isinstance(module, beit.Attention):
+        return {"shared_rel_pos_bias": torch.randn(HEADS, TOKENS, TOKENS, dtype=torch.float64)}
     width = DIM // module.num_heads
     return {"rope": torch.randn(TOKENS - module.num_prefix_tokens, 2 * width, dtype=torch.float64)}
 
@@ -71,9 +86,12 @@ def test_dense_pattern_equals_timm_with_gradients(name: str, is_fused: bool, is_
     module.fused_attn = is_fused
     if not is_fused:
         module.scale *= 0.7  # acts there only
-    x, options = rows().requires_grad_(), {**options_of(module), "is_causal": is_causal}
+    x, options = rows().requires_grad_(), options_of(module)
+    if "is_causal" in inspect.signature(module.forward).parameters:
+        options["is_causal"] = is_causal
+    module.eval()  # the network of relative positions has a dropout of its own
+    leaves = [x, *module.parameters(), *(each.requires_grad_() for name, each in options.items() if name.startswith("shared"))]
     expected = module(x, **options)
-    leaves = [x, *module.parameters()]
     dout = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, leaves, dout)
     dilated = TimmAttention(module, DENSE)
@@ -112,6 +130,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rope": (
         lambda: timm.models.Eva(
             img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, use_rot_pos_emb=True, attn_type="rope", num_reg_tokens=4
+        ),
+        (3, 20, 20),
+    ),
+    "relative": (
+        lambda: VisionTransformerRelPos(
+            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, rel_pos_type="bias", class_token=True
+        ),
+        (3, 20, 20),
+    ),
+    "relative, shared": (
+        lambda: VisionTransformerRelPos(
+            img_size=20, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5, shared_rel_pos=True
+        ),
+        (3, 20, 20),
+    ),
+    "beit": (
+        lambda: beit.Beit(
+            img_size=20,
+            patch_size=4,
+            embed_dim=24,
+            depth=2,
+            num_heads=3,
+            num_classes=5,
+            use_rel_pos_bias=True,
+            use_shared_rel_pos_bias=True,
         ),
         (3, 20, 20),
     ),
@@ -155,8 +198,9 @@ def test_converted_model_keeps_its_optimizer_hooks_names_and_mode() -> None:
     assert not torch.equal(model.blocks[1].attn.qkv.weight, before)
 
 
-def test_converted_model_compiles() -> None:
-    model = convert(randomize(MODELS["eva"][0]()).eval(), PATTERN)
+@pytest.mark.parametrize("name", ["eva", "relative", "beit"])
+def test_converted_model_compiles(name: str) -> None:
+    model = convert(randomize(MODELS[name][0]()).eval(), PATTERN)
     x = torch.randn(BATCH, 3, 20, 20, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x), **EXACT)
 
@@ -171,12 +215,12 @@ def test_dropout_and_causality_are_those_that_are_asked_for() -> None:
     assert torch.equal(causal(x), dilated(x, None, True))
 
 
-@pytest.mark.parametrize("name", ["vit", "rope"])
+@pytest.mark.parametrize("name", ["vit", "rope", "relative"])
 def test_order_counts_patches_along_the_curve_and_leaves_the_tokens_before_them(name: str) -> None:
     build, shape = MODELS[name]
     model, images = randomize(build()).eval(), torch.randn(BATCH, *shape, dtype=torch.float64)
     order, start = grid_order((5, 5)), model.num_prefix_tokens
-    assert start in (3, 5)
+    assert start == {"vit": 3, "rope": 5, "relative": 1}[name]
     dense = convert(copy.deepcopy(model), DENSE, order=order)
     torch.testing.assert_close(dense(images), model(images), **EXACT)
     ordered, plain = convert(copy.deepcopy(model), PATTERN, order=order), convert(copy.deepcopy(model), PATTERN)
@@ -186,7 +230,9 @@ def test_order_counts_patches_along_the_curve_and_leaves_the_tokens_before_them(
     def along(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> Tensor:
         """The formula, by the list of places."""
         curve = [torch.stack([x[:, place] for place in places], dim=1) for x in (q, k, v)]
-        out, _ = reference.dilated_attention(*curve, pattern, scale=options["scale"])
+        table, score_mod = torch.tensor(places), options["score_mod"]
+        back = score_mod and (lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, table[q_idx], table[kv_idx]))
+        out, _ = reference.dilated_attention(*curve, pattern, scale=options["scale"], score_mod=back)
         return torch.stack([out[:, places.index(token)] for token in range(len(places))], dim=1)
 
     actual = ordered(images)
@@ -259,14 +305,10 @@ def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
         ordered(rows().float())
 
 
-def test_convert_rejects_relative_positions_by_their_path() -> None:
-    model = timm.models.vision_transformer_relpos.VisionTransformerRelPos(
-        img_size=20, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=5
-    )
-    with pytest.raises(
-        ValueError, match=r"^model must hold an nn.MultiheadAttention, or .*, got none but '\S+' of \S+RelPosAttention$"
-    ):
-        convert(model, PATTERN)
+def test_tokens_must_be_those_of_the_table() -> None:
+    module = TimmAttention(randomize(MODULES["beit"]()), PATTERN)
+    with pytest.raises(ValueError, match=r"^x must hold the 23 tokens of the table of relative positions, got 22$"):
+        module(rows()[:, 1:])
 
 
 @pytest.mark.parametrize("package", ["timm", "torchvision"])
