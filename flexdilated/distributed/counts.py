@@ -42,8 +42,20 @@ class Counter:
         size = np.diff(np.append(start, len(pair)))
         rows = np.zeros(len(start), np.int64)
         few = size <= FEW * len(self.kept)
+        rows[few] = self._count_few(spans if few.all() else spans.where(np.repeat(few, size)), size[few])
+        for i in np.flatnonzero(~few).tolist():
+            here = slice(start[i], start[i] + size[i])
+            rows[i] = sum(line.count_blocks(spans.where(here)) for line in self._lines)
+        some = rows > 0
+        pairs = pair[start[some]]
+        return Traffic(pairs // self.num_ranks, pairs % self.num_ranks, rows[some])
+
+    def _count_few(self, spans: Spans, size: Integers) -> Integers:
+        """Rows of pairs of ranks that have so many spans each: one pair's after another's."""
+        start = np.cumsum(size) - size
+        rows = np.zeros(len(size), np.int64)
         shapes = _shapes(spans, self.kept, start, size)
-        for many in np.unique(size[few]):
+        for many in np.unique(size):
             chosen = np.flatnonzero(size == many)
             tables = shapes[:, start[chosen][:, None] + np.arange(many)].transpose(1, 0, 2).reshape(len(chosen), -1)
             name = _names(tables.T)
@@ -57,12 +69,7 @@ class Counter:
                     found = self._known[key] = sum(line.count_cells(spans.where(here)) for line in self._lines)
                 counts[i] = found
             rows[chosen] = counts[group.reshape(-1)]
-        for i in np.flatnonzero(~few).tolist():
-            here = slice(start[i], start[i] + size[i])
-            rows[i] = sum(line.count_blocks(spans.where(here)) for line in self._lines)
-        some = rows > 0
-        pairs = pair[start[some]]
-        return Traffic(pairs // self.num_ranks, pairs % self.num_ranks, rows[some])
+        return rows
 
 
 def _shapes(spans: Spans, kept: Sequence[Kept], start: Integers, size: Integers) -> Integers:
@@ -120,6 +127,7 @@ class _Line:
         ]
         self._kinds: dict[tuple[int, ...], tuple[Integers, Sets]] = {}
         self._tiles: dict[int, Sets] = {}
+        self._repeated: dict[int, tuple[int, Sets]] = {}  # the latest length of each branch
 
     def count_cells(self, spans: Spans) -> int:
         """Rows of a few spans: between two neighbouring ends of spans, a common period of what covers them is enough."""
@@ -199,19 +207,47 @@ class _Line:
 
     def _block(self, spans: Spans, begin: int, tokens: int) -> int:
         seen = np.zeros(tokens, self.dtype)
-        for branch in np.unique(spans.branch):
+        edges = [0, *(np.flatnonzero(np.diff(spans.branch)) + 1).tolist(), len(spans.branch)]
+        for here in (spans.where(slice(*ends)) for ends in pairwise(edges)):
+            branch = int(here.branch[0])
             rate, heads = self.kept[branch]
-            here = spans.where(spans.branch == branch)
             whole = (here.residues == rate) & (here.places == len(heads))
-            every = here.where(whole)
-            run, at = expanded(every.first, every.end - every.first)
-            # Spans of one branch are disjoint: no token is written twice.
-            seen[at - begin] |= self._table(branch)[(at - every.origin[run]) % rate]
+            if whole.all():
+                self._add_whole(seen, here, branch, begin)
+                continue
+            self._add_whole(seen, here.where(whole), branch, begin)
             rest = here.where(~whole)
             for values in zip(*(x.tolist() for x in (rest.branch, *rest[3:]))):
                 span = _Span(*values)
                 self._add(seen[span.first - begin : span.end - begin], span, span.first)
         return _num_members(seen)
+
+    def _add_whole(self, seen: Sets, spans: Spans, branch: int, begin: int) -> None:
+        """Add to the tokens from `begin` on all heads that keep them, of spans of one branch in which all take part."""
+        rate = self.kept[branch].rate
+        length = np.diff(spans.origin)
+        follows = (spans.first[1:] == spans.end[:-1]) & (spans.first[1:] == spans.origin[1:])
+        # Segments that follow each other, of the usual length: the heads that keep a token come again with its place in them.
+        usual = int(length[follows].max(initial=0))
+        start = np.flatnonzero(np.append(True, ~(follows & (length == usual))))
+        size = np.diff(np.append(start, len(spans.first)))
+        long = (size > 2) & (size > len(start) // 8)
+        for at, number in zip(start[long].tolist(), size[long].tolist()):
+            first, end, phase = int(spans.first[at]), int(spans.end[at + number - 1]), int(spans.first[at] - spans.origin[at])
+            seen[first - begin : end - begin] |= self._segments(branch, usual, phase + end - first)[phase : phase + end - first]
+        rest = spans.where(~np.repeat(long, size))
+        run, at = expanded(rest.first, rest.end - rest.first)
+        # Spans of one branch are disjoint: no token is written twice.
+        seen[at - begin] |= self._table(branch)[(at - rest.origin[run]) % rate]
+
+    def _segments(self, branch: int, length: int, tokens: int) -> Sets:
+        """At least so many tokens of whole segments, one after another: the heads that keep each."""
+        known, segments = self._repeated.get(branch, (0, np.empty(0, self.dtype)))
+        if known != length or len(segments) < tokens:
+            once = self._table(branch)[np.arange(length) % self.kept[branch].rate]
+            segments = np.tile(once, 1 + max(tokens, BLOCK) // length)
+            self._repeated[branch] = length, segments
+        return segments
 
 
 if hasattr(np, "bitwise_count"):

@@ -330,7 +330,7 @@ class ContextPlan:
 
     def traffic(self, exchange: str, kind: str) -> Traffic:
         """Exact (row, key/value head) counts per pair of ranks, the union over branches."""
-        return _traffic(self, self.counted_as(exchange), kind)
+        return _traffic(self, self.counted_as(exchange))[kind]
 
     def counted_as(self, exchange: str) -> str:
         """An exchange that moves the same rows to the same ranks, for what is counted once."""
@@ -394,11 +394,15 @@ def context_plan(
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
 
 
-@lru_cache(maxsize=256)
-def _traffic(plan: ContextPlan, exchange: str, kind: str) -> Traffic:
+@lru_cache(maxsize=128)
+def _traffic(plan: ContextPlan, exchange: str) -> dict[str, Traffic]:
+    """By kind; what is known of one kind holds for spans of another that lie alike."""
     counter = Counter(plan.kept, plan.num_ranks)
-    found = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]
-    return Traffic(*(np.concatenate(columns) for columns in zip(*found)))
+    found = {}
+    for kind in KINDS:
+        parts = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]
+        found[kind] = Traffic(*(np.concatenate(columns) for columns in zip(*parts)))
+    return found
 
 
 def _among(first: Integers, last: Integers, ranks: range) -> tuple[Integers, Integers]:
