@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -96,11 +97,17 @@ def whole_inputs(shard_lengths: tuple[int, ...]) -> Inputs:
 
 
 def step(
-    x: Inputs, pattern: DilatedPattern, mesh: DeviceMesh, exchange: str, shard_lengths: tuple[int, ...] | None = None
+    x: Inputs,
+    pattern: DilatedPattern,
+    mesh: DeviceMesh,
+    exchange: str,
+    shard_lengths: tuple[int, ...] | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Results:
     """A forward and its backward of this rank's shard."""
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
-    out = dilated_attention(q, k, v, pattern, mesh=mesh, exchange=exchange, shard_lengths=shard_lengths, backend="sdpa")
+    options: dict[str, Any] = {"shard_lengths": shard_lengths, "cu_seqlens": cu_seqlens, "backend": "sdpa"}
+    out = dilated_attention(q, k, v, pattern, mesh=mesh, exchange=exchange, **options)
     return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 
@@ -218,7 +225,7 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 def test_planning_takes_seconds_for_any_pattern(benchmark: Any, name: str) -> None:
-    """All counts and the choice among exchanges, 64 ranks and 64 heads: less than 5 s on an idle core."""
+    """All counts and the choice among exchanges, 64 ranks and 64 heads: about a second on an idle core, 0.1 s for each branch."""
 
     def choose() -> str:
         context_plan.cache_clear()
@@ -412,8 +419,15 @@ class Planned(NamedTuple):
     agreements: int
 
 
-def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, exchange: str) -> Planned:
-    """What goes by before the first row is packed, forward and backward: all of it is found in caches after the first step."""
+def borders_of(num_tokens: int, count: int, seed: int) -> Tensor:
+    """Documents of random lengths, packed."""
+    inner = torch.randperm(num_tokens - 1, generator=torch.Generator().manual_seed(seed))[: count - 1] + 1
+    return torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([num_tokens])])
+
+
+def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, exchange: str, packed: bool) -> Planned:
+    """What goes by before the first row is packed, forward and backward: all of it is found in caches after the first step,
+    unless every step has documents of its own, packed."""
     rank = mesh.get_local_rank()
     x = shard_inputs(rank, num_tokens)
     spent: Counter[str] = Counter()
@@ -436,35 +450,43 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
     with ExitStack() as stack:
         for module, name in parts:
             stack.enter_context(patch.object(module, name, timed(name, getattr(module, name))))
-        for _ in range(5):
+        for number in range(5):
             results.clear()
             spent.clear()
+            cu_seqlens = borders_of(mesh.size() * num_tokens, 16, number) if packed else None
+            one = partial(step, x, pattern, mesh, exchange, cu_seqlens=cu_seqlens)
             dist.barrier()
-            steps.append(seconds(lambda: results.append(step(x, pattern, mesh, exchange))))
+            steps.append(seconds(lambda one=one: results.append(one())))
             assert set(spent) == {name for _, name in parts}
             planning.append(sum(spent.values()))
     agreements = ledger.round - before
     assert agreements > 0, "another benchmark has agreed on this plan before"
-    assert_shard_rows_match_definition(x, pattern, results[0], rank, mesh.size())
+    if packed:
+        lengths = (num_tokens,) * mesh.size()
+        whole = whole_inputs(lengths)
+        assert_shard_of(results[0], forward_backward(whole, pattern, cu_seqlens=cu_seqlens), rank, lengths)
+    else:
+        assert_shard_rows_match_definition(x, pattern, results[0], rank, mesh.size())
     return Planned(steps[1:], planning[1:], agreements)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["alike", "packed"])
 @pytest.mark.parametrize("exchange", ["gather", "auto"])
-def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str) -> None:
-    """Of every step after the first; and how often two ranks agree in five."""
+def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str, packed: bool) -> None:
+    """Of every step after the first, or of every step where each has other documents; and how often two ranks agree in five."""
     num_tokens = PLANNING_TOKENS[sizes.quick]
     pattern = PATTERNS["longnet"]
     assert not plan_of(pattern, (num_tokens, num_tokens), NUM_HEADS).is_local
 
     def measure() -> list[Planned]:
-        return pair(measure_planning, num_tokens, pattern, exchange)
+        return pair(measure_planning, num_tokens, pattern, exchange, packed)
 
     measured = benchmark.pedantic(measure, rounds=1)
     share = max(statistics.median(part / whole for part, whole in zip(rank.planning, rank.steps)) for rank in measured)
-    name = f"{exchange}/float32/N={num_tokens} on each/p=2"
+    name = f"{exchange}/float32/N={num_tokens} on each/p=2{'/16 documents, other ones in each' if packed else ''}"
     record(
         Ratio(f"context/planning over a step/{name}", share, 0.05, "lower"),
-        Ratio(f"context/agreements in five steps/{name}", max(rank.agreements for rank in measured), 1, "lower"),
+        Ratio(f"context/agreements in five steps/{name}", max(rank.agreements for rank in measured), 5 if packed else 1, "lower"),
         shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
         dtype=torch.float32,
         ranks=2,

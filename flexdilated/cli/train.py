@@ -191,17 +191,17 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
     given = [option for option, is_given in asked.items() if is_given]
     if len(given) > 1:
         raise UserError(f"{given[0]} must come without {given[1]}, got both")
-    if resume:
+    found = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
+    # Every rank has looked before rank 0 discards or writes, and goes on when it has.
+    wait_for_all(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})
+    if resume or (resume_if_any and RUNS[0] in found):
         return True
-    earlier = [output / name for name in RUNS if checkpoint.latest(output / name) is not None]
-    wait_for_all(mesh)  # every rank has looked before rank 0 discards or writes, and goes on when it has
-    if resume_if_any and checkpoint.latest(output / RUNS[0]) is not None:
-        return True
-    if earlier and not overwrite:
-        raise UserError(f"--output must hold no earlier run, got {earlier[0]}; use --resume, --overwrite or another folder")
+    if found and not overwrite:
+        folder = output / next(iter(found))
+        raise UserError(f"--output must hold no earlier run, got {folder}; use --resume, --overwrite or another folder")
     if mesh is None or mesh.get_local_rank() == 0:
-        for folder in earlier:
-            _empty(folder)
+        for name in found:
+            _empty(output / name)
     wait_for_all(mesh)
     return False
 

@@ -14,6 +14,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_timeout
 
+import flexdilated
+
+VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_ITEMS = 8  # of a list, of the ranks that share a value, or of the fields and values of one message
 MAX_CHARACTERS = 120  # of one value in a message
@@ -114,7 +117,7 @@ class Ledger:
         self.made += 1
         if digest in self.agreed:
             return
-        fields = {name: [_shown(value), _digest(value).hex()] for name, value in plan.items()}
+        fields = {name: [_shown(x), _digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
         end = time.monotonic() + timeout.total_seconds()
         if self.refused_ahead and self.made == 0:
             kind, message, count = "refused", self.refused_ahead, 0
@@ -230,8 +233,7 @@ _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger:
-    ledger = _ledgers.get(group)
-    if ledger is None:
+    if (ledger := _ledgers.get(group)) is None:
         # Group names are unique in a process, not across processes: two groups of one name may share the store.
         members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
         store = PrefixStore(f"flexdilated/agreement/{members}", group.get_group_store())
@@ -253,10 +255,9 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 def _compare(posts: Sequence[bytes]) -> tuple[str, str, int]:
     """The outcome of a round to which all ranks came: kind, message, and the calls that exchanged rows so far."""
     plans, least, most = zip(*(json.loads(post) for post in posts))
-    absent = ["nothing", ""]
     differences = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
-        values = [plan.get(name, absent) for plan in plans]
+        values = [plan.get(name, ["nothing", ""]) for plan in plans]
         if any(value[1] != values[0][1] for value in values):
             differences.append(f"{name}, got {_shared(values)}")
     count = max(least)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import signal
@@ -10,14 +11,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
+import flexdilated
 from flexdilated.training.options import RankLostError, UserError
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
@@ -112,6 +115,27 @@ def span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
     return (least,) if least == largest else (least, largest)
 
 
+def ensure_alike(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
+    """Return when every rank holds the same, in JSON types, in the same version of this library.
+
+    Raises:
+        UserError: If they differ: in what, and which rank holds which, the same error on every rank.
+    """
+    if mesh is None:
+        return
+    from flexdilated.distributed.agreement import VERSION, agree  # not in every build, as above
+
+    held = {VERSION: flexdilated.__version__, **held}
+    # A collective, which hears of a lost rank at once; the agreement then knows all ranks there.
+    digest = sha256(json.dumps(held).encode()).digest()
+    if len(span(mesh, int.from_bytes(digest[:7], "big"))) == 1:
+        return
+    try:
+        agree(mesh.get_group(), held)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def mean(mesh: DeviceMesh | None, value: float) -> float:
     """Of the ranks' values: the same number on each."""
     if mesh is None:
@@ -121,14 +145,15 @@ def mean(mesh: DeviceMesh | None, value: float) -> float:
     return total.item() / mesh.size()
 
 
-def wait_for_all(mesh: DeviceMesh | None) -> None:
-    """Return when every rank has come here.
+def wait_for_all(mesh: DeviceMesh | None, held: Mapping[str, object] | None = None) -> None:
+    """Return when every rank has come here, holding the same.
 
     Raises:
+        UserError: If they differ, as `ensure_alike`.
         RankLostError: If another rank ends.
     """
     with losses_of_ranks(mesh, lambda cause: RankLostError(f"a rank was lost before the others began: {cause}")):
-        span(mesh, 0)
+        ensure_alike(mesh, held or {})
 
 
 @contextmanager

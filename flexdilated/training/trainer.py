@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from flexdilated.nn.modes import evaluating
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus
 from flexdilated.training.options import RankLostError, TrainOptions, UserError
-from flexdilated.training.ranks import losses_of_ranks, mean, span
+from flexdilated.training.ranks import ensure_alike, losses_of_ranks, mean, span
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +44,7 @@ class Trainer:
 
     Raises:
         ValueError: If the mesh is not 1-D.
-        UserError: If the folder cannot be written, the ranks do not divide the sequence, or they differ in options or text.
+        UserError: If the folder cannot be written, the ranks do not divide the sequence, or differ in options, text or version.
         RankLostError: If another rank ends.
     """
 
@@ -83,9 +82,7 @@ class Trainer:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
         if mesh is not None:
             with losses_of_ranks(mesh, self.lost):
-                digest = sha256(json.dumps(self._identity()).encode()).digest()
-                if len(span(mesh, int.from_bytes(digest[:7], "big"))) > 1:
-                    raise UserError("every rank must train with the same options and text, got different ones")
+                ensure_alike(mesh, self._identity())
                 # The shards are equal, so the mean of the ranks' mean losses is the mean loss, and its gradient the mean of theirs:
                 # what DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
                 module = _LossModule(self.model, self.loss)

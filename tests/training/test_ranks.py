@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,13 +77,19 @@ def started(
 
 
 def run_ranks(
-    num_ranks: int, output: Path, text: Path, *more: str, killed: int | None = None, **changes: object
+    num_ranks: int,
+    output: Path,
+    text: Path,
+    *more: str,
+    killed: int | None = None,
+    prepare: Callable[[int], None] | None = None,
+    **changes: object,
 ) -> list[tuple[int, str, list[str]] | None]:
     """Per rank its exit code, standard output, and our own lines of standard error. With `killed` rank 0 ends before that step."""
     words = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
     folder = output.with_name(f"{output.name}_ranks")
     folder.mkdir(exist_ok=True)
-    prepare, ending = (None, ()) if killed is None else (partial(end_before, killed), (0,))
+    prepare, ending = (prepare, ()) if killed is None else (partial(end_before, killed), (0,))
     found = invoke_ranks(num_ranks, folder, *words, prepare=prepare, ending=ending)
     for result in found:
         assert result is None or "Warning" not in result[2], result
@@ -261,6 +267,63 @@ def test_error_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
     assert error.startswith("error: the loss must stay finite, got nan at step ")
 
 
+def install_another_version(rank: int) -> None:
+    if rank == 1:
+        flexdilated.__version__ = "9.9.9"
+
+
+def set_the_clock_back(rank: int) -> None:
+    """Ten years, and another time since the start of the host."""
+    clock, since_start = time.time, time.monotonic
+    time.time, time.monotonic = (lambda: clock() - rank * 3.2e8), (lambda: since_start() + rank * 1e6)
+
+
+def go_to_another_host(folder: Path, rank: int) -> None:
+    """Where a relative path is another place."""
+    if rank == 1:
+        os.chdir(folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_rank_of_another_version_is_named(tmp_path: Path, text: Path) -> None:
+    found = run_ranks(2, tmp_path / "run", text, prepare=install_another_version)
+    assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
+    (error,) = (error for _, _, errors in found for error in errors)
+    held = f"'{flexdilated.__version__}' on rank 0 and '9.9.9' on rank 1"
+    assert error == f"error: ranks must agree on the version of flexdilated, got {held}"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_rank_with_another_clock_trains_and_resumes_as_others(tmp_path: Path, text: Path) -> None:
+    run_alone(tmp_path / "whole", text, **KILLED)
+    gone, _, _ = run_ranks(3, tmp_path / "run", text, killed=8, **KILLED)
+    assert gone is None
+    (code, out, errors), other = run_ranks(2, tmp_path / "run", text, "--resume", prepare=set_the_clock_back, **KILLED)
+    assert (code, errors, other) == (0, [], (0, "", []))
+    assert "step 5 of 13" in out
+    expected, found = (history(tmp_path / run / "dilated", steps=13) for run in ("whole", "run"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--resume", "--resume-if-any", "--overwrite", ""])
+def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Path, text: Path, option: str) -> None:
+    (tmp_path / "other").mkdir()
+    move = partial(go_to_another_host, tmp_path / "other")
+    run_alone(tmp_path / "run_ranks" / "run", text, steps=5)
+    before = runs.contents(tmp_path / "run_ranks" / "run")
+    more = ("--output=run", *filter(None, [option]))
+    found = run_ranks(2, tmp_path / "run", text, *more, prepare=move, steps=5)
+    assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
+    (error,) = (error for _, _, errors in found for error in errors)
+    held = "{'dilated': 5} on rank 0 and {} on rank 1"
+    assert error == f"error: ranks must agree on the checkpoints that they see in --output, got {held}"
+    assert runs.contents(tmp_path / "run_ranks" / "run") == before
+
+
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
@@ -414,7 +477,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path, text: Path, expected: lis
     with pytest.raises(UserError, match=r"--resume must find the same checkpoint on every rank, got steps 0 to 1"):
         behind.run(lambda _: None)
 
-    with pytest.raises(UserError, match=r"every rank must train with the same options and text, got different ones"):
+    with pytest.raises(UserError, match=r"ranks must agree on seed, got 0 on rank 0 and 1 on rank 1$"):
         make_trainer(folder / "seeds", text, mesh, seed=rank)
 
     sick = make_trainer(folder / "sick", text, mesh)
