@@ -1,15 +1,13 @@
-"""The library's attention function: dilated attention under the pattern of a config; what it refuses, and why."""
+"""The library's attention function: dilated attention under the pattern of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from transformers.utils.output_capturing import _active_collector
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import autocast_dtype
@@ -18,43 +16,10 @@ from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import context_of
 from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
+from flexdilated.hub.transformers.options import refuse_options, tokens_seen
 from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.pattern import DilatedPattern
-
-# Options of a call that change what is computed, and what to say when one is set.
-REFUSED = {
-    "softcap": "dilated attention does not cap its scores",
-    "sliding_window": "the pattern says what is seen; set config.sliding_window=None",
-    "sinks": "dilated attention has one sink for each head, called s_aux, and none for each token",
-    "position_bias": "dilated attention takes no bias of scores",
-    "indices": "the pattern says what is seen",
-    "block_indices": "the pattern says what is seen",
-    "cache": "dilated attention has no paged cache; use a dynamic or static one",
-    "block_table": "dilated attention has no paged cache; use a dynamic or static one",
-    "output_attentions": "dilated attention never forms its weights; flexdilated.attention_map gives those of chosen queries",
-}
-
-# Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
-KNOWN = {
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "deterministic",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "seq_idx",
-    "shard_lengths",
-    "shift_labels",
-    "token_type_ids",
-    "use_cache",
-}
 
 
 def dilated_attention_forward(
@@ -105,16 +70,20 @@ def dilated_attention_forward(
             that is no padding mask, or an option that is not known; if nothing says whether it is causal; or if it holds some of
             the heads, and nothing says which.
     """
-    _refuse_options(options)
+    layer, context = layer_of(key), context_of(module)
+    refuse_options(options, tokens_seen(key, layer, context, options))
     config: Any = module.config
     refuse_crossing(config)
     if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
         raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
+    if getattr(module, "compressor", None) is not None:  # DeepSeek-V4: behind padding its mask does not show what it adds
+        raise NotImplementedError(
+            f"layers must attend to tokens with {NAME!r} attention, got {type(module).__name__}, which compresses them"
+        )
     pattern = _pattern_of(config)
     if is_causal is None:
         is_causal = _is_causal(module, config)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = layer_of(key)
     num_keys = _num_keys(query, key, attention_mask, layer)
     shard = find_head_shard(module, query.shape[1], key.shape[1], first_head)
     if shard is not None:
@@ -130,7 +99,6 @@ def dilated_attention_forward(
         first_head=0 if shard is None else shard.first_key,
         num_heads=None if shard is None else shard.total_key,
     )
-    context = context_of(module)
     if context is None:
         if options.get("shard_lengths") is not None:
             raise ValueError("shard_lengths must be None without a mesh, got some; see flexdilated.hub.transformers.shard_context")
@@ -230,21 +198,6 @@ def _is_causal(module: nn.Module, config: Any) -> bool:
     return all(said)
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    for name, given in options.items():
-        if given is None or given is False or name in KNOWN:
-            continue
-        shown = "a tensor" if isinstance(given, Tensor) else repr(given)
-        reason = REFUSED.get(name, "nothing is known of such an option")
-        raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
-    # Some models do not hand on output_attentions, and collect what their layers return.
-    collected = None if torch.compiler.is_compiling() else _active_collector.get()
-    if collected and any("attentions" in name for name in collected):
-        raise NotImplementedError(
-            f"output_attentions must be None with {NAME!r} attention, got True: {REFUSED['output_attentions']}"
-        )
-
-
 def _pattern_of(config: Any) -> DilatedPattern:
     values = getattr(config, "dilated_pattern", None)
     if values is None:
@@ -275,8 +228,8 @@ def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCac
         return num_queries
     if mask.dim() == 4 and mask.shape[2] == 0:
         raise NotImplementedError(
-            f"config must have no sliding window or attention chunks, got {mask.shape[3]}: the pattern says what is seen; set "
-            'config.sliding_window = None, or "full_attention" for every layer in config.layer_types'
+            f"config must have no sliding window or attention chunks that hide tokens, got {mask.shape[3]}: the pattern says what "
+            "is seen; set config.sliding_window or config.attention_chunk_size above the longest sequence"
         )
     num_keys = mask.shape[-1] - num_queries
     is_ours = mask.dtype == torch.int64 and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] in (1, 2)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexdilated.decode.arguments import cache_refusal
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
-from flexdilated.hub.transformers.interface import REFUSED
+from flexdilated.hub.transformers.options import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM

@@ -42,7 +42,7 @@ def dilated_attention_positions(
         kv_offset: Tokens before the first key.
         mask_function: Causal or bidirectional, with or without packed documents.
         attention_mask: `(B, tokens)`, True or 1 at real tokens; what it does not reach is not real.
-        local_size: Of a sliding window or chunks, which the layers that get such a mask refuse.
+        local_size: Of a sliding window or chunks. Where it is less than all keys seen, the layers that get such a mask refuse it.
         use_vmap: Must be False: the library sets it for mask functions of a model's own.
         device: Where the answer lives.
         **options: For other mask functions.
@@ -51,8 +51,8 @@ def dilated_attention_positions(
         None where queries and keys are the same real tokens of one document. Otherwise `(B, 1, 1, keys + q_length)` int64: the
         position of every key, then of every query; -1 at keys to ignore. Keys after the last query are left out where none was
         written before. Packed documents have a second row `(B, 1, 2, ...)`: the number of the document. `(B, 1, 0, local_size)`
-        where there is a window: models make such masks whether or not a layer reads them. Behind tokens that a `DilatedCache` has
-        seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
+        where a window hides keys: models make such masks whether or not a layer reads them. Behind tokens that a `DilatedCache`
+        has seen, of the new tokens alone: `(B, 1, 1, q_length)`, -1 at padding, or `(B, 1, 1, 0)` where there is none.
 
     Raises:
         ValueError: If the mask has other dims than two, or, without a cache, more or fewer columns than there are tokens.
@@ -61,7 +61,10 @@ def dilated_attention_positions(
         RuntimeError: If `position_ids` pack documents inside `torch.compile`, where they cannot be read.
     """
     if local_size is not None:
-        return torch.empty(batch_size, 1, 0, local_size, dtype=torch.int64, device=device)
+        if local_size < kv_offset + kv_length:
+            return torch.empty(batch_size, 1, 0, local_size, dtype=torch.int64, device=device)
+        if "allow_is_bidirectional_skip" in options:  # which the library says of these alone; their windows are other functions
+            mask_function = bidirectional_mask_function
     if use_vmap:
         raise NotImplementedError(f"mask functions of a model's own must be absent with {NAME!r} attention, got one")
     if CAN_READ_MASKS and mask_function is causal_mask_function and q_length > 1 and not options.get("allow_is_causal_skip", True):
@@ -90,6 +93,8 @@ def dilated_attention_positions(
     packed = mask_function not in (causal_mask_function, bidirectional_mask_function)
     compiling = torch.compiler.is_compiling()
     documents = _documents(mask_function, batch_size, kv_length, device) if packed else None
+    if local_size is not None and attention_mask is not None:
+        documents = None  # chunks count from the first real token; the library packs only where there is no mask
     if documents is not None and compiling:
         torch._assert_async(
             (documents == 0).all(),

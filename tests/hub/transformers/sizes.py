@@ -91,14 +91,11 @@ SPARSER: list[dict[str, Any]] = [
     {"image_size": 64, "patch_size": 16},
 ]
 
-# Fields that turn off what a dilated pattern does not have.
-FIELDS: dict[str, Any] = {
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "layer_types": '["full_attention", ...]',
-    "attn_logit_softcapping": None,
-    "attention_chunk_size": None,
-}
+# Fields by which a model has what a dilated pattern does not have, and what turns it off. A window is as long as no sequence
+# is: to have none its layers need another type, which in some models changes their rotary positions.
+WINDOWS = ("sliding_window", "attention_chunk_size")
+NARROW, LONGEST = 2, 1 << 20
+FIELDS: dict[str, Any] = {**dict.fromkeys(WINDOWS, LONGEST), "attn_logit_softcapping": None}
 
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 WHOLE_SECTIONS = {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 1.0}}
@@ -127,7 +124,14 @@ def _patches(config: Any) -> dict[str, Any]:
     return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
+def _sound(config: Any) -> dict[str, Any]:
+    """Long enough for a pattern to hide some of its frames."""
+    return {"input_values": torch.randn(2, 1, 48_000, generator=torch.Generator().manual_seed(3))}
+
+
 OWN_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "mimi": _sound,
+    "mimi_encoder": _sound,
     "siglip2_vision_model": _patches,
 }
 

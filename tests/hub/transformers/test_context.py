@@ -112,6 +112,17 @@ def compare_shards(rank: int) -> None:
     sharded(tokens[:, 17 * rank :][:, :17]).logits.sin().sum().backward()
     check_gradients(sharded, gradients(model), summed)
     refuses_what_is_not_known_of_shards(sharded, tokens[:, :17], rank)
+    # A window must hold the tokens of all ranks, not those of one.
+    for window in (TOKENS, TOKENS - 1):
+        torch.manual_seed(13)
+        model = build("Mistral", sliding_window=window).double()
+        sharded = hub.shard_context(copy.deepcopy(model), mesh)
+        if window == TOKENS:
+            expected = model(tokens, use_cache=False).logits[:, 17 * rank :][:, :17]
+            torch.testing.assert_close(sharded(tokens[:, 17 * rank :][:, :17]).logits, expected, **EXACT)
+            continue
+        with pytest.raises(NotImplementedError, match="sliding_window must be None with 'flexdilated' attention, got 33"):
+            sharded(tokens[:, 17 * rank :][:, :17])
 
 
 def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -> None:

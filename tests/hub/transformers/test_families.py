@@ -43,7 +43,7 @@ IMAGE = {
     "patch_size": 4,
 }
 EXPERTS = {**GROUPED, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
-FULL = {"layer_types": ["full_attention"]}
+NARROW, WIDE = {"sliding_window": 5}, {"sliding_window": 64}
 GPT = {"vocab_size": 31, "n_embd": 24, "n_layer": 1, "n_head": 6, "n_positions": 64}
 LATENT = {
     "q_lora_rank": 5,
@@ -131,16 +131,13 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 # family: which fields must be set for it to run
 RUNS_WITH: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "Mistral": ("MistralConfig", "MistralForCausalLM", GROUPED, {"sliding_window": None}),
-    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", SIZED, {"attn_logit_softcapping": None, **FULL}),
-    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SIZED, FULL),
-    "GPT-OSS": ("GptOssConfig", "GptOssForCausalLM", {**EXPERTS, "head_dim": 4}, FULL),
-    "ModernBERT": (
-        "ModernBertConfig",
-        "ModernBertForMaskedLM",
-        {**TEXT, "num_hidden_layers": 2},
-        {"layer_types": ["full_attention", "full_attention"]},
-    ),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", GROUPED, WIDE),
+    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", SIZED, {"attn_logit_softcapping": None, **WIDE}),
+    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SIZED, WIDE),
+    "Cohere 2": ("Cohere2Config", "Cohere2ForCausalLM", SIZED, WIDE),
+    "EXAONE 4": ("Exaone4Config", "Exaone4ForCausalLM", SIZED, WIDE),
+    "GPT-OSS": ("GptOssConfig", "GptOssForCausalLM", {**EXPERTS, "head_dim": 4}, WIDE),
+    "ModernBERT": ("ModernBertConfig", "ModernBertForMaskedLM", {**TEXT, "num_hidden_layers": 2}, WIDE),
 }
 
 # Older versions of some models have a class for each implementation.
@@ -186,11 +183,15 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 }
 
 
-def build(config_name: str, model_name: str, sizes: dict[str, Any]) -> Any:
-    """A tiny random model whose every part is to be dilated, by the pattern that changes nothing."""
+def build(
+    config_name: str, model_name: str, sizes: dict[str, Any], fields: dict[str, Any] | None = None, pattern: Any = DENSE
+) -> Any:
+    """A tiny random model whose every part is to be dilated, by default by the pattern that changes nothing."""
     config = getattr(transformers, config_name)(**sizes)
+    for name, value in (fields or {}).items():
+        setattr(config, name, value)
     for part in parts_of(config):
-        part.dilated_pattern = DENSE
+        part.dilated_pattern = pattern
     return getattr(transformers, model_name)(config).eval()
 
 
@@ -217,7 +218,8 @@ def run(model: Any, inputs: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     return next(output[name] for name in ("logits", "logits_per_image", "last_hidden_state") if name in output)
 
 
-def check_is_dilated_exactly(model: Any, inputs: dict[str, Tensor]) -> None:
+def check_is_dilated_exactly(model: Any, inputs: dict[str, Tensor], dense: Any = None) -> None:
+    """Against the same model with the library's own attention, or another one of the same weights."""
     # Matrix products of experts have no float64, and this eager softmax is float32.
     is_single = any(name in type(model).__name__ for name in ("Mixtral", "GptOss", "Gemma2"))
     dtype = torch.float32 if is_single else torch.float64
@@ -226,8 +228,11 @@ def check_is_dilated_exactly(model: Any, inputs: dict[str, Tensor]) -> None:
     for part in parts_of(model.config):
         assert part._attn_implementation == "flexdilated"
         part.dilated_pattern = None
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    expected = run(model, inputs, dtype)
+    if dense is not None:
+        dense.load_state_dict(model.state_dict())
+    dense = model if dense is None else dense.to(dtype)
+    dense.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    expected = run(dense, inputs, dtype)
     torch.testing.assert_close(out, expected, **(SINGLE if is_single else EXACT))
     model.set_attn_implementation("flexdilated")
     for part in parts_of(model.config):
@@ -248,8 +253,10 @@ def test_families_that_need_a_field_run_with_it_and_are_refused_without(family: 
         pytest.skip("this version refuses its own rope_parameters")
     inputs = draw("text")
     with pytest.raises(NotImplementedError, match=r"(sliding_window|softcap) must be None with 'flexdilated' attention"):
-        build(config, model, sizes)(**inputs)
-    check_is_dilated_exactly(build(config, model, {**sizes, **fields}), inputs)
+        build(config, model, sizes, NARROW)(**inputs)
+    # Of the dense model neither the window, which holds these tokens, nor the types of layers are changed.
+    dense = build(config, model, sizes, {name: value for name, value in fields.items() if name != "sliding_window"}, pattern=None)
+    check_is_dilated_exactly(build(config, model, sizes, fields), inputs, dense)
 
 
 DECODERS = [name for name, (_, model, *_) in (RUNS | RUNS_WITH).items() if model.endswith(("ForCausalLM", "LMHeadModel"))]
@@ -259,7 +266,7 @@ DECODERS = [name for name, (_, model, *_) in (RUNS | RUNS_WITH).items() if model
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders_decode_by_either_cache_behind_padding(family: str) -> None:
     config, name, sizes, fields = (RUNS | RUNS_WITH)[family]
-    model = build(config, name, sizes if isinstance(fields, str) else {**sizes, **fields})
+    model = build(config, name, sizes, None if isinstance(fields, str) else fields)
     model.config.dilated_pattern = DILATED
     tokens, mask = torch.randint(4, 30, (2, 23)), torch.ones(2, 23, dtype=torch.int64)
     mask[1, :7] = 0

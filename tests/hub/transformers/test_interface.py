@@ -268,16 +268,6 @@ def test_options_that_change_the_attention_are_refused(name: str, value: Any) ->
     hub.dilated_attention_forward(module, q, k, v, None, **{name: off}, use_cache=True)
 
 
-def test_sliding_windows_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"sliding_window must be None .*got 7.*set config.sliding_window=None"):
-        build("Mistral", sliding_window=7)(draw_tokens())
-    mask = hub.dilated_attention_positions(BATCH, TOKENS, TOKENS, local_size=7)
-    module = build("Llama").model.layers[0].self_attn
-    q, k, v = (torch.randn(BATCH, heads, TOKENS, 8) for heads in (6, 2, 2))
-    with pytest.raises(NotImplementedError, match="config must have no sliding window or attention chunks, got 7"):
-        hub.dilated_attention_forward(module, q, k, v, mask)
-
-
 def test_mask_functions_of_other_kinds_are_refused() -> None:
     sizes = {"batch_size": BATCH, "q_length": TOKENS, "kv_length": TOKENS}
     with pytest.raises(NotImplementedError, match="mask functions of a model's own must be absent"):
