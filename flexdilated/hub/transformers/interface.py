@@ -18,7 +18,7 @@ from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.options import refuse_options, tokens_seen
 from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
-from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
+from flexdilated.hub.transformers.positions import borders_of, first_real, refuse_documents, shifted
 from flexdilated.pattern import DilatedPattern
 
 
@@ -67,8 +67,8 @@ def dilated_attention_forward(
             sinks than query heads.
         TypeError: If the pattern is not a mapping.
         NotImplementedError: If the call asks for softcap, windows, biases, weights, a paged cache, cross-attention, a mask
-            that is no padding mask, or an option that is not known; if nothing says whether it is causal; or if it holds some of
-            the heads, and nothing says which.
+            that is no padding mask, or an option that is not known; if positions alone pack documents beside a mask or a cache; if
+            nothing says whether it is causal; or if it holds some of the heads, and nothing says which.
     """
     layer, context = layer_of(key), context_of(module)
     refuse_options(options, tokens_seen(key, layer, context, options))
@@ -107,6 +107,8 @@ def dilated_attention_forward(
             raise ValueError(
                 "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
             )
+        if borders is None and call.is_causal and num_keys == q.shape[1]:
+            refuse_documents(options.get("position_ids"), attention_mask, num_keys)
         if layer is not None:
             _refuse_with_cache(borders, call)
             seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0

@@ -13,6 +13,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from flexdilated.hub.transformers.patterns import NAME
 
+RISES = "_dilated_rises"  # the attribute of positions that were found to rise, which all layers are given
 CAN_READ_MASKS = "allow_is_causal_skip" in inspect.signature(create_causal_mask).parameters  # before, static caches say it too
 
 
@@ -159,6 +160,36 @@ def shifted(x: Tensor, shift: Tensor) -> Tensor:
     """`x` `(B, N, ...)` with row b turned left by `shift[b]`."""
     index = (torch.arange(x.shape[1], device=x.device) + shift[:, None]) % x.shape[1]
     return torch.take_along_dim(x, index.view(*index.shape, *(1,) * (x.dim() - 2)), dim=1)
+
+
+def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int) -> None:
+    """Refuse positions that pack documents where the library did not look for any: it does without a mask and a cache alone.
+
+    Args:
+        position_ids: `(B or 1, num_tokens)`, read once for all layers. Others, of several axes say, tell of no documents.
+        mask: None, or `(B, 1, 1, ...)`, of which the first `num_tokens` are -1 at padding, where positions may be any.
+        num_tokens: N.
+
+    Raises:
+        NotImplementedError: If a real token stands elsewhere than one behind the real token before it.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != num_tokens or num_tokens < 2:
+        return
+    if torch.compiler.is_compiling() or position_ids.is_meta:
+        return
+    version = None if position_ids.is_inference() else position_ids._version
+    if version is not None and getattr(position_ids, RISES, None) == version:
+        return
+    jumps = position_ids.diff(dim=-1) != 1
+    if mask is not None and mask.shape[3] > 0:
+        real = mask[:, 0, 0, :num_tokens] >= 0
+        jumps = jumps & (real[:, 1:] & real[:, :-1]).to(jumps.device)
+    if bool(jumps.any()):
+        raise NotImplementedError(
+            f"position_ids must rise by 1 with {NAME!r} attention and a cache or a mask, got others: to pack documents pass "
+            "use_cache=False and no mask, or cu_seq_lens_q and cu_seq_lens_k"
+        )
+    setattr(position_ids, RISES, version)
 
 
 def borders_of(mask: Tensor | None, q: Tensor, options: Mapping[str, Any]) -> Tensor | None:

@@ -165,6 +165,51 @@ def test_packed_documents_in_several_rows_equal_the_documents_alone() -> None:
         torch.testing.assert_close(logits[b : b + 1], expected, **EXACT)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["none", "bounded", "dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache: str) -> None:
+    """It looks at positions only where there is neither a mask nor a cache."""
+    model, tokens = build(name), draw_tokens(2)
+    packed = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(9), torch.arange(14)])])
+    ones = torch.ones(2, TOKENS, dtype=torch.int64)
+    make: dict[str, Callable[[], Any]] = {
+        "none": lambda: None,
+        "bounded": hub.DilatedCache,
+        "dynamic": lambda: transformers.DynamicCache(config=model.config),
+        "static": lambda: transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 5),
+    }
+    expected = model(tokens, use_cache=False).logits
+    for mask in (None, ones, mask_of([TOKENS, 17], "left"), mask_of([TOKENS, 17], "right")):
+        options = {"use_cache": cache != "none", "attention_mask": mask}
+        if mask is None and cache == "none":
+            continue
+        with pytest.raises(
+            NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no mask, or cu_"
+        ):
+            model(tokens, position_ids=packed, past_key_values=make[cache](), **options)
+        if cache == "bounded" and mask is not None and not mask[1, -1]:
+            continue  # padding behind tokens
+        rising = torch.arange(3, TOKENS + 3)[None] if mask is None else (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        logits = model(tokens, position_ids=rising, past_key_values=make[cache](), **options).logits
+        torch.testing.assert_close(logits[0], expected[0], **SINGLE)  # of relative positions
+
+
+def test_positions_are_read_once_for_all_layers_and_again_when_changed() -> None:
+    from flexdilated.hub.transformers.positions import RISES, refuse_documents
+
+    positions = torch.arange(5)[None]
+    refuse_documents(positions, None, 5)
+    assert getattr(positions, RISES) == positions._version
+    positions[0, 3:] = 0
+    with pytest.raises(NotImplementedError, match="position_ids must rise by 1"):
+        refuse_documents(positions, None, 5)
+    for other in (None, positions[None].expand(3, 1, 5), positions[:, :4], positions.to("meta")):  # of several axes, as in images
+        refuse_documents(other, None, 5)
+    with torch.inference_mode():
+        refuse_documents(torch.arange(5)[None], None, 5)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
 def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     model = build(name).train()
