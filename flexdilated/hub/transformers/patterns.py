@@ -50,23 +50,25 @@ def pattern_values(pattern: object) -> dict[str, Any] | None:
 
 
 class _PatternOfConfig:
-    """`config.dilated_pattern`, kept where all of a config's fields are."""
+    """`config.dilated_pattern`, kept where all of a config's fields are; None where there is none.
+
+    Every config has it: `from_pretrained(folder, dilated_pattern=...)` of the library sets what a config has, and drops the rest.
+    """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
         if config is None:
             return self
-        if "dilated_pattern" not in config.__dict__:
-            raise AttributeError(f"{type(config).__name__} has no dilated_pattern")
-        return config.__dict__["dilated_pattern"]
+        return config.__dict__.get("dilated_pattern")
 
     def __set__(self, config: Any, pattern: object) -> None:
         values, fields = pattern_values(pattern), config.__dict__
         if values is not None:
             _refuse_parts(config)
-        fields["dilated_pattern"] = values
-        if values is None:
-            fields.pop("attn_implementation", None)
+        if values is None:  # saved as if it had never been there
+            for name in ("dilated_pattern", "attn_implementation"):
+                fields.pop(name, None)
             return
+        fields["dilated_pattern"] = values
         # The library reads this name from a saved config, and refuses to build the model where nothing has registered it.
         fields["attn_implementation"] = NAME
         _warn_if_dense(config, fields.get("_attn_implementation_internal"))

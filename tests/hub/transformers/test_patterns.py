@@ -45,7 +45,7 @@ def draw_tokens() -> torch.Tensor:
 
 def test_patterns_are_kept_as_json_types_however_they_are_given() -> None:
     config = transformers.LlamaConfig(**SIZES)
-    assert not hasattr(config, "dilated_pattern")
+    assert config.dilated_pattern is None
     for given in (PATTERN, PATTERN.to_dict(), {"segment_lengths": (5, 13), "dilation_rates": (1, 3), "offsets": "interleaved"}):
         config.dilated_pattern = given
         assert config.dilated_pattern == PATTERN.to_dict()
@@ -55,6 +55,37 @@ def test_patterns_are_kept_as_json_types_however_they_are_given() -> None:
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert copied.dilated_pattern == PATTERN.to_dict()
         assert copied.to_dict() == config.to_dict()
+
+
+def test_a_pattern_may_be_given_when_a_config_or_a_model_is_loaded(tmp_path: Path) -> None:
+    """By the library's way to change a field, in a folder with a pattern and in one without."""
+    other = DilatedPattern((7,), (1,))
+    for name, before in (("dense", {}), ("dilated", {"dilated_pattern": other})):
+        folder = tmp_path / name
+        saved = build(**before)
+        saved.save_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, dilated_pattern=PATTERN)
+        model = load(folder, dilated_pattern=PATTERN).eval()
+        for found in (config, model.config, transformers.LlamaConfig.from_pretrained(folder, dilated_pattern=PATTERN.to_dict())):
+            assert found.dilated_pattern == PATTERN.to_dict()
+        assert model.config._attn_implementation == "flexdilated"
+        tokens = draw_tokens()
+        saved.set_attn_implementation("flexdilated")
+        saved.config.dilated_pattern = PATTERN
+        torch.testing.assert_close(model(tokens).logits, saved(tokens).logits, rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"config.dilated_pattern must be a DilatedPattern, or what its to_dict gives, got list"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "dense", dilated_pattern=[4])
+
+
+def test_a_config_without_a_pattern_is_saved_without_one(tmp_path: Path) -> None:
+    never, taken = transformers.LlamaConfig(**SIZES), transformers.LlamaConfig(**SIZES, dilated_pattern=PATTERN)
+    taken.dilated_pattern = None
+    loaded = transformers.LlamaConfig.from_dict({**never.to_dict(), "dilated_pattern": None})
+    for number, config in enumerate((never, taken, loaded)):
+        assert config.dilated_pattern is None
+        config.save_pretrained(tmp_path / str(number))
+        for text in (config.to_json_string(), json.dumps(config.to_dict()), (tmp_path / str(number) / "config.json").read_text()):
+            assert "dilated" not in text
 
 
 def test_malformed_patterns_are_refused() -> None:
@@ -143,7 +174,7 @@ def test_a_pattern_on_the_whole_of_a_composite_model_is_refused() -> None:
     config = llava()
     with pytest.raises(ValueError, match=message):
         config.dilated_pattern = PATTERN
-    assert not hasattr(config, "dilated_pattern")
+    assert config.dilated_pattern is None
     config.__dict__["dilated_pattern"] = PATTERN.to_dict()  # as where a config makes its parts last
     with pytest.raises(ValueError, match=message):
         transformers.LlavaForConditionalGeneration(config)
