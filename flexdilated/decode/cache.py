@@ -161,8 +161,9 @@ class DilatedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values allocated, on this rank."""
-        return sum(store.k.nbytes + store.v.nbytes for store in self._stores)
+        """Bytes of the keys and values allocated, on this rank, those recorded for `crop` among them."""
+        recorded = (x for past in self._past for x in (past.new.k, past.new.v, *(row for old in past.stores for row in old.rows)))
+        return sum(store.k.nbytes + store.v.nbytes for store in self._stores) + sum(x.nbytes for x in recorded)
 
     def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
         """`(B, T)` int64: the positions of the next `num_tokens` tokens of each sequence, or of those in this rank's shard.

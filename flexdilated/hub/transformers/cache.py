@@ -16,9 +16,10 @@ from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import first_real, shifted
 from flexdilated.pattern import DilatedPattern, is_integer
 
-# Since `activate_past_recording` the library tells when it will crop. Before, the last calls are always recorded: as many tokens as
-# are drafted at once, with room to spare.
-IS_TOLD, ALWAYS_RECORDED = hasattr(Cache, "activate_past_recording"), 64
+# Since `activate_past_recording` the library tells that it will crop, but never that it is done; before, it tells nothing: every
+# call is recorded. So the last calls are kept, of more tokens than are drafted at once.
+IS_TOLD = hasattr(Cache, "activate_past_recording")
+MOST_RECORDED = 1024 if IS_TOLD else 64
 LAYER = "_dilated_layer"  # the attribute by which the attention function finds the layer of the keys that it is given
 
 
@@ -42,7 +43,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         self.record_past = not IS_TOLD
 
     def activate_past_recording(self) -> None:
-        """Keep what the calls until the next `crop` overwrite."""
+        """Keep what the calls until the next `crop` overwrite, the last of them that have `MOST_RECORDED` tokens together."""
         self.record_past = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -122,8 +123,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         """Have the store record the call that follows, if it is to."""
         assert self.kv is not None
         self.kv.records_past = self.record_past and (IS_TOLD or not torch.compiler.is_compiling())
-        if not IS_TOLD:
-            self.kv.forget_past(ALWAYS_RECORDED)
+        self.kv.forget_past(MOST_RECORDED)
 
     def _check_attended(self) -> None:
         if self._is_waiting:
@@ -187,14 +187,15 @@ class DilatedCache(Cache):
     neither bytes nor time per token grow with the context. Outputs are those of the full forward, to rounding, in chunks of any
     size; padding stands on the left. Beams, drafted tokens that are rejected, and several sequences of one prompt are followed.
     Keys and values that the library crops away (assisted generation) leave rows in their place that were overwritten: they are kept
-    from call to `crop`. For inference: no gradients.
+    from call to `crop`, of the last 1,024 tokens or so. For inference: no gradients.
 
         model.generate(tokens, past_key_values=DilatedCache())
 
     `torch.compile(fullgraph=True)` may compile all calls but the first, which allocates.
 
     Args:
-        max_length: Tokens that will be seen at most, which saves memory where that is less than a segment. Default: any number.
+        max_length: Tokens that will be seen at most, which saves memory where that is less than a segment; leave room for drafts,
+            which are seen before they are rejected. Default: any number.
 
     Raises:
         TypeError: If `max_length` is no integer.
@@ -253,7 +254,7 @@ class DilatedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values allocated in all layers."""
+        """Bytes of the keys and values allocated in all layers, those recorded for `crop` among them."""
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
 
