@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +16,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexdilated.decode.arguments import cache_refusal
+from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.options import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.longnet import LongNetConfig, LongNetLM
-from flexdilated.nn.position import XPos
+from flexdilated.nn.position import XPos, token_positions
 from flexdilated.nn.transformer import Block
 from flexdilated.pattern import DilatedPattern, is_integer
 
-PACKED = (*FlashAttentionKwargs.__annotations__, "shift_labels", "shard_lengths")
+PACKED = (*FlashAttentionKwargs.__annotations__, "position_ids", "shift_labels", "shard_lengths")
 
 
 class LongNetHFConfig(PreTrainedConfig):
@@ -191,14 +192,15 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
                 `max_length_q` and `max_length_k` follow from them, and are not needed. `shift_labels`, `(B, N)`: the labels already
                 moved by one; `labels` must come too, and does not count. `shard_lengths`: the tokens of each rank, after
-                `shard_context`; by default equally many.
+                `shard_context`; by default equally many. `position_ids`, `(B or 1, N)`: those that the model counts itself.
 
         Raises:
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
                 come with one.
             TypeError: If `logits_to_keep` is no integer, or an argument has another name.
-            ValueError: If the pattern of the config is no longer that of the model, a shape or a number is wrong, or borders are
-                given once, differ, or come with padding.
+            ValueError: If the pattern of the config is no longer that of the model, a shape or a number is wrong, borders are
+                given once, differ, or come with padding, or positions are others than those of the documents (compiled, an
+                assertion fails).
         """
         for name in packed:
             if name not in PACKED:
@@ -240,6 +242,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         borders = borders_of(None, input_ids, packed)
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
+        if packed.get("position_ids") is not None:
+            self._check_positions(packed["position_ids"], input_ids, attention_mask, borders, seen, packed.get("shard_lengths"))
         if past_key_values is not None:
             if borders is not None:
                 raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
@@ -265,6 +269,35 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _check_positions(
+        self,
+        told: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        borders: Tensor | None,
+        start: int,
+        shard_lengths: Sequence[int] | None,
+    ) -> None:
+        """Positions follow from borders and padding: to be told others would move none."""
+        if self.model.mesh is not None:
+            rank, lengths = local_shard_lengths(self.model.mesh, tokens.shape[1], shard_lengths)
+            start = sum(lengths[:rank])
+        counted = token_positions(tokens.shape[1], borders, tokens.device, start)[None]
+        real = None
+        if borders is None and attention_mask is not None:
+            counted, real = attention_mask.long().cumsum(-1)[:, start:] - 1, attention_mask[:, start:].bool()
+        message = (
+            "position_ids must count from 0 in each document of cu_seq_lens_q and cu_seq_lens_k in LongNetForCausalLM, got others; "
+            "leave them out, as DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False) does"
+        )
+        if told.dim() != 2 or told.shape[0] not in (1, tokens.shape[0]) or told.shape[1] != tokens.shape[1]:
+            raise ValueError(message)
+        agree = ((told == counted) if real is None else ((told == counted) | ~real)).all()
+        if torch.compiler.is_compiling():
+            torch._assert_async(agree, message)
+        elif not bool(agree):
+            raise ValueError(message)
 
     def _decode(self, tokens: Tensor, real: Tensor | None, cache: DilatedCache, *, last_only: bool) -> Tensor:
         caches = cache.stores(len(self.model.layers), lambda: self.model.make_caches(tokens.shape[0], max_length=cache.max_length))

@@ -65,6 +65,39 @@ def test_longnet_packed_documents_equal_the_documents_alone() -> None:
     torch.testing.assert_close(logits, expected, **SINGLE)
 
 
+POSITIONS = r"position_ids must count from 0 in each document .*return_flash_attn_kwargs=True, return_position_ids=False\)"
+
+
+def test_longnet_takes_what_the_library_s_packing_collator_gives() -> None:
+    model, lengths = longnet(), [7, 10, 6]
+    rows = [{"input_ids": torch.randint(2, 256, (n,)).tolist()} for n in lengths]
+    expected = torch.cat([model(torch.tensor([row["input_ids"]])).logits for row in rows], dim=1)
+    for options in ({}, {"return_position_ids": False}):
+        batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **options)(rows)
+        torch.testing.assert_close(model(**batch).logits, expected, **SINGLE)
+    alone = transformers.DataCollatorWithFlattening()(rows)
+    with pytest.raises(ValueError, match=POSITIONS):
+        model(**alone)
+    assert torch.equal(model(alone["input_ids"], position_ids=torch.arange(23)[None]).logits, model(alone["input_ids"]).logits)
+
+
+def test_longnet_takes_positions_that_it_counts_itself_and_no_others() -> None:
+    model, tokens, mask = longnet(), torch.randint(256, (BATCH, TOKENS)), mask_of([TOKENS, 17, 11], "left")
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    expected = model(tokens, attention_mask=mask).logits
+    told = model(tokens, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(told, expected, rtol=0, atol=0)
+    with torch.no_grad():
+        cache = hub.DilatedCache()
+        for here in (slice(0, 14), slice(14, TOKENS)):
+            options = {"attention_mask": mask[:, : here.stop], "position_ids": positions[:, here], "past_key_values": cache}
+            logits = model(tokens[:, here], **options).logits
+    torch.testing.assert_close(logits, expected[:, 14:], **SINGLE)
+    for wrong in (positions + 1, positions[:, :5], positions[None], torch.zeros(BATCH, TOKENS, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=POSITIONS):
+            model(tokens, attention_mask=mask, position_ids=wrong)
+
+
 def test_longnet_refuses_names_of_no_argument() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'position_id'"):
         longnet()(torch.randint(256, (BATCH, TOKENS)), position_id=None)
