@@ -170,7 +170,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         from flexdilated.distributed.dtensors import unwrapped
 
         q, k, v, call, wrap = unwrapped(q, k, v, call)
-        return wrap(*attend(q, k, v, call))
+        return wrap.around(*attend(q, k, v, call))
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 

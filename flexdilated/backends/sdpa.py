@@ -27,7 +27,7 @@ def why_not(request: Request) -> str | None:
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Dense attention under any mask, with its lse: what `scaled_dot_product_attention` computes and does not give.
 
-    On a CPU by the kernel above, elsewhere by plain operations. No gradient.
+    On a CPU by the kernel below, elsewhere by plain operations. No gradient.
 
     Args:
         q: `(batch, heads, queries, D)`.
@@ -42,7 +42,9 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
     q, options, _ = with_positive_scale(q, Options(is_causal=False, scale=scale))
     sees = mask.any(-1, keepdim=True)
     mask = mask | ~sees  # kernels disagree on a row without a key: let it see everything, and drop what it gives
-    if q.device.type == "cpu" and disabled("flash_sdp_enabled") is None:
+    # A compiler of torch 2.9 takes the lse of doubles for floats.
+    is_told = not (q.dtype == torch.float64 and torch.compiler.is_compiling())
+    if q.device.type == "cpu" and is_told and disabled("flash_sdp_enabled") is None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=options.scale)
     else:

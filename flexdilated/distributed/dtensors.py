@@ -114,7 +114,7 @@ class Wrap(NamedTuple):
     shape: Size
     dims: tuple[int | None, ...]
 
-    def __call__(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def around(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The whole of what this rank has its part of."""
         whole = self._whole(out, self.placements, self.shape)
         if lse is None:
