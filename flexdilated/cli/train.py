@@ -157,7 +157,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: S
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
 
-        with stop_deadline(store, trainer.rank, trainer.lost):
+        with stop_deadline(store, trainer.rank, trainer.num_ranks, trainer.lost):
             finished = trainer.run(report)
     if not finished:
         console.print("stopped; the checkpoint is saved: the same command with --resume goes on")

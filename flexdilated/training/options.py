@@ -10,7 +10,16 @@ class UserError(Exception):
 
 
 class RankLostError(UserError):
-    """Another rank was killed, failed or is silent for longer than the group's timeout."""
+    """Another rank was killed, failed or is silent for longer than the group's timeout.
+
+    Args:
+        told: Where this rank stands, and why.
+        who: Which ranks, as far as is known.
+    """
+
+    def __init__(self, told: str, who: str = "a rank") -> None:
+        super().__init__(f"{who} was lost {told}")
+        self.told = told
 
 
 @dataclass(frozen=True, kw_only=True)

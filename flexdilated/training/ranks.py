@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
 
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
-STOP_SECONDS = 25.0  # from a signal to the end; torchrun kills after 30
+BEAT_SECONDS = 0.5  # between two signs of life
+SILENCE_SECONDS = 3.0  # without one, of a rank that is called lost
+STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
 
 
 def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
@@ -66,13 +68,16 @@ def started(
     store = _join(count, rank, device, timedelta(seconds=timeout_seconds))
     world = dist.group.WORLD
     assert world is not None
+    threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
     try:
         # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
         yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
     except (UserError, ValueError, TypeError) as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as another rank has ended
+        if isinstance(error, RankLostError):
+            error = named(store, rank, count, error)
         if tells(store, rank, error):
-            raise
+            raise error from None
         raise SystemExit(2) from None
     finally:
         if device.type == "cuda":
@@ -152,7 +157,7 @@ def wait_for_all(mesh: DeviceMesh | None, held: Mapping[str, object] | None = No
         UserError: If they differ, as `ensure_alike`.
         RankLostError: If another rank ends.
     """
-    with losses_of_ranks(mesh, lambda cause: RankLostError(f"a rank was lost before the others began: {cause}")):
+    with losses_of_ranks(mesh, lambda cause: RankLostError(f"before the others began: {cause}")):
         ensure_alike(mesh, held or {})
 
 
@@ -174,6 +179,33 @@ def _cause_of(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
+def _beat(store: Store, rank: int) -> None:
+    """Give signs of life until the process ends, or the store, which may go with its rank."""
+    with suppress(RuntimeError):
+        while True:
+            store.add(f"beats of rank {rank}", 1)
+            time.sleep(BEAT_SECONDS)
+
+
+def named(store: Store, rank: int, count: int, error: RankLostError) -> RankLostError:
+    """The error with the ranks that give no sign of life, but for those that have met the same loss and left."""
+    others = [other for other in range(count) if other != rank]
+    end = time.monotonic() + SILENCE_SECONDS
+    try:
+        before = {other: store.add(f"beats of rank {other}", 0) for other in others}
+        silent = others
+        while silent and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS / 5)
+            silent = [other for other in silent if store.add(f"beats of rank {other}", 0) == before[other]]
+        lost = [str(other) for other in silent if not store.check([f"rank {other} has met a loss"])]
+        store.set(f"rank {rank} has met a loss", "")
+    except RuntimeError:  # the store went with its rank
+        return error
+    if not lost:
+        return error
+    return RankLostError(error.told, who=f"rank{'s' if len(lost) > 1 else ''} {', '.join(lost)}")
+
+
 def tells(store: Store, rank: int, error: Exception) -> bool:
     """Whether this rank prints an error: one of those that have it and live does, the lowest unless it comes late."""
     topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
@@ -192,7 +224,7 @@ def tells(store: Store, rank: int, error: Exception) -> bool:
 
 
 @contextmanager
-def stop_deadline(store: Store | None, rank: int, lost: Callable[[str], RankLostError]) -> Iterator[None]:
+def stop_deadline(store: Store | None, rank: int, count: int, lost: Callable[[str], RankLostError]) -> Iterator[None]:
     """Tell what `lost` makes of it and end the process of a rank where a signal to stop has not ended the block in time.
 
     The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
@@ -207,7 +239,7 @@ def stop_deadline(store: Store | None, rank: int, lost: Callable[[str], RankLost
     def watch() -> None:
         while byte := reader.recv(1):
             if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
-                error = lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop")
+                error = named(store, rank, count, lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop"))
                 if tells(store, rank, error):
                     print(f"error: {error}", file=sys.stderr, flush=True)
                 os._exit(2)

@@ -195,7 +195,7 @@ class Trainer:
         kept = "there is no checkpoint yet"
         if latest is not None:
             kept = f"the checkpoint of step {checkpoint.step_of(latest)} is whole: the same command with --resume goes on"
-        return RankLostError(f"a rank was lost {self._place}: {cause}; {kept}")
+        return RankLostError(f"{self._place}: {cause}; {kept}")
 
     @property
     def bytes_per_second(self) -> float:

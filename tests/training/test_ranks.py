@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from flexdilated.distributed import start
-from flexdilated.training import ranks
+from flexdilated.training import checkpoint, ranks
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer
@@ -35,6 +36,7 @@ from tests.distributed import processes
 from tests.training import runs
 
 DEADLINE = 900.0  # of a command, for a machine that is busy
+PATIENCE = 30  # seconds of a group of which a rank gives no sign
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
@@ -83,13 +85,14 @@ def run_ranks(
     *more: str,
     killed: int | None = None,
     prepare: Callable[[int], None] | None = None,
+    ending: Sequence[int] = (),
     **changes: object,
 ) -> list[tuple[int, str, list[str]] | None]:
     """Per rank its exit code, standard output, and our own lines of standard error. With `killed` rank 0 ends before that step."""
     words = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
     folder = output.with_name(f"{output.name}_ranks")
     folder.mkdir(exist_ok=True)
-    prepare, ending = (prepare, ()) if killed is None else (partial(end_before, killed), (0,))
+    prepare, ending = (prepare, ending) if killed is None else (partial(end_before, killed), (0,))
     found = invoke_ranks(num_ranks, folder, *words, prepare=prepare, ending=ending)
     for result in found:
         assert result is None or "Warning" not in result[2], result
@@ -189,7 +192,7 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
     assert [(code, out) for code, out, _ in left] == [(2, "")] * 2
     kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
     (error,) = (error for _, _, errors in left for error in errors)  # one of the others tells it
-    assert re.fullmatch(rf"error: a rank was lost in step 8: [^;]+; {kept}", error)
+    assert re.fullmatch(rf"error: rank 0 was lost in step 8: [^;]+; {kept}", error)
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     run_alone(tmp_path / "one", text, "--resume", **KILLED)
     (code, out, errors), _ = run_ranks(2, tmp_path / "two", text, "--resume", **KILLED)
@@ -228,7 +231,7 @@ def test_one_command_goes_on_with_fewer_ranks_where_a_host_is_lost(tmp_path: Pat
         os.kill(rank, signal.SIGKILL)
         out, err = left.communicate(timeout=DEADLINE)
     assert left.returncode == 0, err
-    assert errors_of(err)[0].startswith("error: a rank was lost in step ")
+    assert re.match(r"error: (a rank|rank [01]) was lost in step ", errors_of(err)[0])  # the store goes with the host of rank 0
     assert out.count("over 2 ranks") == prints
     starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
     assert len(starts) == 1 + prints
@@ -250,7 +253,7 @@ def test_torchrun_starts_one_command_again_and_a_signal_to_it_stops_all_ranks(tm
         signal_when_saved(process, None, signal.SIGTERM, folder)
         code, out, errors = ended(process)
     assert (code, len(errors), out.count("saved in")) == (1, 1, 0), errors
-    assert errors[0].startswith("error: a rank was lost in step ")
+    assert errors[0].startswith("error: rank 1 was lost in step ")
     starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
     assert len(starts) == 2
     assert starts[0] == 0 < starts[1]
@@ -278,10 +281,76 @@ def set_the_clock_back(rank: int) -> None:
     time.time, time.monotonic = (lambda: clock() - rank * 3.2e8), (lambda: since_start() + rank * 1e6)
 
 
+def freeze_before(step: int, rank: int) -> None:
+    """Stop this process, if it is rank 1's, when it comes to a step: it lives, and gives no sign. Later its host goes too."""
+    advance = Trainer._advance
+
+    def advance_or_freeze(self: Trainer) -> float:
+        if rank == 1 and self.step + 1 == step:
+            subprocess.Popen(["sh", "-c", f"sleep {3 * PATIENCE}; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return advance(self)
+
+    Trainer._advance = advance_or_freeze  # type: ignore[method-assign]
+
+
+def fill_the_disk_before(step: int, rank: int) -> None:
+    """There is no room for the checkpoint of a step."""
+    write = checkpoint._write_tensors
+
+    def write_or_fail(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        write(tensors, folder)
+        if f"checkpoint-{step}." in folder.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint._write_tensors = write_or_fail
+
+
+def take_long(seconds: float, rank: int) -> None:
+    """Rank 1 takes its time for every step."""
+    advance = Trainer._advance
+
+    def advance_late(self: Trainer) -> float:
+        time.sleep(rank * seconds)
+        return advance(self)
+
+    Trainer._advance = advance_late  # type: ignore[method-assign]
+
+
 def go_to_another_host(folder: Path, rank: int) -> None:
     """Where a relative path is another place."""
     if rank == 1:
         os.chdir(folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.sweep  # of what a killed rank shows: half a minute of waiting
+def test_frozen_rank_is_named_within_the_timeout(tmp_path: Path, text: Path) -> None:
+    (code, _, errors), frozen = run_ranks(
+        2, tmp_path / "run", text, f"--timeout-seconds={PATIENCE}", prepare=partial(freeze_before, 8), ending=(1,), **KILLED
+    )
+    kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
+    assert (code, frozen) == (2, None)
+    assert re.fullmatch(rf"error: rank 1 was lost in step 8: [^;]+; {kept}", *errors)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_slow_rank_is_waited_for_and_a_full_disk_is_told_once(tmp_path: Path, text: Path) -> None:
+    run_alone(tmp_path / "one", text)
+    (code, _, errors), other = run_ranks(2, tmp_path / "slow", text, prepare=partial(take_long, 0.3))
+    assert (code, errors, other) == (0, [], (0, "", []))
+    one, two = (history(tmp_path / run / "dilated", steps=7) for run in ("one", "slow"))
+    torch.testing.assert_close(two, one, **ROUNDING)
+    found = run_ranks(2, tmp_path / "full", text, prepare=partial(fill_the_disk_before, 7))
+    assert [code for code, _, _ in found] == [2, 2]
+    (error, *others) = (error for _, _, errors in found for error in errors)
+    assert re.fullmatch(r"error: the checkpoint must be writable, got \S+checkpoint-7: \[Errno 28\] No space left on device", error)
+    assert all(re.match("error: rank 0 was lost after step 7: ", other) for other in others)
+    kept = latest(tmp_path / "full" / "dilated")
+    assert kept is not None
+    assert kept.name == "checkpoint-5"
 
 
 @pytest.mark.ranks
@@ -532,12 +601,12 @@ def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monke
 def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
     script = """
 import os, signal, time
-from flexdilated.training import ranks
+from flexdilated.training import checkpoint, ranks
 from torch.distributed import HashStore
 signal.signal(signal.SIGTERM, lambda *_: None)
 for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), "hangs")):
     ranks.STOP_SECONDS = 0.2 if name == "hangs" else 600.0
-    with ranks.stop_deadline(store, 0, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
+    with ranks.stop_deadline(store, 0, 1, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
         os.kill(os.getpid(), signal.SIGTERM)
         if name == "hangs":
             time.sleep(600)
@@ -545,4 +614,4 @@ for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), "h
     package = str(Path(flexdilated.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=DEADLINE)
-    assert (result.returncode, result.stderr) == (2, "error: hangs: no answer for 0 s since the signal to stop\n")
+    assert (result.returncode, result.stderr) == (2, "error: a rank was lost hangs: no answer for 0 s since the signal to stop\n")
