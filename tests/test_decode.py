@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 from math import ceil
+from unittest import mock
 
 import pytest
 import torch
@@ -663,3 +664,22 @@ def test_selected_sequences_go_on_alone() -> None:
         cache.select(torch.tensor([4]))
     with pytest.raises(TypeError, match="indices must be int64, got list"):
         cache.select([0])  # type: ignore[arg-type]
+
+
+def test_cache_goes_back_behind_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step had stored before it failed is undone as well: here a row of the segment that it began."""
+    pattern = DilatedPattern((7, 28), (1, 2))
+    q, k, v = (torch.randn(2, 40, 2, 3, dtype=torch.float64) for _ in range(3))
+    expected = reference.dilated_attention(q, k, v, pattern, is_causal=True)[0]
+    for first in (1, 3):  # tokens of the step
+        cache = DilatedKVCache(pattern, batch_size=2, num_kv_heads=2, head_dim=3, dtype=torch.float64)
+        cache.records_past = True
+        cache.attend(q[:, :28], k[:, :28], v[:, :28])
+        with monkeypatch.context() as patched:
+            patched.setattr(cache, "_merged", mock.Mock(side_effect=RuntimeError("planted")))
+            with pytest.raises(RuntimeError, match=r"^planted$"):
+                cache.attend(*(x[:, 28 : 28 + first] for x in (q, k, v)))
+        assert cache.lengths.tolist() == [28, 28]
+        cache.crop(27)
+        outs = [cache.attend(*(x[:, t : t + 1] for x in (q, k, v))) for t in range(27, 33)]
+        torch.testing.assert_close(torch.cat(outs, dim=1), expected[:, 27:33], **EXACT)

@@ -242,19 +242,22 @@ class DilatedKVCache:
         past = self._state_before(new, added) if self.records_past else None
         if past is None and self._past:
             self._past.clear()  # what it knows is no longer what came last
-        if q.shape[1] == 1:
-            out = self._attend_one(q, new, added, softmax)
-        elif self._is_empty:
-            out = attend_with_sinks(q, new.k, new.v, self._call(softmax.scale, backend), softmax.sinks)
-            if not new.is_plain:
-                out = self._with_marks(out, new.is_marked)
-            self._store(new, added)
-        else:
-            out = self._attend_blocks(q, new, added, softmax)
+        try:
+            out = self._attend_new(q, new, added, softmax, backend)
+        finally:  # a call that fails may have stored rows, which `crop` must know of
+            if past is not None:
+                self._past.append(past._replace(added=self._lengths - past.lengths))
         self._is_empty = False
-        if past is not None:
-            self._past.append(past)
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
+
+    def _attend_new(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax, backend: str) -> Tensor:
+        if q.shape[1] == 1:
+            return self._attend_one(q, new, added, softmax)
+        if not self._is_empty:
+            return self._attend_blocks(q, new, added, softmax)
+        out = attend_with_sinks(q, new.k, new.v, self._call(softmax.scale, backend), softmax.sinks)
+        self._store(new, added)
+        return out if new.is_plain else self._with_marks(out, new.is_marked)
 
     def _attend_shards(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str, shards: tuple[int, ...]
@@ -274,7 +277,7 @@ class DilatedKVCache:
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
         new, added, is_real = self._new(k, v, lengths, start, sum(shards))
         out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards))
-        marks = ranks.marks(new, shards)
+        marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
         ranks.deal(self._stores, new, added, shards)
@@ -322,15 +325,15 @@ class DilatedKVCache:
             store.put(new, positions[:, 0], added > 0)
         # Where nothing was added the output is padding, whatever is seen.
         parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
-        out = self._merged(torch.cat(parts, dim=2), softmax.scale)
+        out = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
-    def _merged(self, parts: Tensor, scale: float | None) -> Tensor:
+    def _merged(self, parts: Tensor, added: Tensor, scale: float | None) -> Tensor:
         """The outputs, of which each rank has a part where rows are dealt."""
         if self._ranks is None or self._ranks.size == 1:
             return parts
-        return self._ranks.merged(parts, self._lengths, scale).to(self.dtype)
+        return self._ranks.merged(parts, torch.cat([self._lengths, added]), scale).to(self.dtype)
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
@@ -339,7 +342,7 @@ class DilatedKVCache:
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
             parts = [store.attend(q_b, positions, self._lengths, softmax, new_b) for store in self._stores]
-            outs.append(self._merged(torch.cat(parts, dim=2), softmax.scale))
+            outs.append(self._merged(torch.cat(parts, dim=2), added, softmax.scale))
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 

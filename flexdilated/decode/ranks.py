@@ -73,12 +73,18 @@ class Ranks:
         """The shards of all ranks, on each."""
         return unshard_sequence(x, self.mesh, dim=dim, shard_lengths=lengths)
 
-    def marks(self, new: Tokens, lengths: Sequence[int]) -> Tensor | None:
-        """`(B, N, Hkv)`: which tokens of the whole sequence are marked; None: none."""
+    def marks(self, new: Tokens, added: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        """`(B, N, Hkv)`: which tokens of the whole sequence are marked; None: none.
+
+        Raises:
+            ValueError: If the ranks give the sequences other lengths `added` `(B,)`.
+        """
         if not holds_values(new.k):
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
-        here = torch.zeros(1, dtype=torch.bool, device=new.k.device) if new.is_plain else new.is_marked.any()[None]
-        if not bool(self.whole(here, (1,) * self.size, 0).any()):
+        here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
+        told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
+        check_same(told[:, 1:])
+        if not bool(told[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
 
@@ -99,14 +105,14 @@ class Ranks:
             for peer in range(self.size)
         }
         mine = [store.last_positions(self.rank, end) for store in stores]
-        places = {peer: [inside(positions, shard) for positions in mine] for peer, shard in enumerate(shards)}
-        rows = {peer: [int((at >= 0).sum()) for at in of_stores] for peer, of_stores in places.items()}
+        # Looked up twice, since the places of all peers at once are as large as all rows for each of them.
+        rows = {peer: [int((inside(each, shard) >= 0).sum()) for each in mine] for peer, shard in enumerate(shards)}
         receives = {peer: new.k.new_empty(sum(counts), width) for peer, counts in rows.items()}
         receives[self.rank] = sends.pop(self.rank)
         self.swap(sends, {peer: message for peer, message in receives.items() if peer != self.rank})
         for peer, message in receives.items():
-            for store, at, part in zip(stores, places[peer], message.split(rows[peer])):
-                store.place(part, at)
+            for store, each, part in zip(stores, mine, message.split(rows[peer])):
+                store.place(part, inside(each, shards[peer]))
         for store in stores:
             store.hold(end)
 
@@ -126,7 +132,7 @@ class Ranks:
         """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it.
 
         Raises:
-            ValueError: If the ranks make other calls, or hold caches of other `lengths` `(B,)`.
+            ValueError: If the ranks make other calls, hold caches of other lengths, or add others: `lengths` `(2 * B,)`.
         """
         return _merged(parts, lengths, scale, self.group_name, self._described)
 
@@ -141,20 +147,33 @@ def merge_parts(parts: Tensor) -> Tensor:
     return (weights * out).sum(dim=0) / total.masked_fill(total == 0.0, 1.0)
 
 
+def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
+    """The tokens `(B,)` that rank 0 has drawn, whatever the generators of the others have given.
+
+    Raises:
+        ValueError: If the ranks draw by other terms: some would go on where others end.
+    """
+    mine = torch.cat([following, following.new_tensor([zlib.crc32(repr(terms).encode())])])
+    told = unshard_sequence(mine[None], mesh, dim=0)
+    if not bool((told[:, -1] == told[0, -1]).all()):
+        raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {terms} here")
+    return told[0, :-1]
+
+
 def check_same(lengths: Tensor) -> None:
-    """Refuse caches whose lengths `(ranks, B)` differ.
+    """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ.
 
     Raises:
         ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
     """
     is_same = (lengths == lengths[0]).all(dim=1)
     if lengths.device.type != "cpu":
-        torch._assert_async(is_same.all(), "lengths of a cache must be the same on all ranks")
+        torch._assert_async(is_same.all(), "lengths of a cache and of a call must be the same on all ranks")
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         raise ValueError(
-            f"lengths of a cache must be the same on all ranks, got {lengths[0].tolist()} on rank 0 and {lengths[other].tolist()} "
-            f"on rank {other}; every rank makes the same calls"
+            f"lengths of a cache and of a call must be the same on all ranks, got {lengths[0].tolist()} on rank 0 and "
+            f"{lengths[other].tolist()} on rank {other}; every rank makes the same calls"
         )
 
 

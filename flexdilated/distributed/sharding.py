@@ -1,7 +1,8 @@
-"""A sequence in contiguous shards, one per rank of a mesh: cutting it, and putting it together again."""
+"""A sequence in contiguous shards, one per rank of a mesh. Long: cutting it, putting it together, and the operator of that."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
+from flexdilated.distributed.telling import all_know
 
 Batch = TypeVar("Batch")
 
@@ -175,7 +177,8 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
 
     Raises:
         TypeError: If the batch holds no tensor, or something of another type.
-        ValueError: If the tensors differ in length, or this rank holds another number of tokens than `shard_lengths` says.
+        ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
+            of them, the ranks differ in lengths, dtype or other dims.
     """
     name, _, num_ranks = group_of(mesh)
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
@@ -250,6 +253,8 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
     """The shards of all ranks of a group, one after another along `dim`."""
     assert x.shape[dim] == lengths[rank]
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    _check_alike(x, lengths, dim, group)
     whole = _whole(x, lengths, dim)
     longest = max(lengths)
     if whole.numel() == 0:  # on every rank
@@ -259,11 +264,28 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     padded = x.new_zeros(longest, *rest)
     padded[: lengths[rank]] = x.movedim(dim, 0)
     shards = x.new_empty(len(lengths), longest, *rest)
-    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
     return whole
+
+
+@all_know
+def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> None:
+    """Refuse shards that are not those of the other ranks: messages of other sizes end a process, or are taken for whole ones."""
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
+    mine = torch.tensor([zlib.crc32(repr(rest).encode()), *lengths], device=x.device)
+    told = mine.new_empty(len(lengths), len(mine))
+    dist.all_gather(list(told), mine, group=group)
+    is_same = (told == told[0]).all(dim=1)
+    message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
+    if x.device.type != "cpu":  # to read it would wait for the device
+        torch._assert_async(is_same.all(), message)
+    elif not bool(is_same.all()):
+        other = int(is_same.int().argmin())
+        first, others = told[0, 1:].tolist(), told[other, 1:].tolist()
+        got = f"shard_lengths={first} on rank 0 and {others} on rank {other}" if first != others else f"others on rank {other}"
+        raise ValueError(f"{message}, got {got}")
 
 
 @_gather.register_fake

@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.backends.hardware import autocast_dtype, holds_values
 from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths, unshard_sequence
+from flexdilated.decode.ranks import draw_alike
+from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
 from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
-from flexdilated.nn.sampling import Sampler
+from flexdilated.nn.sampling import INDICES, Sampler, lengths_of_prompts
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern, as_integer, is_integer
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-INDICES = (torch.int64, torch.int32)  # what an embedding takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +259,21 @@ class LongNetLM(nn.Module):
         return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
     def make_caches(
-        self, batch_size: int, *, max_length: int | None = None, mesh: DeviceMesh | None = None
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> tuple[DilatedKVCache, ...]:
-        """An empty key/value cache for each layer, on the model's device and in the dtype of its keys, autocast included.
+        """An empty key/value cache for each layer, on the model's device.
 
         Args:
             batch_size: Sequences decoded side by side.
             max_length: Positions that will be reached at most; saves memory where it is below the segment lengths. xPos needs it
                 where the segment lengths have too large a common multiple. Default: any number.
+            dtype: Of the keys and values. Default: that of the weights, or of autocast where one is entered. To be given where
+                layers compute in another, as under the `MixedPrecisionPolicy` of FSDP2.
             mesh: A 1-D `DeviceMesh` over whose ranks the rows of each cache are dealt, as that of the model. Default: this process
                 holds all.
 
@@ -276,6 +283,8 @@ class LongNetLM(nn.Module):
         """
         config, weight = self.config, next(self.parameters())
         cast = autocast_dtype(weight.device)
+        if dtype is None:
+            dtype = weight.dtype if cast is None or weight.dtype == torch.float64 else cast
         if isinstance(self.position, XPos):
             self.position.decode(torch.zeros(1, 1, dtype=torch.int64, device=weight.device), max_length=max_length)
         return tuple(
@@ -285,7 +294,7 @@ class LongNetLM(nn.Module):
                 num_kv_heads=config.num_kv_heads or config.num_heads,
                 head_dim=config.embed_dim // config.num_heads,
                 max_length=max_length,
-                dtype=weight.dtype if cast is None or weight.dtype == torch.float64 else cast,
+                dtype=dtype,
                 device=weight.device,
                 mesh=mesh,
                 exchange="auto" if mesh is None else self.exchange,
@@ -307,6 +316,7 @@ class LongNetLM(nn.Module):
         pad_token: int = 0,
         generator: torch.Generator | None = None,
         shard_lengths: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Tokens that continue each prompt, drawn one after another from the model, without dropout.
 
@@ -327,6 +337,7 @@ class LongNetLM(nn.Module):
             shard_lengths: With a mesh: the tokens are this rank's shard of the prompts, of so many on each rank, 0 allowed; N, in
                 `lengths` too, is their sum. The caches are dealt over the ranks, which all get the tokens that rank 0 draws.
                 Default: every rank continues prompts of its own.
+            dtype: Of the caches, as in `make_caches`.
 
         Returns:
             The new tokens alone, `(B, M)` int64, `1 <= M <= max_new_tokens`; a stop token is among them.
@@ -341,11 +352,13 @@ class LongNetLM(nn.Module):
             sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
             stop_tokens = self._check_stop_tokens(stop_tokens)
             num_tokens = self._num_tokens(tokens, shard_lengths)
-            lengths = self._check_generate(tokens, max_new_tokens, lengths, num_tokens)
+            if not (holds_values(tokens) and holds_values(next(self.parameters()))):
+                raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
+            lengths = lengths_of_prompts(tokens, max_new_tokens, lengths, num_tokens)
             pad_token = self._check_token("pad_token", pad_token)
             stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
             # The last token drawn is not read.
-            caches = self.make_caches(tokens.shape[0], max_length=num_tokens + max_new_tokens - 1, mesh=mesh)
+            caches = self.make_caches(tokens.shape[0], max_length=num_tokens + max_new_tokens - 1, dtype=dtype, mesh=mesh)
             # The head reads one token, not the prompt.
             logits = self(tokens, caches=caches, lengths=lengths, last_only=True, shard_lengths=shard_lengths)
             ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -353,7 +366,7 @@ class LongNetLM(nn.Module):
             while True:
                 following = sampler.draw(logits[:, 0], generator=generator).masked_fill(ended, pad_token)
                 if mesh is not None:  # generators differ between ranks
-                    following = unshard_sequence(following[None], mesh, dim=0)[0]
+                    following = draw_alike(mesh, following, max_new_tokens, stop_tokens, pad_token)
                 drawn.append(following)
                 ended = ended | torch.isin(following, stops)
                 if len(drawn) == max_new_tokens or (stop_tokens and bool(ended.all())):
@@ -383,24 +396,6 @@ class LongNetLM(nn.Module):
         if self.mesh is None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
         return sum(local_shard_lengths(self.mesh, tokens.shape[1], shard_lengths)[1])
-
-    def _check_generate(self, tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, num_tokens: int) -> Tensor:
-        """The lengths of the prompts."""
-        if not (holds_values(tokens) and holds_values(next(self.parameters()))):
-            raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
-        if not is_integer(max_new_tokens) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
-        if lengths is not None and not isinstance(lengths, Tensor):
-            raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
-        if lengths is None:
-            return torch.full((tokens.shape[0],), num_tokens, device=tokens.device)
-        if lengths.dtype not in INDICES:
-            raise TypeError(f"lengths must be of int64 or int32, got {str(lengths.dtype).removeprefix('torch.')}")
-        if lengths.shape != tokens.shape[:1]:
-            raise ValueError(f"lengths must have shape (B,)=({tokens.shape[0]},), got {tuple(lengths.shape)}")
-        if not bool(((lengths >= 1) & (lengths <= num_tokens)).all()):
-            raise ValueError(f"lengths must be in [1, N={num_tokens}], got {lengths.tolist()}")
-        return lengths.to(tokens.device, torch.int64)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder, made if missing; a file is replaced only when complete."""

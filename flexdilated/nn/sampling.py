@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexdilated.pattern import is_integer
+
+INDICES = (torch.int64, torch.int32)  # what an embedding takes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
@@ -83,3 +87,25 @@ class Sampler:
         if generator is not None:
             weights = weights.to(generator.device)
         return torch.multinomial(weights, 1, generator=generator)[:, 0].to(logits.device)
+
+
+def lengths_of_prompts(tokens: Tensor, max_new_tokens: int, lengths: Tensor | None, num_tokens: int) -> Tensor:
+    """`(B,)` lengths of prompts of `num_tokens` tokens, padding included.
+
+    Raises:
+        ValueError: If a number is out of range or a shape is wrong.
+        TypeError: If the lengths are no integers.
+    """
+    if not is_integer(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
+    if lengths is not None and not isinstance(lengths, Tensor):
+        raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
+    if lengths is None:
+        return torch.full((tokens.shape[0],), num_tokens, device=tokens.device)
+    if lengths.dtype not in INDICES:
+        raise TypeError(f"lengths must be of int64 or int32, got {str(lengths.dtype).removeprefix('torch.')}")
+    if lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths must have shape (B,)=({tokens.shape[0]},), got {tuple(lengths.shape)}")
+    if not bool(((lengths >= 1) & (lengths <= num_tokens)).all()):
+        raise ValueError(f"lengths must be in [1, N={num_tokens}], got {lengths.tolist()}")
+    return lengths.to(tokens.device, torch.int64)

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
 from flexdilated.call import Call
@@ -24,7 +25,7 @@ from flexdilated.decode import store as store_module
 from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
 from flexdilated.decode.store import BLOCK
-from flexdilated.distributed import even_shard_lengths
+from flexdilated.distributed import even_shard_lengths, unshard_sequence
 from tests.cases import least_heads
 from tests.distributed.processes import Ranks, each_size
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
@@ -57,6 +58,8 @@ class Simulated(CacheRanks):
         return out.split(list(lengths), dim=1)[self.rank]
 
     def whole(self, x: Tensor, lengths: Any, dim: int = 1) -> Tensor:
+        if x.dtype == torch.int64:  # a mail begins as NaN
+            return self.whole(x.double(), lengths, dim).long()
         shapes = [[*x.shape[:dim], length, *x.shape[dim + 1 :]] for length in lengths]
         parts = {peer: x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)}
         others = {peer: part for peer, part in parts.items() if peer != self.rank}
@@ -69,7 +72,7 @@ class Simulated(CacheRanks):
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
 
     def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-        check_same(self.whole(lengths[None].double(), (1,) * self.size, 0))
+        check_same(self.whole(lengths[None], (1,) * self.size, 0))
         return merge_parts(self.whole(parts[None], (1,) * self.size, 0))
 
 
@@ -414,7 +417,8 @@ def test_caches_out_of_step_are_told() -> None:
     def work(make: Callable[..., DilatedKVCache]) -> None:
         cache = make(LONGNET)
         feed(cache, draw(), 0, 9 - rank_of(cache))
-        text = "lengths of a cache must be the same on all ranks, got [9.0, 9.0, 9.0] on rank 0 and [8.0, 8.0, 8.0] on rank 1"
+        came = ["[9, 9, 9, 1, 1, 1] on rank 0", "[8, 8, 8, 1, 1, 1] on rank 1"]
+        text = f"lengths of a cache and of a call must be the same on all ranks, got {came[0]} and {came[1]}"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
             feed(cache, draw(), 9, 10)
 
@@ -472,10 +476,52 @@ def check_faults(rank: int, mesh: DeviceMesh) -> None:
         feed(cache, inputs, 20, 21 + (rank == last))
     if rank == last:
         cache.crop(19)
-    with pytest.raises(ValueError, match=r"^lengths of a cache must be the same on all ranks, got \[20, 20, 20\] on rank 0"):
+    different = r"^lengths of a cache and of a call must be the same on all ranks, got \[20, 20, 20, 1, 1, 1\] on rank 0"
+    with pytest.raises(ValueError, match=different):
         feed(cache, inputs, 20, 21)
     cache.crop(19)
     torch.testing.assert_close(feed(cache, inputs, 19, 33), full(inputs, LONGNET)[:, 19:33], **EXACT)
+    if mesh.size() == 2:
+        check_calls_that_were_agreed_on(rank, mesh, cache)
+
+
+def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedKVCache) -> None:
+    """Ranks that give other shards or lengths hear of it, though all of them have given either before."""
+    inputs, splits = draw(), ((3, 1), (1, 3))
+    expected = full(inputs, LONGNET)
+    for i, split in enumerate(splits):
+        end = 33 + 4 * i
+        torch.testing.assert_close(prefill(cache, inputs, split, end), expected[:, end : end + 4], **EXACT)
+    different = (
+        r"^shard_lengths, dtype and the other dims of shards must be the same on all ranks, got shard_lengths=\[3, 1\] on rank 0 "
+    )
+    here = [x[:, 41 : 41 + splits[rank][rank]] for x in inputs]
+    step = torch.compile(cache.attend, fullgraph=True, backend="eager", dynamic=False)
+    for attend in (cache.attend, step):
+        with pytest.raises(ValueError, match=different):
+            attend(*here, shard_lengths=splits[rank])
+    with pytest.raises(ValueError, match=different):
+        unshard_sequence(here[0], mesh, shard_lengths=splits[rank])
+    with pytest.raises(ValueError, match=r"^shard_lengths, dtype and .*, got others on rank 1$"):
+        unshard_sequence(here[0][:, :1].float() if rank else here[0][:, :1], mesh)
+    for added in (torch.ones(BATCH, dtype=torch.int64), torch.tensor([1, 1, 0])):
+        twin = copy.deepcopy(cache)
+        twin.attend(*(x[:, 41:42] for x in inputs), lengths=added)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=r"^lengths of a cache and of a call must .*, got \[41, 41, 41, 1, 1, 0\] on rank 0 and "):
+        twin.attend(*(x[:, 41:42] for x in inputs), lengths=torch.tensor([1, 1, rank]))
+    prompt = DilatedKVCache(LONGNET, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64, mesh=mesh)
+    here = [x[:, 4 * rank : 4 * rank + 4] for x in inputs]
+    for lengths in ([8, 8, 8], [8, 3, 8]):
+        prompt.reset()
+        prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor(lengths))
+    prompt.reset()
+    with pytest.raises(
+        ValueError, match=r"^lengths of a cache and of a call .*, got \[8, 8, 8\] on rank 0 and \[8, 3, 8\] on rank 1"
+    ):
+        prompt.attend(*here, shard_lengths=(4, 4), lengths=torch.tensor([8, 8 - 5 * rank, 8]))
+    torch.testing.assert_close(prefill(prompt, inputs, (4, 4)), expected[:, :8], **EXACT)
+    torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
 
 
 def inputs_of(inputs: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
@@ -507,10 +553,23 @@ def check_generation(rank: int, mesh: DeviceMesh) -> None:
     if size > 1:
         with pytest.raises(ValueError, match=r"^(rank 0 refused: )?max_new_tokens must be an integer of at least 1, got 0$"):
             model.generate(local, max_new_tokens=0 if rank == 0 else 1, shard_lengths=(*shards[:-1], shards[-1]))
+        for name, told in (("stop_tokens", (rank,)), ("pad_token", rank)):
+            with pytest.raises(ValueError, match=r"^max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got "):
+                model.generate(local, max_new_tokens=2, shard_lengths=shards, **{name: told})
+        check_generation_in_another_dtype(mesh, local, shards)
     assert torch.equal(
         model.generate(local, max_new_tokens=1, temperature=0.0, shard_lengths=shards),
         whole.generate(prompt, max_new_tokens=1, temperature=0.0),
     )
+
+
+def check_generation_in_another_dtype(mesh: DeviceMesh, local: Tensor, shards: tuple[int, ...]) -> None:
+    """Layers that FSDP2 keeps in float64 and computes in float32."""
+    model, narrow = build(mesh).eval(), build(mesh).float().eval()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    options = {"max_new_tokens": 4, "temperature": 0.0, "shard_lengths": shards}
+    assert torch.equal(model.generate(local, dtype=torch.float32, **options), narrow.generate(local, **options))
 
 
 def check_decoding(rank: int, mesh: DeviceMesh) -> None:
