@@ -26,7 +26,7 @@ from flexdilated.distributed import shard_sequence
 def build(config: LongNetConfig, mesh: DeviceMesh, *, compiler: str | None = "inductor") -> LongNetLM:
     """The model over the axes `dp`, `cp` and `tp` of a mesh, each of any size: the same parameters where ranks are seeded alike.
 
-    With dropout the compiler must be "inductor" or None: under torch's others, meant for debugging, what a checkpoint computes again
+    With dropout the compiler must be "inductor" or None: under torch's others, for debugging, what a checkpoint computes again
     draws other random numbers, and gradients are wrong.
     """
     model = LongNetLM(config, mesh=mesh["cp"])
