@@ -10,6 +10,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from flexdilated.call import Call, check_mods
 from flexdilated.distributed.telling import tell
@@ -138,8 +139,9 @@ def _layout(q: DTensor) -> _Layout:
 def _dim(placement: Placement) -> int | None:
     if isinstance(placement, Replicate):
         return None
-    # Subclasses, such as strided shards, hold other tokens.
-    if type(placement) is Shard and placement.dim % 4 in (BATCH, TOKENS, HEADS):
+    # Subclasses, such as strided shards, hold other tokens. A compiler of torch 2.9 knows no type of a placement.
+    is_plain = type(placement) is Shard or (torch.compiler.is_compiling() and not isinstance(placement, _StridedShard))
+    if is_plain and isinstance(placement, Shard) and placement.dim % 4 in (BATCH, TOKENS, HEADS):
         return placement.dim % 4
     raise NotImplementedError(
         f"q must be replicated or sharded on dim 0 (batch), 1 (tokens) or 2 (heads), got {placement}; redistribute it first"

@@ -68,7 +68,8 @@ def started(
     store = _join(count, rank, device, timedelta(seconds=timeout_seconds))
     world = dist.group.WORLD
     assert world is not None
-    threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
+    left = threading.Event()
+    threading.Thread(target=_beat, args=(store, rank, left), daemon=True).start()
     try:
         # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
         yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store
@@ -80,6 +81,7 @@ def started(
             raise error from None
         raise SystemExit(2) from None
     finally:
+        left.set()
         if device.type == "cuda":
             world.shutdown()  # NCCL's peers may still read this process's memory
 
@@ -179,12 +181,12 @@ def _cause_of(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
-def _beat(store: Store, rank: int) -> None:
-    """Give signs of life until the process ends, or the store, which may go with its rank."""
+def _beat(store: Store, rank: int, left: threading.Event) -> None:
+    """Give signs of life until the run is left, or the store is gone, which may go with its rank."""
     with suppress(RuntimeError):
-        while True:
+        store.add(f"beats of rank {rank}", 1)
+        while not left.wait(BEAT_SECONDS):
             store.add(f"beats of rank {rank}", 1)
-            time.sleep(BEAT_SECONDS)
 
 
 def named(store: Store, rank: int, count: int, error: RankLostError) -> RankLostError:
