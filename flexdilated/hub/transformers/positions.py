@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_causal_mask
 
+from flexdilated.backends.hardware import holds_values
 from flexdilated.hub.transformers.patterns import NAME
 
 RISES = "_dilated_rises"  # the attribute of positions that were found to rise, which all layers are given
@@ -175,7 +176,7 @@ def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int) ->
     """
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != num_tokens or num_tokens < 2:
         return
-    if torch.compiler.is_compiling() or position_ids.is_meta:
+    if torch.compiler.is_compiling() or not holds_values(position_ids):
         return
     version = None if position_ids.is_inference() else position_ids._version
     if version is not None and getattr(position_ids, RISES, None) == version:
