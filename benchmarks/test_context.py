@@ -225,7 +225,7 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 def test_planning_takes_seconds_for_any_pattern(benchmark: Any, name: str) -> None:
-    """All counts and the choice among exchanges, 64 ranks and 64 heads: about a second on an idle core, 0.1 s for each branch."""
+    """All counts and the choice among exchanges, 64 ranks and 64 heads: about 0.1 s for each branch on an idle core."""
 
     def choose() -> str:
         context_plan.cache_clear()
