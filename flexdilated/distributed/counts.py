@@ -127,7 +127,6 @@ class _Line:
         ]
         self._kinds: dict[tuple[int, ...], tuple[Integers, Sets]] = {}
         self._tiles: dict[int, Sets] = {}
-        self._repeated: dict[int, tuple[int, Sets]] = {}  # the latest length of each branch
 
     def count_cells(self, spans: Spans) -> int:
         """Rows of a few spans: between two neighbouring ends of spans, a common period of what covers them is enough."""
@@ -224,30 +223,9 @@ class _Line:
 
     def _add_whole(self, seen: Sets, spans: Spans, branch: int, begin: int) -> None:
         """Add to the tokens from `begin` on all heads that keep them, of spans of one branch in which all take part."""
-        rate = self.kept[branch].rate
-        length = np.diff(spans.origin)
-        follows = (spans.first[1:] == spans.end[:-1]) & (spans.first[1:] == spans.origin[1:])
-        # Segments that follow each other, of the usual length: the heads that keep a token come again with its place in them.
-        usual = int(length[follows].max(initial=0))
-        start = np.flatnonzero(np.append(True, ~(follows & (length == usual))))
-        size = np.diff(np.append(start, len(spans.first)))
-        long = (size > 2) & (size > len(start) // 8)
-        for at, number in zip(start[long].tolist(), size[long].tolist()):
-            first, end, phase = int(spans.first[at]), int(spans.end[at + number - 1]), int(spans.first[at] - spans.origin[at])
-            seen[first - begin : end - begin] |= self._segments(branch, usual, phase + end - first)[phase : phase + end - first]
-        rest = spans.where(~np.repeat(long, size))
-        run, at = expanded(rest.first, rest.end - rest.first)
+        run, at = expanded(spans.first, spans.end - spans.first)
         # Spans of one branch are disjoint: no token is written twice.
-        seen[at - begin] |= self._table(branch)[(at - rest.origin[run]) % rate]
-
-    def _segments(self, branch: int, length: int, tokens: int) -> Sets:
-        """At least so many tokens of whole segments, one after another: the heads that keep each."""
-        known, segments = self._repeated.get(branch, (0, np.empty(0, self.dtype)))
-        if known != length or len(segments) < tokens:
-            once = self._table(branch)[np.arange(length) % self.kept[branch].rate]
-            segments = np.tile(once, 1 + max(tokens, BLOCK) // length)
-            self._repeated[branch] = length, segments
-        return segments
+        seen[at - begin] |= self._table(branch)[(at - spans.origin[run]) % self.kept[branch].rate]
 
 
 if hasattr(np, "bitwise_count"):
