@@ -271,7 +271,7 @@ class DilatedKVCache:
         if not torch.compiler.is_compiling():
             ranks.agree(q, softmax.scale, shards)
         if not self._is_empty:
-            q, k, v = (ranks.whole(x, shards) for x in (q, k, v))
+            q, k, v = ranks.whole(torch.cat([q, k, v], dim=2), shards).split([x.shape[2] for x in (q, k, v)], dim=2)
             return self._attend(q, k, v, lengths, softmax, backend)[:, start : start + here]
         if torch.compiler.is_compiling():  # rows are dealt by where they are found
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
