@@ -36,7 +36,7 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
         TypeError: If a value of the plan is not of JSON types.
     """
     if group.size() > 1:
-        _ledger(group).agree(plan, _timeout(group))
+        _ledger(group).agree(plan, timeout_of(group))
 
 
 def withdraw(group: dist.ProcessGroup, reason: str) -> None:
@@ -241,7 +241,7 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
     return ledger
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The shortest timeout of the group's backends."""
     timeouts = []
     for device in group._device_types:

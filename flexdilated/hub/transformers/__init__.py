@@ -20,13 +20,14 @@ check_installed()  # before anything of the library is imported
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from flexdilated.hub.transformers import context, patterns
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
+from flexdilated.hub.transformers.context import context_mesh as context_mesh
 from flexdilated.hub.transformers.context import shard_context as shard_context
 from flexdilated.hub.transformers.interface import dilated_attention_forward as dilated_attention_forward
 from flexdilated.hub.transformers.longnet import LongNetForCausalLM as LongNetForCausalLM
 from flexdilated.hub.transformers.longnet import LongNetHFConfig as LongNetHFConfig
 from flexdilated.hub.transformers.patterns import NAME as NAME
-from flexdilated.hub.transformers.patterns import extend_configs_and_models
 from flexdilated.hub.transformers.positions import dilated_attention_positions as dilated_attention_positions
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "DilatedCache",
     "LongNetForCausalLM",
     "LongNetHFConfig",
+    "context_mesh",
     "dilated_attention_forward",
     "dilated_attention_positions",
     "register",
@@ -47,7 +49,8 @@ def register() -> None:
     Any model that takes its attention from the library's interface then runs with `attn_implementation="flexdilated"` and the
     pattern in `config.dilated_pattern`. Calling it again changes nothing.
     """
-    extend_configs_and_models()
+    patterns.extend_configs_and_models()
+    context.extend_configs_and_models()
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, dilated_attention_positions)
     AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)

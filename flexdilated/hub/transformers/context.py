@@ -1,24 +1,33 @@
-"""A model of the library whose tokens are sharded over the ranks of a mesh."""
+"""A model of the library whose tokens are sharded over the ranks of a mesh: by a call, or by a field of its config."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.call import EXCHANGES
+from flexdilated.distributed.agreement import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import token_positions
+from flexdilated.pattern import at_least_one
 
 PLACE = "_dilated_context"  # the attribute by which the attention function finds the mesh of a module
+FIELD = "dilated_context"  # of a config
 SHARDED = "in a model over a mesh"
+# Models share the groups that all processes make together.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
 
 
 class Context:
@@ -34,6 +43,116 @@ class Context:
 def context_of(module: nn.Module) -> Context | None:
     """What `shard_context` told a module."""
     return getattr(module, PLACE, None)
+
+
+def extend_configs_and_models() -> None:
+    """Let configs say `dilated_context`, and models be sharded as theirs says. Calling it again changes nothing."""
+    if isinstance(vars(PreTrainedConfig).get(FIELD), _ContextOfConfig):
+        return
+    setattr(PreTrainedConfig, FIELD, _ContextOfConfig())
+    PreTrainedConfig.to_dict = _leaving_out(PreTrainedConfig.to_dict)
+    PreTrainedModel.post_init = _sharding(PreTrainedModel.post_init)
+
+
+class _ContextOfConfig:
+    """`config.dilated_context`: how many ranks share a sequence, and how rows travel between them; None where nothing is shared."""
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        return self if config is None else config.__dict__.get(FIELD)
+
+    def __set__(self, config: Any, given: object) -> None:
+        if given is None:
+            config.__dict__.pop(FIELD, None)
+        else:
+            config.__dict__[FIELD] = _context_values(given)
+
+
+def _context_values(given: object) -> dict[str, Any]:
+    """Ranks and exchange, of a number of ranks or of some of both."""
+    values = dict(given) if isinstance(given, Mapping) else {"ranks": given}
+    if "ranks" not in values or not values.keys() <= {"ranks", "exchange"}:
+        raise ValueError(f"config.{FIELD} must be a number of ranks, or have the keys ranks and exchange, got {sorted(values)}")
+    exchange = values.get("exchange", "auto")
+    _check_exchange(exchange)
+    return {"ranks": at_least_one(f"config.{FIELD}", values["ranks"]), "exchange": exchange}
+
+
+def _leaving_out(to_dict: Any) -> Any:
+    """The library's method that gives what is saved of a config: how many processes a run has is not the model's."""
+
+    @functools.wraps(to_dict)
+    def without_context(self: Any) -> dict[str, Any]:
+        values: dict[str, Any] = to_dict(self)
+        values.pop(FIELD, None)
+        return values
+
+    return without_context
+
+
+def _sharding(post_init: Any) -> Any:
+    """The library's method at the end of a model's `__init__`, then the mesh of its config."""
+
+    @functools.wraps(post_init)
+    def and_shard(self: Any) -> None:
+        post_init(self)
+        asked = getattr(self.config, FIELD, None)
+        if asked is not None and self.can_generate() and not hasattr(self, PLACE):  # the parts of it are not asked
+            shard_context(self, _consecutive(asked["ranks"]), exchange=asked["exchange"])
+
+    return and_shard
+
+
+def _consecutive(ranks: int) -> DeviceMesh:
+    """The mesh of so many consecutive ranks of the default process group, this rank among them."""
+    if not dist.is_initialized():
+        raise ValueError(f"config.{FIELD} must be None without torch.distributed.init_process_group, got {ranks} ranks")
+    if dist.get_world_size() % ranks:
+        raise ValueError(f"config.{FIELD} must divide the processes={dist.get_world_size()}, got {ranks} ranks")
+    world: Any = dist.group.WORLD
+    made = _meshes.setdefault(world, {})
+    if ranks not in made:
+        with torch.device("cpu"):  # the library makes models under others
+            group, _ = dist.new_subgroups(ranks, timeout=timeout_of(world))
+            device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+            made[ranks] = DeviceMesh.from_group(group, device, mesh_dim_names=("context",))
+    return made[ranks]
+
+
+def context_mesh(model: nn.Module) -> DeviceMesh:
+    """The mesh whose ranks share a model's sequences: what `flexdilated.distributed.shard_sequence` cuts a batch by.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    context = context_of(model)
+    if context is None:
+        raise ValueError(f"model must have a mesh, by config.{FIELD} or shard_context, got {type(model).__name__} without")
+    return context.mesh
+
+
+def check_sharded(config: Any, context: Context | None) -> None:
+    """Refuse attention over other ranks than a config says share the sequence, where it says so.
+
+    Raises:
+        NotImplementedError: If the model took no mesh when it was made.
+        ValueError: If it took another one.
+    """
+    asked = getattr(config, FIELD, None)
+    if asked is None:
+        return
+    if context is None:
+        raise NotImplementedError(
+            f"config.{FIELD} must be that of a decoder that generates, set before the model is made, got it on another, or later; "
+            "see flexdilated.hub.transformers.shard_context"
+        )
+    found = {"ranks": context.mesh.size(), "exchange": context.exchange}
+    if asked != found:
+        raise ValueError(f"config.{FIELD} must stay {found} once the model is made, got {asked}")
+
+
+def _check_exchange(exchange: object) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
 
 
 def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "auto") -> PreTrainedModel:
@@ -62,8 +181,7 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
         NotImplementedError: If the model generates nothing, has several parts, has another attention, or mixes tokens in another
             way too: by convolutions, by losses of its experts, or by rotary positions that depend on the longest one.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
+    _check_exchange(exchange)
     group_of(mesh)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")

@@ -13,7 +13,7 @@ from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import autocast_dtype
 from flexdilated.call import Call
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
-from flexdilated.hub.transformers.context import context_of
+from flexdilated.hub.transformers.context import check_sharded, context_of
 from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.options import refuse_options, tokens_seen
@@ -74,6 +74,7 @@ def dilated_attention_forward(
     refuse_options(options, tokens_seen(key, layer, context, options))
     config: Any = module.config
     refuse_crossing(config)
+    check_sharded(config, context)
     if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
         raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
     if getattr(module, "compressor", None) is not None:  # DeepSeek-V4: behind padding its mask does not show what it adds
