@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import prefer
@@ -48,7 +49,7 @@ def why_not(backend: str, request: Request) -> str | None:
 def choose(backend: str, request: Request, *, divided: bool = False) -> str:
     """The engine that runs a request: the named one, or for `"auto"` the first that can, fastest first.
 
-    `divided` requests hold a part of the tokens or heads of a model: only kernel engines run them.
+    `divided` requests hold a part of the tokens or heads of a model, whose pieces merge by their lse.
 
     Raises:
         ValueError: If there is no engine of that name.
@@ -57,14 +58,14 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
     if backend == "auto":
         reasons = {}
         for name in prefer(request):
-            reasons[name] = _divided_why_not(name, request) if divided else BACKENDS[name](request)
+            reasons[name] = _divided_why_not(name, request, asked=False) if divided else BACKENDS[name](request)
             if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no backend can run this on {request.hardware.name}: {said}")
     reason = why_not(backend, request)
     if reason is None and divided:
-        reason = _divided_why_not(backend, request)
+        reason = _divided_why_not(backend, request, asked=True)
     if reason is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run this on {request.hardware.name}: {reason}")
     return backend
@@ -82,7 +83,9 @@ def choose_kernel(engine: str, request: Request) -> Kernel:
     raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {BACKENDS[engine](request)}")
 
 
-def _divided_why_not(name: str, request: Request) -> str | None:
+def _divided_why_not(name: str, request: Request, *, asked: bool) -> str | None:
+    if name == "flex" and asked:
+        return BACKENDS[name](replace(request, wants_lse=True))
     if name not in KERNEL_ENGINES:
         return f"it computes whole sequences of all heads, not shards; use backend={next(iter(KERNEL_ENGINES))!r}"
     return BACKENDS[name](request)

@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     mesh = call.mesh
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
-    if call.is_modified() and num_ranks > 1 and torch.compiler.is_compiling():
+    if (call.is_modified() or call.backend == "flex") and num_ranks > 1 and torch.compiler.is_compiling():
         return torch.compiler.disable(attend)(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
@@ -68,17 +68,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             )
         request = call.request(q, k, v)
         call = call._replace(backend=choose(call.backend, request, divided=True))
-        if call.is_modified() and call.exchange == "ring":
+        by_autograd = call.is_modified() or call.backend == "flex"
+        if by_autograd and call.exchange == "ring":
+            asked = "score_mod and mask_mod" if call.is_modified() else "backend='flex'"
             raise NotImplementedError(
-                "exchange must be 'auto', 'gather' or 'heads' with score_mod and mask_mod, got 'ring', which keeps no rows of "
-                "other ranks: autograd keeps them"
+                f"exchange must be 'auto', 'gather' or 'heads' with {asked}, got 'ring', which keeps no rows of other ranks: "
+                "autograd keeps them"
             )
     except Exception as error:  # of a score or mask function too
         if not torch.compiler.is_compiling():
             tell(mesh, error)  # the other ranks would wait for this one
         raise
-    if call.is_modified():
-        return _with_functions(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))
+    if by_autograd:
+        return _by_autograd(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
@@ -93,17 +95,19 @@ def _shares_gradients(*tensors: Tensor) -> bool:
 
 
 @all_know
-def _with_functions(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
-    """A call with a score or mask function. No operator: autograd finds the tensors that the functions hold."""
+def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
+    """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
     group = _resolve(place.group_name)
     inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
     try:
         plan, chosen = _plan(inputs, flat, place)
-        functions.refuse_shifted(plan)
+        functions.refuse_shifted(plan, call)
     except (ValueError, NotImplementedError) as error:
         withdraw(group, str(error))
         raise
-    terms = _Terms.of(inputs, flat, place)._replace(score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None)
+    terms = _Terms.of(inputs, flat, place)._replace(
+        score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None, flex=call.backend == "flex"
+    )
     described, contract = _contract(plan, terms)
     seed = draw_seed(call.dropout_p, call.first_sequence)
     share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
@@ -172,6 +176,7 @@ class _Terms(NamedTuple):
     speeds: tuple[float, float] | None  # by which an exchange is chosen
     score_mod: bool = False  # whether there is one: functions cannot be compared
     mask_mod: bool = False
+    flex: bool = False  # whether it runs by flex_attention, whose backward sends other messages than a kernel's
 
     @classmethod
     def of(cls, inputs: Inputs, flat: Flat, place: Place) -> _Terms:

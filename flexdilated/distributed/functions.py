@@ -1,4 +1,4 @@
-"""Users' score and mask functions over shards: rows travel by operations that autograd differentiates.
+"""Users' score and mask functions over shards, and FlexAttention: rows travel by operations that autograd differentiates.
 
 Either rows of keys and values come to the ranks of the queries ("gather"), or rows of whole heads to one rank each, and their
 outputs back ("heads"). Between messages there are tensors that autograd sees, so that whatever the functions hold gets its
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flexdilated.backends import materialised
+from flexdilated.backends.flex import engine as flex
+from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draws_of_its_own, spread
 from flexdilated.backends.mixing import Part, Scattered, mix
@@ -31,16 +33,17 @@ from flexdilated.distributed.tasks import local_pieces
 Open = Callable[[bool], Transport]  # of a forward, or of its backward
 
 
-def refuse_shifted(plan: ContextPlan) -> None:
-    """Refuse torchscale's zero keys and shifted positions: alike on all ranks, whatever their own parts hold.
+def refuse_shifted(plan: ContextPlan, call: Call) -> None:
+    """Refuse torchscale's shifted positions, and its zero keys beside functions: alike on all ranks, whatever their parts hold.
 
     Raises:
         NotImplementedError: If the plan has any.
     """
     if plan.pattern.zero_padding:
         pieces = plan_pieces(plan.pattern, plan.documents, plan.num_heads, plan.is_causal, plan.within)
-        if not all(piece.holds_tokens_alone for piece in pieces):
+        if call.is_modified() and not all(piece.holds_tokens_alone for piece in pieces):
             refuse_zero_keys(plan.num_tokens)
+        flex.refuse_shifted(plan.pattern, pieces, plan.num_tokens)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, share: Share, transport: Open) -> tuple[Tensor, Tensor]:
@@ -50,6 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, share: Share, transport:
     heads as they are numbered here.
     """
     plan, mask, detach = share.plan, call.key_padding_mask, call.pattern.detach_weights
+    attend_piece = flex.attend_piece if call.backend == "flex" else materialised.attend_piece
     lent = rows_of_share(Inputs(q.detach(), k.detach(), v.detach(), mask, None, None), share)
     bare = lent.without_tokens()
     waits: list[Callable[[], None]] = []
@@ -62,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, share: Share, transport:
             own_k, own_v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
         layers: list[list[Part]] = []
         for piece in local_pieces(plan, share.rank):  # while messages travel
-            out, lse = materialised.attend_piece(q, own_k, own_v, mask, plan.borders[share.rank], piece, call)
+            out, lse = attend_piece(q, own_k, own_v, mask, plan.borders[share.rank], piece, call)
             layers.append([(piece, out, lse)])
         with torch.no_grad():
             for wait in waits:
@@ -92,6 +96,17 @@ def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
     task, batch, group, device = job.task, rows.batch, rows.group, rows.q.device
     k, v, hidden = rows.keys(job.keys, job)
     lanes = len(task.heads)
+    if call.backend == "flex":
+        places = Lanes(
+            torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(lanes),
+            (job.heads * group + torch.arange(group, dtype=torch.int32, device=device)).repeat(batch, 1),
+            torch.tensor(task.tokens, dtype=torch.int32, device=device).repeat(batch),
+            task.stride,
+            task.queries[0],
+            job.keys[0].first,
+        )
+        out, lse = flex.with_zero_keys(*attend_rows(rows.queries(job), k, v, hidden, places, call), task.zero_keys)
+        return rows.unfolded(out, job), rows.unfolded(lse, job)
     q, k, v = (x.unflatten(0, (batch, lanes)) for x in (rows.queries(job), k, v))  # b lane group row d
     hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
     b = torch.arange(batch, device=device)[:, None, None, None, None]

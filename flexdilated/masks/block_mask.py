@@ -57,7 +57,7 @@ def create_dilated_block_mask(
         mask_mod = uncached(mask_mod_of)(pattern, num_heads, num_kv_heads, is_causal)
         return block_mask_for(pattern, num_heads, num_kv_heads, seq_len, is_causal, device, mask_mod, narrows=False)
     kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full=True))
-    return _assemble(kv, q, seq_len, sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
+    return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod_of(pattern, num_heads, num_kv_heads, is_causal))
 
 
 def block_mask_for(
@@ -79,18 +79,19 @@ def block_mask_for(
     sizes = (128, 128)
     if not torch.compiler.is_compiling():
         kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, not narrows))
-        return _assemble(kv, q, seq_len, sizes, mask_mod)
+        return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod)
     lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
     arguments = (lengths, rates, pattern.heads, pattern.offsets, num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
     kv = _shaped(_traced_lists(*arguments, False), seq_len, pattern, num_heads, device)
     needs_queries = is_causal and device.type != "cpu"  # only a backward reads them
     q = _shaped(_traced_lists(*arguments, True), seq_len, pattern, num_heads, device) if needs_queries else kv
-    return _assemble(kv, q, seq_len, sizes, mask_mod)
+    return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod)
 
 
-def _assemble(kv: BlockLists, q: BlockLists, seq_len: int, sizes: tuple[int, int], mask_mod: MaskMod) -> BlockMask:
+def assemble(kv: BlockLists, q: BlockLists, seq_lengths: tuple[int, int], sizes: tuple[int, int], mask_mod: MaskMod) -> BlockMask:
+    """The `BlockMask` of so many queries and keys, by the lists of key blocks per query block, and the other way round."""
     return BlockMask(
-        seq_lengths=(seq_len, seq_len),
+        seq_lengths=seq_lengths,
         kv_num_blocks=kv.partial_counts,
         kv_indices=kv.partial_indices,
         full_kv_num_blocks=kv.full_counts,

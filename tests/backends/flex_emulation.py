@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 
-def visited(block_mask: BlockMask, heads: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Whether a pair lies in a partial and in a full block: `(1 or heads, rows, rows)` bool each."""
+def visited(block_mask: BlockMask, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Whether a pair lies in a partial and in a full block: `(1 or heads, rows, columns)` bool each."""
     size = block_mask.BLOCK_SIZE[0]
     found = []
     for counts, indices in (
@@ -24,11 +24,11 @@ def visited(block_mask: BlockMask, heads: int, rows: int) -> tuple[Tensor, Tenso
         assert counts is not None
         assert indices is not None
         assert counts.dtype == indices.dtype == torch.int32
-        blocks = torch.zeros(counts.shape[1], counts.shape[2], -(-rows // size), dtype=torch.bool)
+        blocks = torch.zeros(counts.shape[1], counts.shape[2], -(-columns // size), dtype=torch.bool)
         for h in range(counts.shape[1]):
             for i in range(counts.shape[2]):
                 blocks[h, i, indices[0, h, i, : counts[0, h, i]].long()] = True
-        found.append(blocks.repeat_interleave(size, 1)[:, :rows].repeat_interleave(size, 2)[:, :, :rows])
+        found.append(blocks.repeat_interleave(size, 1)[:, :rows].repeat_interleave(size, 2)[:, :, :columns])
     assert not (found[0] & found[1]).any()
     return found[0], found[1]
 
@@ -50,11 +50,12 @@ def call(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     b = torch.arange(q.shape[0])[:, None, None, None]
     h = torch.arange(q.shape[1])[:, None, None]
-    q_idx, kv_idx = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    q_idx, kv_idx = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
     scores = q @ k.transpose(-1, -2) * scale
     if score_mod is not None:
         scores = score_mod(scores, b, h, q_idx, kv_idx)
-    partial, full = visited(block_mask, q.shape[1], q.shape[2])
+    partial, full = visited(block_mask, q.shape[2], k.shape[2])
     seen = full | (partial & block_mask.mask_mod(b, h, q_idx, kv_idx))
     scores = torch.where(seen, scores, -math.inf)
     reached = (scores != -math.inf).any(dim=-1, keepdim=True)

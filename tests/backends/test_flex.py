@@ -15,12 +15,13 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends import Request, choose, crossovers, why_not
 from flexdilated.backends.flex import kernel as flex
-from flexdilated.backends.flex import tiles
+from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.call import Call
@@ -421,6 +422,28 @@ def test_tiles_are_passed_where_torchs_own_spill(
     assert bool(expected) == (len(passed) > len(flex.SHORT_QUERIES))
     monkeypatch.setattr(tiles, "ON_ROCM", True)
     assert flex.options_of(q, scored=scored) == flex.SHORT_QUERIES
+
+
+@pytest.mark.parametrize("narrows", [False, True])
+@pytest.mark.parametrize("ahead", [None, 0, 1, 127, 128, 200, 400])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256), (129, 640), (300, 421), (640, 128)])
+def test_blocks_of_rows_of_a_segment_are_those_that_torch_finds(queries: int, keys: int, ahead: int | None, narrows: bool) -> None:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= 0 if ahead is None else j <= i + ahead
+
+    found = create_block_mask(mask_mod, 1, 1, queries, keys, device="cpu")
+    for side, lists in zip(("kv", "q"), rows._lists(queries, keys, ahead, not narrows, torch.device("cpu"))):
+        for kind in ("", "full_"):
+            counts, indices = (getattr(found, f"{kind}{side}_{name}")[0, 0] for name in ("num_blocks", "indices"))
+            mine = lists.full_counts if kind else lists.partial_counts, lists.full_indices if kind else lists.partial_indices
+            for row, count in enumerate(mine[0][0, 0].tolist()):
+                expected = set(indices[row, : counts[row]].tolist())
+                if narrows:  # no block is known to be full
+                    other = getattr(found, f"full_{side}_indices")[
+                        0, 0, row, : getattr(found, f"full_{side}_num_blocks")[0, 0, row]
+                    ]
+                    expected = set() if kind else expected | set(other.tolist())
+                assert set(mine[1][0, 0, row, :count].tolist()) == expected
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -30,6 +30,9 @@ from flexdilated import (
     reference,
 )
 from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.flex.rows import Lanes, attend_rows
+from flexdilated.call import Call
+from tests.backends import flex_emulation
 from tests.cases import Case, differentiate, run_plain
 from tests.tolerances import SINGLE, assert_twice_naive
 
@@ -367,3 +370,39 @@ def test_a_sharded_checkpointed_compiled_model_trains(layout: str, mesh: Any) ->
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
+
+
+# -- rows of segments that shards cut ------------------------------------------------------------------------------------------
+
+
+def run_rows(attend: Any, is_causal: bool, modified: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """out, lse, dq, dk, dv and the gradient of a score function's table, on CPU."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    q, k, v, table = draw(3, 2, 300, 64), draw(3, 1, 421, 64), draw(3, 1, 421, 64), draw(4, 4096)
+    dout, hidden = draw(3, 2, 300, 64).detach(), (torch.rand(3, 421, generator=generator) < 0.2).to(device)
+    heads = torch.tensor([[0, 1], [2, 3], [0, 1]], dtype=torch.int32, device=device)
+    first = torch.tensor([7, 9, 1200], dtype=torch.int32, device=device)
+    lanes = Lanes(torch.tensor([0, 0, 1], dtype=torch.int32, device=device), heads, first, 3, 110, 0)
+    functions = {
+        "score_mod": lambda s, b, h, i, j: s + table[h, i - j + 2048].to(s.dtype) * (b + 1),
+        "mask_mod": lambda b, h, i, j: (i - j) % 5 != h,
+    }
+    call = Call(DilatedPattern((421,), (1,)), is_causal, 0.125, **(functions if modified else {}))
+    out, lse = attend(q, k, v, hidden if modified else None, lanes, call)
+    leaves = [q, k, v, *([table] if modified else [])]
+    total = (out * dout).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
+    return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(total, leaves))]
+
+
+@pytest.mark.parametrize("modified", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_cut_segments_equal_dense_operations(is_causal: bool, modified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    actual = run_rows(attend_rows, is_causal, modified, DEVICE, torch.float32)
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    expected = run_rows(attend_rows, is_causal, modified, "cpu", torch.float64)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **SINGLE)

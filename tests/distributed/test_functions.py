@@ -21,9 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import flexdilated.backends.materialised
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends import BACKENDS
+from flexdilated.backends.flex import kernel as flex
 from flexdilated.call import Call
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.sharding import shard_sequence
+from flexdilated.distributed.tasks import tasks_of
+from tests.backends import flex_emulation
 from tests.backends.test_mods import Mods, run
 from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
 from tests.distributed.processes import Ranks, exactly, several
@@ -65,7 +69,9 @@ def joined(parts: list[Any]) -> list[Tensor]:
 # -- all ranks in one process -------------------------------------------------------------------------------------------------
 
 
-def simulate(case: ShardedCase, mods: Mods, exchange: str) -> tuple[list[Tensor], Counter[Any], Counter[Any]]:
+def simulate(
+    case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa"
+) -> tuple[list[Tensor], Counter[Any], Counter[Any]]:
     """As `run`, and the bytes of forward and backward by (receiver, sender)."""
     plan, given, mask = case.plan(), case.named(), case.mask()
     expected_of(case, mods)  # threads would all compute it
@@ -82,6 +88,7 @@ def simulate(case: ShardedCase, mods: Mods, exchange: str) -> tuple[list[Tensor]
             case.scale,
             key_padding_mask=None if mask is None else mask[:, here],
             num_heads=case.kv_heads,
+            backend=backend,
             **mods.functions(table),
         )
         share = share_of(plan, exchange, rank, case.scale)
@@ -98,9 +105,9 @@ def simulate(case: ShardedCase, mods: Mods, exchange: str) -> tuple[list[Tensor]
     return joined(parts), moved[0], mail.bytes
 
 
-def check(case: ShardedCase, mods: Mods, exchange: str) -> None:
+def check(case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa") -> None:
     """The oracle's values, and the plan's bytes: a backward of whole heads sends no outputs, since autograd kept them."""
-    got, *counted = simulate(case, mods, exchange)
+    got, *counted = simulate(case, mods, exchange, backend)
     for name, value, expected in zip(NAMES, got, expected_of(case, mods), strict=True):
         torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
     sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
@@ -124,6 +131,47 @@ def test_any_number_of_ranks_gives_what_one_gives(exchange: str, num_ranks: int)
 def test_many_ranks_give_what_one_gives(exchange: str) -> None:
     for seed in range(4):
         check(*drawn(16_000 + seed, 16, longest=150), exchange)
+
+
+# -- by flex_attention, under an emulated kernel ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The kernel is the emulation, and the engine runs wherever it is asked for: only the kernel itself needs a GPU."""
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    monkeypatch.setattr("flexdilated.backends.flex.engine._on_cpu", lambda q: False)
+    monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_flex_over_any_number_of_ranks_gives_what_one_gives(emulated: pytest.MonkeyPatch, exchange: str, num_ranks: int) -> None:
+    for seed in range(8):
+        case, mods = drawn(2000 * num_ranks + seed, num_ranks)
+        check(case, mods, exchange, "flex")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ignored", [None, 0.3])
+def test_flex_over_ranks_lists_whole_and_partial_blocks(
+    emulated: pytest.MonkeyPatch, is_causal: bool, ignored: float | None
+) -> None:
+    """Segments of several blocks of 128 rows, cut where blocks are not."""
+    pattern = DilatedPattern((700, 1100), (1, 2))
+    case = ShardedCase(pattern, shard_lengths=(300, 513, 287), kv_heads=2, head_dim=3, ignored=ignored, is_causal=is_causal)
+    for exchange in EXCHANGES:
+        check(case, Mods(None, None), exchange, "flex")
+    check(case, Mods("alibi", "thirds"), "gather", "flex")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_flex_over_ranks_adds_zero_keys(emulated: pytest.MonkeyPatch, exchange: str) -> None:
+    pattern = DilatedPattern((12, 24), (1, 4), zero_padding=True)
+    case = ShardedCase(pattern, shard_lengths=(17, 0, 10, 4), kv_heads=4, head_dim=3)
+    assert any(task.zero_keys for rank in range(4) for task in tasks_of(case.plan(), exchange, rank)), "cut segments have some"
+    check(case, Mods(None, None), exchange, "flex")
 
 
 @pytest.mark.parametrize("scores", [1, 40, 700])
@@ -150,7 +198,11 @@ def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exc
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return dilated_attention(q, k, v, case.pattern, **given)
 
-    if way == "checkpointed":
+    if way == "flex":
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            emulated.__wrapped__(monkeypatch)
+            out, lse = dilated_attention(q, k, v, case.pattern, backend="flex", **given)
+    elif way == "checkpointed":
         out, lse = checkpoint(attend, q, k, v, use_reentrant=False)
     elif way == "compiled":
         torch._dynamo.reset()
@@ -172,6 +224,13 @@ def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exc
 def test_ranks_give_what_one_gives_with_all_gradients(ranks: Ranks, number: int) -> None:
     size = ranks.world_size
     ranks.run(check_oracle, *drawn(2000 * size + number, size), ("auto", *EXCHANGES)[number % 3], "plain")
+
+
+@several
+@pytest.mark.parametrize("exchange", ["auto", *EXCHANGES])
+def test_ranks_give_what_one_gives_by_flex(ranks: Ranks, exchange: str) -> None:
+    ranks.run(check_oracle, cut(ranks.world_size, ignored=0.3), Mods("table", "thirds"), exchange, "flex")
+    ranks.run(check_oracle, cut(ranks.world_size, is_causal=True), Mods(None, None), exchange, "flex")
 
 
 @several
@@ -224,8 +283,14 @@ def test_a_table_under_fsdp_or_ddp_has_the_gradient_of_one_process(ranks: Ranks)
     ranks.run(check_sharded_table)
 
 
-def check_dtensors(rank: int, mesh: DeviceMesh, both: bool) -> None:
+def check_dtensors(rank: int, mesh: DeviceMesh, both: bool, backend: str) -> None:
     """Functions are told the heads of the model, and the positions of the whole sequence."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulated.__wrapped__(monkeypatch)
+        compare_dtensors(mesh, both, backend)
+
+
+def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     mesh = grid(mesh.size()) if both else mesh
     placements: list[Placement] = [Shard(1), Shard(2)] if both else [Shard(2)]
     pattern = DilatedPattern((8, 30), (1, 3))
@@ -236,7 +301,7 @@ def check_dtensors(rank: int, mesh: DeviceMesh, both: bool) -> None:
     whole = [given[name].clone().requires_grad_() for name in "qkv"]
     parts = [scattered(given[name], mesh, placements).requires_grad_() for name in "qkv"]
     expected = reference.dilated_attention(*whole, pattern, **options)[0]
-    out = dilated_attention(*parts, pattern, **options)
+    out = dilated_attention(*parts, pattern, backend=backend, **options)
     torch.testing.assert_close(out.full_tensor(), expected, **EXACT)
     wanted = torch.autograd.grad(expected, [*whole, table], given["dout"])
     *grads, mine = torch.autograd.grad(out, [*parts, table], scattered(given["dout"], mesh, placements))
@@ -246,9 +311,10 @@ def check_dtensors(rank: int, mesh: DeviceMesh, both: bool) -> None:
 
 
 @several
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("both", [False, True], ids=["heads", "tokens_and_heads"])
-def test_functions_are_told_the_heads_of_the_model(ranks: Ranks, both: bool) -> None:
-    ranks.run(check_dtensors, both)
+def test_functions_are_told_the_heads_of_the_model(ranks: Ranks, both: bool, backend: str) -> None:
+    ranks.run(check_dtensors, both, backend)
 
 
 def check_dropout(rank: int, mesh: DeviceMesh) -> Tensor:
@@ -298,7 +364,22 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     refuses(
         NotImplementedError, r"must come with a pattern that adds no zero keys", DilatedPattern.torchscale((7, 16), (3, 5)), **mods
     )
-    refuses(NotImplementedError, r"backend 'flex' cannot run this", **mods, backend="flex")
+    q, k, v = q.float(), k.float(), v.float()
+    for given in (mods, {}):
+        refuses(NotImplementedError, r"backend 'flex' cannot run this on cpu: .* gives no lse on CPU", **given, backend="flex")
+    q, k, v, _ = shards(case, rank)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulated.__wrapped__(monkeypatch)
+        refuses(
+            NotImplementedError,
+            r"^exchange must be 'auto', 'gather' or 'heads' with backend='flex', got 'ring'",
+            backend="flex",
+            exchange="ring",
+        )
+        shifted = DilatedPattern.torchscale((7, 16), (3, 5))
+        refuses(NotImplementedError, r"pattern must not shift positions for backend='flex'", shifted, backend="flex")
+        backend = "flex" if rank == 0 else "sdpa"
+        refuses(ValueError, r"ranks must agree on flex, got True on rank 0 and False on rank", backend=backend)
     alone = {"score_mod": mods["score_mod"]} if rank == 0 else {}
     refuses(ValueError, r"ranks must agree on score_mod, got True on rank 0 and False on rank", **alone)
     wrong = {"mask_mod": (lambda b, h, i, j: i) if rank == 0 else mods["mask_mod"]}

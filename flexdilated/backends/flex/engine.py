@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.backends.flex import kernel
 from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
@@ -22,6 +23,7 @@ from flexdilated.call import Call, documents, refuse_zero_keys
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.pattern import DilatedPattern
+from flexdilated.reference import ScoreMod
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
@@ -64,6 +66,31 @@ def _in_their_names(call: Call) -> Iterator[None]:
         ) from error
 
 
+def run_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask,
+    want_lse: bool = True,
+    like: Hashable = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`kernel.call` for a checked call; `like`: what functions made of it depend on beside the call."""
+    with _in_their_names(call):
+        return kernel.call(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=call.checked_scale(),
+            want_lse=want_lse,
+            kind=(like, _kind(call)),
+        )
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of a checked call; differentiable where flex_attention is.
 
@@ -77,10 +104,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     layouts = [_layout(q, k, length, call) for _, length in spans]
     parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
-    for (start, _), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
+    for (start, length), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
+        ignored = None if call.key_padding_mask is None else call.key_padding_mask[:, start : start + length]
         run = _fused if layout == "fused" else _packed
-        with without_autocast(q.device), _in_their_names(call):
-            out, lse = run(q_d, k_d, v_d, start, call)
+        with without_autocast(q.device):
+            out, lse = run(q_d, k_d, v_d, ignored, start, call)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
@@ -91,12 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
     """Which layout a document of so many tokens takes."""
     pattern = call.pattern
-    pieces = plan_pieces(pattern, ((0, length),), k.shape[2], call.is_causal)
-    if any(piece.moved or piece.zero_row for piece in pieces):
-        raise NotImplementedError(
-            f"pattern must not shift positions for backend='flex', got zero_padding=True and rates {pattern.dilation_rates} "
-            f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
-        )
+    pieces = _pieces(length, k, call)
+    refuse_shifted(pattern, pieces, length)
     zero_keys = any(piece.zero_keys for piece in pieces)
     if zero_keys and call.is_modified():
         refuse_zero_keys(length)
@@ -107,17 +131,30 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
                 "use backend='sdpa'"
             )
         return "fused"
-    if zero_keys or pattern.detach_weights:
+    if zero_keys or pattern.detach_weights or call.num_heads not in (None, k.shape[2]):
         return "packed"
     batch, _, heads, head_dim = q.shape
     return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
+
+
+def refuse_shifted(pattern: DilatedPattern, pieces: Iterable[Piece], length: int) -> None:
+    """Refuse torchscale's shifted positions.
+
+    Raises:
+        NotImplementedError: If a piece has any.
+    """
+    if any(piece.moved or piece.zero_row for piece in pieces):
+        raise NotImplementedError(
+            f"pattern must not shift positions for backend='flex', got zero_padding=True and rates {pattern.dilation_rates} "
+            f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
+        )
 
 
 def _on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
     """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
     pattern, is_causal = call.pattern, call.is_causal
@@ -126,12 +163,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Ten
     multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     # A tensor: the kernels take no numbers that change from call to call.
     first = torch.full((), start, dtype=torch.int32, device=device)
-    user_score, user_mask, ignored = call.score_mod, call.mask_mod, call.key_padding_mask
+    user_score, user_mask = call.score_mod, call.mask_mod
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = joined(b, h, q_idx, kv_idx)
         if ignored is not None:
-            seen = seen & ~ignored[b, kv_idx + first]
+            seen = seen & ~ignored[b, kv_idx]
         if user_mask is not None:
             seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
         return seen
@@ -143,27 +180,36 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Ten
 
     narrows = ignored is not None or user_mask is not None
     several = pattern.heads == "all" and len(pattern.branches) > 1
-    out, lse = kernel.call(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+    out, lse = run_kernel(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        call,
         score_mod=score_mod if several or user_score is not None else None,
         block_mask=block_mask_for(
             plain, heads, kv_heads, num_tokens, is_causal, device, mask_mod if narrows else joined, narrows=narrows
         ),
-        scale=call.checked_scale(),
         want_lse=call.return_lse,
-        kind=(plain, _kind(call)),
+        like=plain,
     )
     return out.transpose(1, 2), lse
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
-    pieces = plan_pieces(call.pattern, ((0, q.shape[1]),), k.shape[2], call.is_causal)
-    results = [(piece, *_piece(q, k, v, piece, start, call)) for piece in pieces]
+def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+    results = [(piece, *attend_piece(q, k, v, ignored, start, piece, call)) for piece in _pieces(q.shape[1], k, call)]
     return mix([[part] for part in results], q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, call: Call) -> tuple[Tensor, Tensor]:
-    """Out `b s o h g r d` and lse `b s o h g r`.
+def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
+    """What a document of so many tokens is cut in, for the key/value heads held here."""
+    within = None if call.num_heads in (None, k.shape[2]) else range(call.first_head, call.first_head + k.shape[2])
+    return plan_pieces(call.pattern, ((0, length),), call.num_heads or k.shape[2], call.is_causal, within)
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`.
 
     Where rows allow, all segments are one sequence under a block-diagonal mask; else every segment is a sequence of its own.
     """
@@ -175,29 +221,37 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, start: int, call: Call
     outs, lses = [], []
     for first in range(0, lanes[0].shape[0], GRID_LIMIT):
         part = [x[first : first + GRID_LIMIT] for x in lanes]
-        out, lse = _lanes(part, piece, start, first, q.shape[0], group, call)
+        out, lse = _lanes(part, ignored, piece, start, first, q.shape[0], group, call)
         outs.append(out)
         lses.append(lse)
     out, lse = (torch.cat(xs) if len(xs) > 1 else xs[0] for xs in (outs, lses))
     out = rearrange(out, f"{order} d -> b s o h g r d", **sizes)
     lse = rearrange(lse, f"{order} -> b s o h g r", **sizes)
-    if piece.zero_keys:
-        total = torch.logaddexp(lse, torch.full_like(lse, math.log(piece.zero_keys)))
-        out, lse = out * torch.exp(lse - total)[..., None].to(out.dtype), total
-    return out, lse
+    return with_zero_keys(out, lse, piece.zero_keys)
 
 
-def _lanes(lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int, group: int, call: Call) -> tuple[Tensor, Tensor]:
+def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Out `(..., D)` and lse `(...)` after so many keys of score 0 and value 0 more."""
+    if not count:
+        return out, lse
+    total = torch.logaddexp(lse, torch.full_like(lse, math.log(count)))
+    return out * torch.exp(lse - total)[..., None].to(out.dtype), total
+
+
+def _lanes(
+    lanes: list[Tensor], ignored: Tensor | None, piece: Piece, start: int, first: int, batch: int, group: int, call: Call
+) -> tuple[Tensor, Tensor]:
     """Out and lse of lanes `first ...` of a piece, `lane (h g) r d`, each a sequence of kept rows."""
     q, k, v = lanes
     device, rows = q.device, q.shape[2]
     # Tensors instead of numbers: one compiled kernel serves every branch and length.
     length, stride = (torch.full((), n, dtype=torch.int32, device=device) for n in (piece.rows, piece.row_stride))
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
-    is_causal, user_score, user_mask, ignored = call.is_causal, call.score_mod, call.mask_mod, call.key_padding_mask
+    is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     positioned = user_score is not None or user_mask is not None or ignored is not None
     if positioned:
-        batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, start, batch, group, device))
+        batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, batch, group, device))
+        begin = torch.full((), start, dtype=torch.int32, device=device)
 
     def position(lane: Tensor, row: Tensor) -> Tensor:
         return token_of[lane] + row // length * segment_stride + row % length * stride
@@ -209,32 +263,30 @@ def _lanes(lanes: list[Tensor], piece: Piece, start: int, first: int, batch: int
         if ignored is not None:
             seen = seen & ~ignored[batch_of[b], position(b, kv_idx)]
         if user_mask is not None:
-            seen = seen & user_mask(batch_of[b], head_of[b, h], position(b, q_idx), position(b, kv_idx))
+            seen = seen & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
         return seen
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert user_score is not None
-        return user_score(score, batch_of[b], head_of[b, h], position(b, q_idx), position(b, kv_idx))
+        return user_score(score, batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
 
     diagonal = DilatedPattern((piece.rows,), (1,))
     narrows = ignored is not None or user_mask is not None
-    out, lse = kernel.call(
+    out, lse = run_kernel(
         q,
         k,
         v,
+        call,
         score_mod=None if user_score is None else score_mod,
         block_mask=block_mask_for(diagonal, 1, 1, rows, is_causal, device, mask_mod, narrows=narrows),
-        scale=call.checked_scale(),
-        want_lse=True,
-        kind=_kind(call),
     )
     assert lse is not None
     return out, lse
 
 
-def _tables(piece: Piece, start: int, batch: int, group: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Per lane: its sequence, its first token, and the query heads that it holds."""
-    tokens = start + tokens_of(piece, device)[:, :, 0]  # (S, C)
+def _tables(piece: Piece, batch: int, group: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Per lane: its sequence, its first token in the document, and the query heads that it holds."""
+    tokens = tokens_of(piece, device)[:, :, 0]  # (S, C)
     if mergeable(piece):
         tokens = tokens[:1]
     lane = torch.arange(batch * tokens.numel(), device=device)
