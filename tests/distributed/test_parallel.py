@@ -139,6 +139,15 @@ def test_many_ranks_give_what_one_gives(exchange: str, num_ranks: int) -> None:
         check(random_case(1000 * num_ranks + seed, num_ranks, longest=150), exchange)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_64_ranks_give_what_one_gives(exchange: str) -> None:
+    """Segments inside shards, over a few of them, over half and over all."""
+    lengths = tuple((7, 5, 0, 6)[rank % 4] for rank in range(64))
+    pattern = DilatedPattern((6, 20, 140, 288), (1, 2, 3, 5))
+    check(ShardedCase(pattern, shard_lengths=lengths, kv_heads=3, group=2, head_dim=3, ignored=0.2, is_causal=True), exchange)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_that_were_not_kept_travel_again(exchange: str) -> None:
     for seed in range(12):
