@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from flexdilated.backends.hardware import TRACES_FUNCTIONS
+
+Made = TypeVar("Made", bound=Callable[..., object])
 
 _BATCHED_GRADIENTS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))  # torch.func.vmap has another
 
@@ -76,6 +81,17 @@ def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
             "dilated_attention must not be compiled under torch.func.grad, vjp, jacrev or nested transforms, got a call traced "
             "inside one: leave fullgraph=True out, use torch.autograd, or use backend='reference'"
         )
+
+
+def in_no_mode(make: Made) -> Made:
+    """A function whose tensors are kept for later calls: plain ones, also where inference mode or torch.func calls it first."""
+
+    @functools.wraps(make)
+    def plain(*args: object) -> object:
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            return make(*args)
+
+    return plain  # type: ignore[return-value]
 
 
 def may_draw() -> AbstractContextManager[object]:

@@ -7,12 +7,12 @@ gradient: on each rank that of the pairs scored there. Their sum over the ranks 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flexdilated.backends import materialised
 from flexdilated.backends.flex import engine as flex
@@ -20,7 +20,7 @@ from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draws_of_its_own, spread
 from flexdilated.backends.mixing import Part, Scattered, mix
-from flexdilated.backends.operator import Inputs
+from flexdilated.backends.operator import GRADIENT_MESSAGE, Inputs
 from flexdilated.backends.pieces import plan_pieces
 from flexdilated.call import Call, refuse_zero_keys
 from flexdilated.distributed.exchange import Transport
@@ -153,6 +153,18 @@ def _place(rows: Rows, job: Job, out: Tensor, lse: Tensor, here: list[Part], awa
             away.append((Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span]))
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses to be differentiated; torch's own `once_differentiable` drops that part where inputs are named."""
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(GRADIENT_MESSAGE)
+        return backward(ctx, *grads)
+
+    return refusing
+
+
 class _Fetch(torch.autograd.Function):
     """Rows of other ranks, flat as `Rows.take` reads them, to be read after waiting; in the backward their gradients go home.
 
@@ -171,7 +183,7 @@ class _Fetch(torch.autograd.Function):
         return q.view_as(q), k.view_as(k), v.view_as(v), received, q.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, received: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         rows: Rows = ctx.rows
         rows.take(received.contiguous())
@@ -193,7 +205,7 @@ class _Deliver(torch.autograd.Function):
         return *swap_outputs(rows, transport(False), out, lse, back=False), token.view_as(token)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         return *swap_outputs(ctx.rows, ctx.transport(True), dout, dlse, back=True), token, None, None
 

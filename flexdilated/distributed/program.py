@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexdilated.backends.transforms import in_no_mode
 from flexdilated.distributed.exchange import Index, Links, link
 from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
@@ -52,6 +53,7 @@ class Program:
 
 
 @lru_cache(maxsize=8)
+@in_no_mode
 def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
     """What a rank does; built once."""
     tasks = tasks_of(plan, exchange, rank)

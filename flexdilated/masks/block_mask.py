@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.backends.pieces import uncached
+from flexdilated.backends.transforms import in_no_mode
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 from flexdilated.pattern import DilatedPattern, is_integer
@@ -126,6 +127,7 @@ def _lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
 
 
 @lru_cache(maxsize=64)
+@in_no_mode
 def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = wanted
     classes: dict[tuple[HeadBranch, ...], int] = {}

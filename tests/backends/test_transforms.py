@@ -8,12 +8,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
+from flexdilated.backends.flex import rows
 from flexdilated.backends.hardware import TRACES_FUNCTIONS
+from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.program import program
+from flexdilated.masks import block_mask
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
 
@@ -23,6 +28,47 @@ SHORT = DilatedPattern((5, 7), (1, 3))
 TWICE = r"must not be differentiated twice, .* use backend='reference'"
 
 Attend = Callable[..., Any]
+
+KEPT = {  # what is kept of a call for later ones, made anew
+    "block_mask": lambda: list(block_mask._find_lists.__wrapped__(WANTED)[0]),
+    "rows": lambda: list(rows._lists.__wrapped__(200, 300, 7, True, torch.device("cpu"))[0]),
+    "program": lambda: [x for job in _program().jobs for x in (job.heads, *(part.at.first for part in (*job.queries, *job.keys)))],
+}
+MODES = {
+    "inference": lambda make: torch.inference_mode()(make)(),
+    "no_grad": lambda make: torch.no_grad()(make)(),
+    "grad": lambda make: _inside(grad, make),
+    "functionalize": lambda make: _inside(functionalize, make),
+    "vmap": lambda make: _inside(lambda f: vmap(f, in_dims=0), make),
+}
+WANTED = block_mask._Wanted(DilatedPattern((128, 300), (1, 2)), 2, 2, 600, True, (128, 128), torch.device("cpu"), True)
+
+
+def _program() -> Any:
+    plan = context_plan(SHORT, (9, 4, 8), 2, range(2), 1, ((0, 21),), True)
+    return program.__wrapped__(plan, "gather", 1, torch.device("cpu"))
+
+
+def _inside(transform: Callable[..., Any], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def work(x: Tensor) -> Tensor:
+        found.extend(make())
+        return x.sum()
+
+    transform(work)(torch.ones(2))
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_is_no_part_of_the_mode_that_made_it(name: str, mode: str) -> None:
+    found, plain = MODES[mode](KEPT[name]), KEPT[name]()
+    assert found
+    for x, expected in zip(found, plain, strict=True):
+        assert not x.is_inference()
+        assert not is_functorch_wrapped_tensor(x)
+        assert torch.equal(x, expected)
 
 
 def attend(case: Case, **options: Any) -> Attend:

@@ -384,6 +384,11 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     refuses(ValueError, r"ranks must agree on score_mod, got True on rank 0 and False on rank", **alone)
     wrong = {"mask_mod": (lambda b, h, i, j: i) if rank == 0 else mods["mask_mod"]}
     refuses(*((TypeError, "must return a bool") if rank == 0 else (ValueError, "rank 0 refused: mask_mod must return")), **wrong)
+    for exchange in EXCHANGES:  # by the inputs' names too, where torch would leave the second part out
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = dilated_attention(*leaves, case.pattern, mesh=mesh, exchange=exchange, shard_lengths=case.shard_lengths, **mods)
+        with pytest.raises(NotImplementedError, match="must not be differentiated twice"):
+            torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
     check_oracle(rank, mesh, case, Mods("table", "thirds"), "auto", "plain")
 
 

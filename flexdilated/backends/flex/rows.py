@@ -11,6 +11,7 @@ from torch import Tensor
 from flexdilated.backends.flex.cost import BLOCK
 from flexdilated.backends.flex.engine import run_kernel
 from flexdilated.backends.kernel import GRID_LIMIT
+from flexdilated.backends.transforms import in_no_mode
 from flexdilated.call import Call
 from flexdilated.masks.block_mask import assemble
 from flexdilated.masks.blocks import BlockLists
@@ -87,6 +88,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, lanes: Lanes
 
 
 @lru_cache(maxsize=64)
+@in_no_mode
 def _lists(queries: int, keys: int, ahead: int | None, separate_full: bool, device: torch.device) -> tuple[BlockLists, BlockLists]:
     """The blocks in which queries see keys: of keys per block of queries, and the other way round.
 
