@@ -44,7 +44,8 @@ class TimmAttention(nn.Module):
     The parameters, their names in the state dict, hooks on the submodules and an optimizer stay as they are. Under a pattern that
     keeps everything it computes what the module did. Tokens are counted as the model lays them out, class and register tokens
     first: to the pattern these are tokens like all others, at the first positions. Tables of relative positions, a layer's own or
-    shared by the model's layers, are added to the scores of the pairs that the pattern keeps.
+    shared by the model's layers, are added to the scores of the pairs that the pattern keeps. What timm calls of its attention to
+    fill, reset or resize a model (`reinit_non_persistent_buffers`, `init_weights`, `set_input_size`) works as before.
     Source: timm 1.0.31, layers/attention.py, models/eva.py, models/vision_transformer_relpos.py and models/beit.py.
 
     Args:
@@ -100,11 +101,20 @@ class TimmAttention(nn.Module):
             self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
         for name, part in module.named_children():
             self.add_module(name, part)
+        # What timm's own methods, borrowed below, and its functions for models read.
+        self.kind = type(module)
+        self.window_size = getattr(source, "window_size", None)
+        self.num_relative_distance = getattr(source, "num_relative_distance", None)
+        for name in {"rel_pos"} | TENSORS:
+            if getattr(source, name, self) is None:
+                setattr(self, name, None)
         self.is_ordered = order is not None
+        self.order = order
         if order is not None:  # as buffers, they follow the module to its device; they are no part of its state
             front = torch.arange(order_start, device=order.permutation.device)
-            for name, places in zip(Order._fields, order):
-                self.register_buffer(name, torch.cat([front, places + order_start]), persistent=False)
+            self.order = Order(*(torch.cat([front, places + order_start]) for places in order))
+            for name, places in zip(Order._fields, self.order):
+                self.register_buffer(name, places.clone(), persistent=False)
         # The mode of this module alone: its submodules keep theirs.
         self.training = module.training
 
@@ -157,6 +167,37 @@ class TimmAttention(nn.Module):
         out = out.index_select(1, part.inverse) if self.is_ordered else out
         out = part.norm(out) if hasattr(part, "norm") else out
         return part.proj_drop(part.proj(out if gate is None else out * gate))
+
+    def reset_parameters(self) -> None:
+        """The initial values that timm gives a module of this kind."""
+        self._borrow("reset_parameters")
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill what no state dict holds: timm calls it after `to_empty`."""
+        self._borrow("init_non_persistent_buffers")
+        if self.order is not None:
+            with torch.no_grad():
+                for name, places in zip(Order._fields, self.order):
+                    self.get_buffer(name).copy_(places)
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Resize the table of relative positions to a grid of `window_size` tokens, as timm does.
+
+        Raises:
+            ValueError: If there is an order, which is that of another grid.
+        """
+        if self.order is not None and self.window_size is not None and tuple(window_size) != tuple(self.window_size):
+            raise ValueError(f"window_size must stay {tuple(self.window_size)} with an order of its tokens, got {window_size}")
+        self._borrow("set_window_size", window_size)
+
+    def _init_buffers(self) -> None:
+        self._borrow("_init_buffers")
+
+    def _borrow(self, name: str, *arguments: Any) -> None:
+        """A method of the class that was taken over, on what was taken over, where it has one."""
+        method = getattr(self.kind, name, None)
+        if method is not None:
+            method(self, *arguments)
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, dropout_p={self.dropout_p}, is_causal={self.is_causal}, backend={self.backend!r}"

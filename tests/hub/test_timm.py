@@ -24,6 +24,7 @@ timm = pytest.importorskip("timm", reason="needs timm: nox -s tests_timm")
 import torchvision  # noqa: E402
 from timm.layers import Attention, AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat  # noqa: E402
 from timm.models import beit  # noqa: E402
+from timm.models._manipulate import reinit_non_persistent_buffers  # noqa: E402
 from timm.models.eva import EvaAttention  # noqa: E402
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos  # noqa: E402
 
@@ -303,6 +304,57 @@ def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
     ordered = TimmAttention(module, PATTERN, order=grid_order((4, 5)), order_start=2)
     with pytest.raises(ValueError, match=r"^x must hold the 22 tokens of the order, got 23$"):
         ordered(rows().float())
+
+
+SIZES = {"img_size": 20, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+RESIZED: dict[str, Callable[..., nn.Module]] = {
+    "vit": partial(timm.models.VisionTransformer, **SIZES),
+    "eva": partial(timm.models.Eva, use_rot_pos_emb=True, **SIZES),
+    "beit, own tables": partial(beit.Beit, use_rel_pos_bias=True, **SIZES),
+    "beit, shared table": partial(beit.Beit, use_shared_rel_pos_bias=True, **SIZES),
+    "relpos, own tables": partial(VisionTransformerRelPos, rel_pos_type="bias", **SIZES),
+    "relpos, shared table": partial(VisionTransformerRelPos, rel_pos_type="bias", shared_rel_pos=True, **SIZES),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_converted_model_is_filled_by_timm_after_the_meta_device(name: str) -> None:
+    whole = randomize(RESIZED[name]()).eval()
+    x = torch.randn(2, 3, 20, 20, dtype=torch.float64)
+    with torch.device("meta"):
+        model = RESIZED[name]()
+    tokens = (20 // 4) ** 2
+
+    model = convert(model, DENSE, order=grid_order((5, 5))).to_empty(device="cpu").double().eval()
+    with torch.no_grad():
+        for buffer in model.buffers():  # what memory that nobody has written to may hold
+            buffer.fill_(tokens - 1 if buffer.dtype == torch.int64 else 1e3)
+    model.load_state_dict(whole.state_dict())
+    reinit_non_persistent_buffers(model)
+    torch.testing.assert_close(model(x), whole(x), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:timm")  # of its own interpolation
+@pytest.mark.parametrize("name", RESIZED)
+def test_converted_model_is_resized_by_timm(name: str) -> None:
+    whole = randomize(RESIZED[name]()).eval()
+    model = convert(copy.deepcopy(whole), DENSE)
+    x = torch.randn(2, 3, 28, 24, dtype=torch.float64)
+    for each in (whole, model):
+        each.set_input_size((28, 24))
+    torch.testing.assert_close(model(x), whole(x), **EXACT)
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    for each in (whole, model):  # timm's initial values, drawn alike
+        torch.manual_seed(2)
+        each.init_weights() if name != "eva" else each.fix_init_weight()
+    for (key, a), b in zip(whole.state_dict().items(), model.state_dict().values()):
+        assert torch.equal(a, b), key
+
+
+def test_tables_along_an_order_keep_their_size() -> None:
+    model = convert(RESIZED["beit, own tables"](), PATTERN, order=grid_order((5, 5)))
+    with pytest.raises(ValueError, match=r"window_size must stay \(5, 5\) with an order of its tokens, got \(7, 7\)"):
+        model.set_input_size((28, 28))
 
 
 def test_tokens_must_be_those_of_the_table() -> None:
