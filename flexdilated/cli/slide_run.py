@@ -28,7 +28,8 @@ from flexdilated.hub.slides.source import Source, is_same
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import Store
+
+    from flexdilated.distributed.answering import AnsweringStore
 
 PART_SECONDS, PART_BYTES = 2.0, 2**28  # after which what is encoded is written
 SOME_FAILED = 1  # the exit code
@@ -51,7 +52,7 @@ class Ranks(NamedTuple):
 
     rank: int
     mesh: DeviceMesh | None
-    counters: Store | None
+    counters: AnsweringStore | None
 
 
 @dataclass

@@ -25,12 +25,14 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import TIMEOUT_SECONDS, place_of, started, stop_deadline, wait_for_all
+from flexdilated.training.ranks import TIMEOUT_SECONDS, place_of, started, wait_for_all
+from flexdilated.training.stopping import stop_deadline, stop_held
 from flexdilated.training.trainer import Trainer
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import Store
+
+    from flexdilated.distributed.answering import AnsweringStore
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
@@ -113,7 +115,8 @@ def train(
             for name, each in patterns.items()
         }
         corpus = load_corpus(text or [], sequence_length)
-        with started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as (mesh, store):
+        begun = started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS)
+        with begun as (mesh, store), stop_held(store, rank, context_parallel):
             resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
             ranks = "" if mesh is None else f" over {context_parallel} ranks"
             console.print(
@@ -134,7 +137,7 @@ def train(
         refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
 
 
-def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: Store | None) -> Trainer:
+def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: AnsweringStore | None) -> Trainer:
     """Run a trainer to its end under a progress bar."""
     # The dense run, which comes second, may not have begun when the first was stopped.
     if resume and (name == "dilated" or checkpoint.latest(trainer.folder) is not None):

@@ -7,14 +7,15 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import flexdilated
+from flexdilated.distributed.answering import AnsweringStore, timeout_of
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
@@ -32,7 +33,8 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
 
     Raises:
         ValueError: If the ranks differ in a field, the same error on every rank; if a rank withdrew from the round.
-        TimeoutError: If a rank has not come within the group's timeout, on every rank, the late one included.
+        TimeoutError: If a rank has not come within the group's timeout, on every rank, the late one included, or the store
+            is silent.
         TypeError: If a value of the plan is not of JSON types.
     """
     if group.size() > 1:
@@ -47,7 +49,8 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     rounds, if this rank caught its error.
     """
     if group.size() > 1:
-        _ledger(group).withdraw(reason)
+        with suppress(TimeoutError):  # of a store that is gone: this rank has its own error to tell
+            _ledger(group).withdraw(reason)
 
 
 @contextmanager
@@ -95,7 +98,7 @@ class Ledger:
     The store is shared by the ranks of this group and by no other group.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store | AnsweringStore, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.round = 0
         self.kept: list[int] = []  # earlier rounds whose keys this rank has not deleted yet
@@ -237,19 +240,8 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
         # Group names are unique in a process, not across processes: two groups of one name may share the store.
         members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
         store = PrefixStore(f"flexdilated/agreement/{members}", group.get_group_store())
-        ledger = _ledgers[group] = Ledger(store, group.rank(), group.size())
+        ledger = _ledgers[group] = Ledger(AnsweringStore(store, timeout_of(group)), group.rank(), group.size())
     return ledger
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest timeout of the group's backends."""
-    timeouts = []
-    for device in group._device_types:
-        try:
-            timeouts.append(group._get_backend(device).options._timeout)
-        except RuntimeError:  # a backend without options, as mpi
-            continue
-    return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))
 
 
 def _compare(posts: Sequence[bytes]) -> tuple[str, str, int]:

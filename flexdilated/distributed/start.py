@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from flexdilated.distributed.answering import AnsweringStore
+
 PAUSE_SECONDS = 0.01  # between two looks
 
 
@@ -20,16 +22,18 @@ def of_this_start(store: Store, rank: int, world_size: int, timeout: timedelta) 
     """The store under a prefix that rank 0 has just drawn and every rank has just confirmed.
 
     Raises:
-        torch.distributed.DistStoreError: if a rank does not come in time.
+        torch.distributed.DistStoreError: If a rank does not come in time.
+        TimeoutError: If the store does not answer.
     """
     store = PrefixStore("start", store)
+    asked = AnsweringStore(store, timeout)
     end = time.monotonic() + timeout.total_seconds()
     mine = uuid.uuid4().hex
-    prefix = _call(store, mine, world_size, end) if rank == 0 else _answer(store, mine, rank, end)
+    prefix = _call(asked, mine, world_size, end) if rank == 0 else _answer(asked, mine, rank, end)
     return PrefixStore(prefix, store)
 
 
-def _call(store: Store, prefix: str, world_size: int, end: float) -> str:
+def _call(store: AnsweringStore, prefix: str, world_size: int, end: float) -> str:
     """Rank 0: offer a prefix, wait until every other rank has answered to it, and read their names out."""
     store.set("offer", prefix)
     names = []
@@ -41,7 +45,7 @@ def _call(store: Store, prefix: str, world_size: int, end: float) -> str:
     return prefix
 
 
-def _answer(store: Store, name: str, rank: int, end: float) -> str:
+def _answer(store: AnsweringStore, name: str, rank: int, end: float) -> str:
     """Another rank: answer to every offer, until one comes back with this rank's name; an earlier start's cannot."""
     answered = ""
     while True:
@@ -55,7 +59,7 @@ def _answer(store: Store, name: str, rank: int, end: float) -> str:
         _pause(end, "rank 0")
 
 
-def _read(store: Store, key: str) -> str:
+def _read(store: AnsweringStore, key: str) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 

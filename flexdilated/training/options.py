@@ -18,7 +18,7 @@ class RankLostError(UserError):
     """
 
     def __init__(self, told: str, who: str = "a rank") -> None:
-        super().__init__(f"{who} was lost {told}")
+        super().__init__(f"{who} {'were' if who.startswith('ranks') else 'was'} lost {told}")
         self.told = told
 
 

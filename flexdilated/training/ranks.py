@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,11 +26,12 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
+    from flexdilated.distributed.answering import AnsweringStore
+
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 BEAT_SECONDS = 0.5  # between two signs of life
 SILENCE_SECONDS = 3.0  # without one, of a rank that is called lost
-STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
 
 
 def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, i
 @contextmanager
 def started(
     count: int, rank: int, device: torch.device, timeout_seconds: int
-) -> Iterator[tuple[DeviceMesh, Store] | tuple[None, None]]:
+) -> Iterator[tuple[DeviceMesh, AnsweringStore] | tuple[None, None]]:
     """The mesh of the processes that torchrun started, and their store; neither for one.
 
     An error that several of them raise goes on at the lowest rank; the others end with exit code 2 and say nothing.
@@ -65,7 +65,10 @@ def started(
         return
     from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
 
-    store = _join(count, rank, device, timedelta(seconds=timeout_seconds))
+    from flexdilated.distributed.answering import AnsweringStore
+
+    answers = timedelta(seconds=min(timeout_seconds, TIMEOUT_SECONDS))
+    store = AnsweringStore(_join(count, rank, device, timedelta(seconds=timeout_seconds)), answers)
     world = dist.group.WORLD
     assert world is not None
     left = threading.Event()
@@ -103,7 +106,7 @@ def _join(count: int, rank: int, device: torch.device, timeout: timedelta) -> St
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except dist.DistError as error:
+    except (dist.DistError, TimeoutError) as error:
         limit, text = f"{timeout.total_seconds():.0f}", str(error).splitlines()[0]
         raise UserError(f"all {count} ranks must start within --timeout-seconds={limit}, got: {text}") from None
     except RuntimeError as error:  # of gloo or NCCL: no such network interface, no address of this host
@@ -181,15 +184,15 @@ def _cause_of(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
-def _beat(store: Store, rank: int, left: threading.Event) -> None:
+def _beat(store: AnsweringStore, rank: int, left: threading.Event) -> None:
     """Give signs of life until the run is left, or the store is gone, which may go with its rank."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, TimeoutError):
         store.add(f"beats of rank {rank}", 1)
         while not left.wait(BEAT_SECONDS):
             store.add(f"beats of rank {rank}", 1)
 
 
-def named(store: Store, rank: int, count: int, error: RankLostError) -> RankLostError:
+def named(store: AnsweringStore, rank: int, count: int, error: RankLostError) -> RankLostError:
     """The error with the ranks that give no sign of life, but for those that have met the same loss and left."""
     others = [other for other in range(count) if other != rank]
     end = time.monotonic() + SILENCE_SECONDS
@@ -201,14 +204,14 @@ def named(store: Store, rank: int, count: int, error: RankLostError) -> RankLost
             silent = [other for other in silent if store.add(f"beats of rank {other}", 0) == before[other]]
         lost = [str(other) for other in silent if not store.check([f"rank {other} has met a loss"])]
         store.set(f"rank {rank} has met a loss", "")
-    except RuntimeError:  # the store went with its rank
+    except (RuntimeError, TimeoutError):  # the store went with its rank
         return error
     if not lost:
         return error
     return RankLostError(error.told, who=f"rank{'s' if len(lost) > 1 else ''} {', '.join(lost)}")
 
 
-def tells(store: Store, rank: int, error: Exception) -> bool:
+def tells(store: AnsweringStore, rank: int, error: Exception) -> bool:
     """Whether this rank prints an error: one of those that have it and live does, the lowest unless it comes late."""
     topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
     end = time.monotonic() + TELLING_SECONDS
@@ -221,42 +224,8 @@ def tells(store: Store, rank: int, error: Exception) -> bool:
                     return False
             time.sleep(0.05)
         return store.add(f"told: {topic}", 1) == 1
-    except RuntimeError:  # the store went with its rank
+    except (RuntimeError, TimeoutError):  # the store went with its rank
         return True
-
-
-@contextmanager
-def stop_deadline(store: Store | None, rank: int, count: int, lost: Callable[[str], RankLostError]) -> Iterator[None]:
-    """Tell what `lost` makes of it and end the process of a rank where a signal to stop has not ended the block in time.
-
-    The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
-    """
-    if store is None:
-        yield
-        return
-    ended = threading.Event()
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        while byte := reader.recv(1):
-            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
-                error = named(store, rank, count, lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop"))
-                if tells(store, rank, error):
-                    print(f"error: {error}", file=sys.stderr, flush=True)
-                os._exit(2)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        thread.join()
-        reader.close()
 
 
 def is_rank() -> bool:

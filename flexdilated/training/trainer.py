@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +20,7 @@ from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus
 from flexdilated.training.options import RankLostError, TrainOptions, UserError
 from flexdilated.training.ranks import ensure_alike, losses_of_ranks, mean, span
+from flexdilated.training.stopping import stop_requested
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -166,7 +164,7 @@ class Trainer:
             RankLostError: If another rank ends. SIGTERM is ignored from then on: torchrun sends it to the ranks that are left.
         """
         self.model.train()
-        with _stop_requested() as stop, losses_of_ranks(self.mesh, self.lost):
+        with stop_requested() as stop, losses_of_ranks(self.mesh, self.lost):
             steps = span(self.mesh, self.step)
             if len(steps) > 1:
                 raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")
@@ -251,28 +249,6 @@ class Trainer:
     def _tensors(self, step: int) -> dict[str, Tensor]:
         """What a checkpoint of a step keeps; asking for the state of an optimizer that has not begun would begin it."""
         return checkpoint.tensors_of(self.model, self.optimizer if step > 0 else None)
-
-
-@contextmanager
-def _stop_requested() -> Iterator[Callable[[], bool]]:
-    """Signals ask to stop instead of stopping: a second one stops at once."""
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    except RankLostError:
-        previous[signal.SIGTERM] = signal.SIG_IGN  # torchrun's, which would come before what there is to say
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _LossModule(nn.Module):

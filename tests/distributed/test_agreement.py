@@ -2,14 +2,18 @@
 
 import gc
 import math
+import multiprocessing
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import Ledger, agree, withdraw
+from flexdilated.distributed.answering import AnsweringStore
 from tests.distributed.processes import run_ranks
 
 PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
@@ -104,7 +109,8 @@ class Counted:
 
 
 def test_agree_on_every_store(stores: list[dist.Store]) -> None:
-    ledgers = [Ledger(dist.PrefixStore("p", store), rank, 3) for rank, store in enumerate(stores)]
+    asked = [AnsweringStore(dist.PrefixStore("p", store), LONG) for store in stores]
+    ledgers = [Ledger(store, rank, 3) for rank, store in enumerate(asked)]
     assert round_of(ledgers, PLAN) == [None] * 3
     differ = "ValueError: ranks must agree on heads, got 3 on ranks 0, 2 and 5 on rank 1"
     assert round_of(ledgers, PLAN | {"x": 1}, PLAN | {"x": 1, "heads": 5}, PLAN | {"x": 1}) == [differ] * 3
@@ -116,6 +122,52 @@ def test_agree_on_every_store(stores: list[dist.Store]) -> None:
             assert outcome.startswith(late)
     assert attempt(lambda: ledgers[1].agree({}, LONG)).startswith(late)
     assert round_of(ledgers, {}) == [None] * 3
+
+
+def host_a_store(place: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place.send(store.port)
+    place.recv()
+
+
+@pytest.mark.ranks
+def test_silence_of_a_store_ends() -> None:
+    """A host that is stopped takes the questions of its clients, and never answers."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    host = multiprocessing.get_context("spawn").Process(target=host_a_store, args=(there,), daemon=True)
+    host.start()
+    try:
+        ledger = Ledger(AnsweringStore(dist.TCPStore("127.0.0.1", here.recv(), is_master=False), SHORT), 0, 2)
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGSTOP)
+        for plan in (PLAN, {}):
+            with pytest.raises(TimeoutError, match=r"the store of the ranks must answer within 0.2 s, it did not"):
+                ledger.agree(plan, SHORT)
+    finally:
+        host.kill()
+        host.join()
+
+
+def test_a_rank_that_withdraws_from_a_silent_store_has_its_own_error_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    store = AnsweringStore(dist.HashStore(), SHORT)
+    ledger, store.is_gone = Ledger(store, 0, 2), True
+    monkeypatch.setattr("flexdilated.distributed.agreement._ledger", lambda group: ledger)
+    withdraw(Group(), "é must be e")  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        ledger.withdraw("é must be e")
+
+
+def test_errors_of_a_store_pass() -> None:
+    class Broken:
+        def add(self, key: str, amount: int) -> int:
+            raise dist.DistNetworkError("no route")
+
+    with pytest.raises(dist.DistNetworkError, match="no route"):
+        AnsweringStore(Broken(), LONG).add("x", 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -317,6 +318,18 @@ def take_long(seconds: float, rank: int) -> None:
     Trainer._advance = advance_late  # type: ignore[method-assign]
 
 
+def stop_before_the_first_step(lost: int | None, rank: int) -> None:
+    """torchrun's signal, when a rank has made its model and not begun, where rank `lost` has just been killed."""
+    begin = Trainer.__init__
+
+    def begin_and_be_stopped(self: Trainer, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        os.kill(os.getpid(), signal.SIGKILL if rank == lost else signal.SIGTERM)
+        time.sleep(0.5)
+
+    Trainer.__init__ = begin_and_be_stopped  # type: ignore[method-assign]
+
+
 def go_to_another_host(folder: Path, rank: int) -> None:
     """Where a relative path is another place."""
     if rank == 1:
@@ -333,6 +346,28 @@ def test_frozen_rank_is_named_within_the_timeout(tmp_path: Path, text: Path) -> 
     kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
     assert (code, frozen) == (2, None)
     assert re.fullmatch(rf"error: rank 1 was lost in step 8: [^;]+; {kept}", *errors)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_signal_before_the_first_step_leaves_a_rank_time_to_name_the_lost_one(tmp_path: Path, text: Path) -> None:
+    prepare = partial(stop_before_the_first_step, 1)
+    found, killed = run_ranks(2, tmp_path / "run", text, prepare=prepare, ending=(1,), **KILLED)
+    assert killed is None
+    assert found is not None
+    code, _, (error,) = found
+    assert code == 2
+    assert re.fullmatch("error: rank 1 was lost before its first step: [^;]+; there is no checkpoint yet", error)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_signal_before_the_first_step_is_obeyed_after_it(tmp_path: Path, text: Path) -> None:
+    found = run_ranks(2, tmp_path / "run", text, prepare=partial(stop_before_the_first_step, None))
+    assert [(code, errors) for code, _, errors in found] == [(130, []), (130, [])]
+    kept = latest(tmp_path / "run" / "dilated")
+    assert kept is not None
+    assert kept.name == "checkpoint-1"
 
 
 @pytest.mark.ranks
@@ -608,12 +643,12 @@ def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monke
 def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
     script = """
 import os, signal, time
-from flexdilated.training import checkpoint, ranks
+from flexdilated.training import checkpoint, ranks, stopping
 from torch.distributed import HashStore
 signal.signal(signal.SIGTERM, lambda *_: None)
 for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), "hangs")):
-    ranks.STOP_SECONDS = 0.2 if name == "hangs" else 600.0
-    with ranks.stop_deadline(store, 0, 1, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
+    stopping.STOP_SECONDS = 0.2 if name == "hangs" else 600.0
+    with stopping.stop_deadline(store, 0, 1, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
         os.kill(os.getpid(), signal.SIGTERM)
         if name == "hangs":
             time.sleep(600)

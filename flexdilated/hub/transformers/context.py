@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.call import EXCHANGES
-from flexdilated.distributed.agreement import timeout_of
+from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention

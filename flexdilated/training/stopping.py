@@ -1,0 +1,108 @@
+"""Signals to stop: asked for by the training loop, held until then, and obeyed where it never comes to ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from flexdilated.training.options import RankLostError, UserError
+from flexdilated.training.ranks import named, tells
+
+if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
+    from flexdilated.distributed.answering import AnsweringStore
+
+STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
+
+
+@contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """Signals ask to stop instead of stopping: a second one stops at once. One that was held since the start of a rank counts."""
+    asked = getattr(signal.getsignal(signal.SIGTERM), "asked", False)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    except RankLostError:
+        previous[signal.SIGTERM] = signal.SIG_IGN  # torchrun's, which would come before what there is to say
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Callable[[str], RankLostError]) -> Iterator[None]:
+    """Tell what `lost` makes of it and end the process of a rank where a signal to stop has not ended the block in time.
+
+    The main thread may be in a collective that waits for a rank which is gone, where no handler of Python's comes to run.
+    """
+    if store is None:
+        yield
+        return
+    ended = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while byte := reader.recv(1):
+            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
+                error = named(store, rank, count, lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop"))
+                if tells(store, rank, error):
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+class HeldStop:
+    """A handler that remembers a signal to stop, for the training loop to ask; any number of them is one."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+@contextmanager
+def stop_held(store: AnsweringStore | None, rank: int, count: int) -> Iterator[None]:
+    """Hold SIGTERM in a rank until its training loop asks for it.
+
+    torchrun sends it as soon as one rank has ended: another would end of it without a word, and be taken for lost itself, before it
+    met the loss and told of it.
+    """
+    if store is None:
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, HeldStop())
+    try:
+        with stop_deadline(store, rank, count, lambda cause: RankLostError(f"before its first step: {cause}")):
+            yield
+    except UserError:
+        previous = signal.SIG_IGN  # before there is told of it
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
