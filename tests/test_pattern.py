@@ -10,12 +10,14 @@ from xml.etree import ElementTree
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
+from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.pattern
 from flexdilated import DilatedPattern
 from flexdilated.draw import svg
-from flexdilated.pattern import Branch, num_kept
+from flexdilated.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
 from tests.cases import least_heads, patterns
 
 # -- presets ------------------------------------------------------------------------------------------------------------------
@@ -44,11 +46,15 @@ def test_gigapath_preset_follows_slide_and_tile_size() -> None:
     assert DilatedPattern.gigapath(max_wsi_size=16384).segment_lengths == (1024, 1448, 2048, 2896, 4096)
 
 
-def test_gigapath_rejects_a_tile_larger_than_the_slide() -> None:
-    with pytest.raises(ValueError, match=r"tile_size must be in \[1, max_wsi_size=4096\], got 4097"):
-        DilatedPattern.gigapath(max_wsi_size=4096, tile_size=4097)
-    with pytest.raises(ValueError, match=r"tile_size must be in \[1, max_wsi_size=4096\], got 0"):
-        DilatedPattern.gigapath(max_wsi_size=4096, tile_size=0)
+@pytest.mark.parametrize("tile_size", [0, 4098])
+def test_gigapath_rejects_a_slide_that_is_less_than_four_tiles_wide(tile_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^tile_size must be in \[1, max_wsi_size // 4=4097\], got {tile_size}$"):
+        DilatedPattern.gigapath(max_wsi_size=16391, tile_size=tile_size)
+
+
+def test_gigapath_accepts_a_slide_of_four_tiles_and_tiles_of_a_pixel() -> None:
+    assert DilatedPattern.gigapath(max_wsi_size=16391, tile_size=4097).segment_lengths == (1024, 362, 128, 45, 16)
+    assert DilatedPattern.gigapath(max_wsi_size=1024, tile_size=1) == DilatedPattern.gigapath()
 
 
 # -- a frozen value -----------------------------------------------------------------------------------------------------------
@@ -172,6 +178,26 @@ def test_from_dict_accepts_lengths_and_rates_alone() -> None:
     assert DilatedPattern.from_dict({"segment_lengths": [7], "dilation_rates": [2]}) == DilatedPattern((7,), (2,))
 
 
+# -- numbers ------------------------------------------------------------------------------------------------------------------
+
+
+def test_integers_of_python_alone_are_integers() -> None:
+    assert [is_integer(x) for x in (0, -7, 1 << 70)] == [True, True, True]
+    assert [is_integer(x) for x in (True, False, 7.0, "7", None)] == [False] * 5
+
+
+def test_operations_per_pair_are_those_of_the_products_of_matrices() -> None:
+    rows, dim = 7, 13
+    q, k, v = (torch.randn(rows, dim, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as forward:
+        out = (q @ k.T).softmax(dim=-1) @ v
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+        q @ k.T  # kernels keep no scores: they compute them again
+    counted = [mode.get_total_flops() for mode in (forward, backward)]
+    assert counted == [FORWARD * rows**2 * dim, BACKWARD * rows**2 * dim]
+
+
 # -- which heads keep what ----------------------------------------------------------------------------------------------------
 
 
@@ -206,15 +232,33 @@ def test_all_heads_run_every_branch() -> None:
     assert [pattern.head_range(i, 1) for i in range(2)] == [range(1), range(1)]
 
 
-@given(patterns(), st.integers(1, 13))
-def test_head_runs_hold_every_head_once_under_its_offset(pattern: DilatedPattern, num_heads: int) -> None:
+def test_check_heads_refuses_a_grouped_branch_without_a_head() -> None:
+    pattern = DilatedPattern.grouped((7, 11, 13), (1, 2, 3))
+    with pytest.raises(
+        ValueError, match=r"^pattern must have at most one branch per key/value head=2 under heads='grouped', got 3 br"
+    ):
+        pattern.check_heads(2)
+    pattern.check_heads(3)
+    DilatedPattern((7, 11, 13), (1, 2, 3)).check_heads(1)  # all heads run every branch
+
+
+@given(patterns(), st.integers(1, 13), st.data())
+def test_head_runs_hold_every_head_once_under_its_offset(pattern: DilatedPattern, num_heads: int, data: st.DataObject) -> None:
     num_heads = max(num_heads, least_heads(pattern))
+    first = data.draw(st.integers(0, num_heads - 1))
+    within = data.draw(st.sampled_from((None, range(first, data.draw(st.integers(first + 1, num_heads))))))
+    held = within or range(num_heads)
     for i in range(len(pattern.branches)):
-        runs = pattern.head_runs(i, num_heads)
-        found = {run.start + j * run.step: run.offset for run in runs for j in range(run.heads)}
-        assert found == {h: pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads)}
+        runs = pattern.head_runs(i, num_heads, within)
+        found = {held[run.start + j * run.step]: run.offset for run in runs for j in range(run.heads)}
+        assert found == {h: pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads) if h in held}
         assert sum(run.heads for run in runs) == len(found)
         assert [run.offset for run in runs] == sorted({run.offset for run in runs})
+
+
+def test_head_runs_of_blocked_offsets_are_neighbours_and_of_interleaved_a_rate_apart() -> None:
+    assert DilatedPattern((7,), (3,)).head_runs(0, 5) == ((0, 0, 1, 2), (1, 2, 1, 2), (2, 4, 1, 1))
+    assert DilatedPattern((7,), (3,), offsets="interleaved").head_runs(0, 5) == ((0, 0, 3, 2), (1, 1, 3, 2), (2, 2, 1, 1))
 
 
 @given(st.integers(0, 43), st.integers(1, 7), st.data())
