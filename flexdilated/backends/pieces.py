@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexdilated.pattern import DilatedPattern, HeadRun, num_kept
+from flexdilated.pattern import DilatedPattern, HeadRun, ceil_div, num_kept
 
 
 class Piece(NamedTuple):
@@ -39,8 +40,11 @@ class Piece(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether outputs belong to other tokens than their queries (torchscale's shifted positions)."""
-        return self.out_token != self.token or (self.segments > 1 and self.out_segment_stride != self.segment_stride)
+        """Whether outputs of its branch belong to other tokens than their queries, or to none (torchscale's shifted positions).
+
+        The pieces that are left may all stand where they should, while outputs of later segments have fallen behind the end.
+        """
+        return self.out_segment_stride != self.segment_stride
 
     @property
     def holds_tokens_alone(self) -> bool:
@@ -121,7 +125,8 @@ def segment_pieces(
     """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments."""
     length, rate = pattern.branches[branch]
     length = min(length, num_tokens)
-    out_stride = length + -length % rate if pattern.zero_padding else length
+    moves = pattern.zero_padding and num_tokens > length  # a single segment stays where it is
+    out_stride = length + -length % rate if moves else length
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads, within):
         for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
@@ -155,8 +160,8 @@ def _segment_rows(
 ) -> Iterator[_Rows]:
     """The rows that one offset keeps: whole segments first, then what the end of the sequence cuts."""
     whole, rest = divmod(num_tokens, length)
-    padded = num_kept(out_stride, rate, offset)
-    shifted = out_stride != length and num_tokens > length
+    padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
+    shifted = out_stride != length
     for first, count, size in ((0, whole, length), (whole, 1, rest)):
         real = num_kept(size, rate, offset)
         # Only a shifted output can show the padding row of a whole segment; elsewhere it is one more zero key.
@@ -180,14 +185,15 @@ def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
 
     Where the heads are a part of a model's, the next offset may begin at an earlier one: a view has no stride for such a step.
     """
-    i = 0
-    while i < len(runs):
-        j = i + 1
-        step = runs[j].start - runs[i].start if j < len(runs) else 0
-        while j < len(runs) and runs[j].offset == runs[j - 1].offset + 1 and runs[j].start - runs[j - 1].start == step > 0:
-            j += 1
-        yield runs[i], j - i, step if j - i > 1 else 0
-        i = j
+    first, offsets, step = runs[0], 1, 0
+    for before, after in pairwise(runs):
+        ahead = after.start - before.start
+        if after.offset == before.offset + 1 and ahead > 0 and (offsets == 1 or ahead == step):
+            offsets, step = offsets + 1, ahead
+        else:
+            yield first, offsets, step
+            first, offsets, step = after, 1, 0
+    yield first, offsets, step
 
 
 def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[tuple[slice, slice]]:

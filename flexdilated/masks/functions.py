@@ -160,9 +160,8 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
 def refuse_zero_padding(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
     if not pattern.zero_padding:
         return
-    shifted = any(length < seq_len and length % rate for length, rate in pattern.branches)
     pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)
-    if shifted or not all(piece.holds_tokens_alone for piece in pieces):
+    if not all(piece.holds_tokens_alone for piece in pieces):
         raise NotImplementedError(
             f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
             f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "

@@ -506,8 +506,9 @@ def test_refuses_zero_keys_and_shifts() -> None:
     x = torch.randn(1, 13, 2, 16)
     with pytest.raises(NotImplementedError, match=r"must add no zero keys at 13 tokens for backend='flex' on CPU"):
         dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), backend="flex")
-    with pytest.raises(NotImplementedError, match=r"must not shift positions for backend='flex'"):
-        dilated_attention(x, x, x, DilatedPattern.torchscale((5,), (2,)), backend="flex")
+    for length, rate in ((5, 2), (12, 7)):  # of 12 and 1 tokens all that shifts is the last output: behind the end
+        with pytest.raises(NotImplementedError, match=r"must not shift positions for backend='flex'"):
+            dilated_attention(x, x, x, DilatedPattern.torchscale((length,), (rate,)), is_causal=True, backend="flex")
 
 
 # -- what "auto" prefers ----------------------------------------------------------------------------------------------------------

@@ -631,11 +631,16 @@ def test_refuses_what_is_no_score_or_mask_function(options: dict[str, Any], erro
         attend(**options)
 
 
-def test_refuses_functions_beside_zero_keys() -> None:
-    x = torch.randn(1, 13, 2, 4)
-    for backend in ("auto", "sdpa", "reference"):
-        with pytest.raises(NotImplementedError, match=r"zero_padding=True"):
-            dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), score_mod=lambda s, *_: s, backend=backend)
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize(
+    ("length", "rate", "is_causal"),
+    [(6, 2, False), (12, 7, True)],  # of 12 and 1 tokens all that shifts is the last output: behind the end
+    ids=["zero_keys", "shifted"],
+)
+def test_refuses_functions_beside_zero_keys_and_shifts(length: int, rate: int, is_causal: bool, backend: str) -> None:
+    x, pattern = torch.randn(1, 13, 2, 4), DilatedPattern.torchscale((length,), (rate,))
+    with pytest.raises(NotImplementedError, match=r"zero_padding=True"):
+        dilated_attention(x, x, x, pattern, is_causal=is_causal, score_mod=lambda s, *_: s, backend=backend)
 
 
 def test_flex_refuses_on_a_cpu_what_learns_and_auto_does_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:

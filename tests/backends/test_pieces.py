@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -76,11 +77,16 @@ def test_plan_of_zero_padding_has_torchscale_s_keys_and_output_positions(
                 # A query row without a source and a key has no keys but zeros, and its output is seen only if shifted.
                 expected[head, sources, outputs, None if is_causal else len(rows) - len(sources)] += bool(outputs)
     found: Counter[tuple[object, ...]] = Counter()
-    for piece in plan_pieces(pattern, ((0, num_tokens),), num_heads, is_causal):
+    pieces = plan_pieces(pattern, ((0, num_tokens),), num_heads, is_causal)
+    for piece in pieces:
         for head, sources, outputs in softmaxes(piece):
             found[head, sources, outputs, None if is_causal else piece.zero_row + piece.zero_keys] += 1
         assert not (is_causal and piece.zero_keys)
     assert found == +expected
+    shifts = any(w < num_tokens and w % r for w, r in pattern.branches)
+    assert all(piece.holds_tokens_alone for piece in pieces) == (not shifts and not any(zeros for *_, zeros in +expected))
+    assert shifts or all(sources == outputs for _, sources, outputs, _ in found)
+    assert shifts or not any(piece.zero_row for piece in pieces)  # a row more for every kernel, which nobody would see
 
 
 @given(patterns(), documents(), st.integers(1, 11))
@@ -124,19 +130,48 @@ def test_a_part_of_the_segments_has_their_softmaxes_and_no_others(segments: rang
     assert sorted(some) == sorted(expected)
 
 
-def test_pieces_of_two_segments_say_that_their_outputs_move() -> None:
-    pattern = DilatedPattern((7,), (3,), zero_padding=True)  # outputs 9 apart, sources 7 apart
-    pieces = [piece for piece in plan_pieces(pattern, ((0, 23),), 1, False) if piece.out_token == piece.token]
-    assert pieces
-    for piece in pieces:
-        assert piece.moved == (piece.segments > 1)
-        assert piece._replace(segments=2).moved
-        assert not piece._replace(segments=1).moved
+def test_a_part_of_the_segments_tiles_nothing() -> None:
+    pieces = [*segment_pieces(DilatedPattern((7,), (1,)), 0, 0, 31, 5, False, segments=range(1, 3))]
+    assert [piece.tiles for piece in pieces] == [False]
+
+
+@pytest.mark.parametrize(("num_tokens", "moved"), [(5, False), (7, False), (8, True), (23, True)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pieces_of_several_segments_say_that_outputs_move(num_tokens: int, moved: bool, is_causal: bool) -> None:
+    """Of 8 tokens all that is left is the first segment in its place: the output of the second falls behind the end."""
+    pieces = plan_pieces(DilatedPattern((7,), (5,), zero_padding=True), ((3, num_tokens),), 1, is_causal)
+    assert [(piece.moved, piece.holds_tokens_alone) for piece in pieces] == [(moved, not moved)] * len(pieces) != []
+
+
+def test_a_plan_is_made_once_but_where_the_compiler_would_warn_about_a_cache() -> None:
+    def plan() -> tuple[Piece, ...]:
+        return plan_pieces(DilatedPattern((7, 13), (2, 3)), ((0, 83),), 5, False)
+
+    assert plan() is plan()
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert plan() == plan() is not plan()
 
 
 def test_plan_of_a_blocked_branch_is_one_piece() -> None:
     (piece,) = plan_pieces(DilatedPattern((12,), (4,)), ((0, 36),), 8, False)
     assert (piece.segments, piece.offsets, piece.heads, piece.rows) == (3, 4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rate", "within", "boxes"),
+    [  # (first head, first offset, offsets, heads from offset to offset), where heads count from the first held
+        (5, range(5), [(0, 0, 5, 1)]),
+        (5, range(3, 8), [(2, 0, 3, 1), (0, 3, 2, 1)]),  # heads 5, 6, 7, then 3, 4
+        (2, range(1, 3), [(1, 0, 1, 0), (0, 1, 1, 0)]),  # head 2, then 1: no view goes back
+        (7, range(7, 13), [(0, 0, 6, 1)]),
+        (4, range(2, 5), [(2, 0, 1, 0), (0, 2, 2, 1)]),  # offsets 0, then 2 and 3
+    ],
+)
+def test_offsets_are_one_box_as_long_as_their_heads_go_on_alike(
+    rate: int, within: range, boxes: list[tuple[int, int, int, int]]
+) -> None:
+    pieces = plan_pieces(DilatedPattern((140,), (rate,), offsets="interleaved"), ((0, 1400),), 13, False, within)
+    assert [(piece.head, piece.token, piece.offsets, piece.offset_head_step) for piece in pieces] == boxes
 
 
 # -- slabs --------------------------------------------------------------------------------------------------------------------
@@ -145,16 +180,19 @@ PIECE = plan_pieces(DilatedPattern((11,), (3,)), ((0, 83),), 2, False)[0]  # 7 w
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 13])
 @pytest.mark.parametrize("limit", [1, 13, 26, 39, 91, 92, 182, 1 << 62])
-def test_slabs_cover_batch_and_segments_once_within_their_limit(batch: int, limit: int) -> None:
+def test_slabs_cover_batch_and_segments_once_within_their_limit(batch: int, size: int, limit: int) -> None:
     assert PIECE.segments == 7
     found: Counter[tuple[int, int]] = Counter()
-    for batches, segments in slabs(PIECE, batch, 13, limit):
+    parts = list(slabs(PIECE, batch, size, limit))
+    for batches, segments in parts:
         slab = [(b, s) for b in range(batch)[batches] for s in range(PIECE.segments)[segments]]
         assert slab
-        assert 13 * len(slab) <= max(limit, 13)
+        assert size * len(slab) <= max(limit, size)
         found.update(slab)
     assert found == Counter((b, s) for b in range(batch) for s in range(PIECE.segments))
+    assert len(parts) == 1 or 7 * batch * max(1, size) > limit
 
 
 # -- views --------------------------------------------------------------------------------------------------------------------
@@ -170,7 +208,7 @@ def test_box_is_a_view_of_the_rows_of_its_piece(
     if strided:  # another storage order, and a storage offset
         x = torch.stack([x, x], dim=1)[:, 1].transpose(1, 2).contiguous().transpose(1, 2)
     for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, False):
-        view = box(x, piece, group=group, output=output)
+        view = box(x, piece, group=group, output=True) if output else box(x, piece, group=group)
         assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         softmax = softmaxes(piece)
         for s in range(piece.segments):

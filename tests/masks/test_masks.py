@@ -1,5 +1,6 @@
 """The pattern as FlexAttention parts: by integers, against the oracle under FlexAttention, and against torch's own block mask."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexdilated import DilatedPattern, create_dilated_block_mask, dilated_mask_mod, dilated_score_mod, reference
 from flexdilated.masks import block_mask, functions
@@ -107,6 +109,22 @@ def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
     joined = multiplicity(case) > 0
     assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
+
+
+@pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
+def test_a_branch_of_rate_1_asks_for_no_residues(make: Callable[..., Mod]) -> None:
+    """Every pair of a kernel would pay for them."""
+    seen = Counter[str]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[function.overloadpacket.__name__] += 1
+            return function(*args, **kwargs or {})
+
+    case = Case(DilatedPattern((7, 13), (1, 1)), kv_heads=3)
+    with Seen():
+        part(make, case)(*([torch.zeros(())] if make is dilated_score_mod else []), *pairs(case))
+    assert seen["floor_divide"] > 0 == seen["remainder"]
 
 
 @pytest.mark.slow
@@ -496,7 +514,7 @@ def test_zero_padding_is_refused_wherever_it_changes_the_reference(case: Case) -
 
 
 def test_constant_mixing_weights_are_refused_by_the_score_function_alone() -> None:
-    pattern = replace(PATTERN, detach_weights=True)
+    pattern = DilatedPattern((7, 13), (1, 3), detach_weights=True)
     with pytest.raises(NotImplementedError, match=r"pattern must have detach_weights=False, got True: .* no score_mod; use"):
         call(dilated_score_mod, pattern=pattern)
     call(dilated_mask_mod, pattern=pattern)
