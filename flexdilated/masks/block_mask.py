@@ -161,7 +161,7 @@ def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device
         lists = torch.nn.functional.pad(lists, (0, 1)) if lists.shape[2] == columns else lists
         flat = torch.cat([lists.flatten(), lists.new_zeros(columns)])
         lists = _full_width(flat, lists.shape[0], lists.shape[1], lists.shape[2], columns)
-    return lists[None].expand(-1, len(of_head), *lists.shape[1:]) if alike else lists[None]
+    return lists[None].expand(1, len(of_head), *lists.shape[1:]) if alike else lists[None]
 
 
 def _full_width(flat: Tensor, heads: int, rows: int, width: int, columns: int) -> Tensor:

@@ -48,7 +48,11 @@ TESTS = {
     "flexdilated/distributed/counts.py": ("tests/distributed/test_plan.py",),
     "flexdilated/masks/blocks.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
-    "flexdilated/masks/block_mask.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
+    "flexdilated/masks/block_mask.py": (
+        "tests/masks/test_block_mask.py",
+        "tests/masks/test_blocks.py",
+        "tests/masks/test_masks.py",
+    ),
 }
 LEFT_OUT = "not compiled_flex"  # kernels that a compiler builds: minutes for every mutant
 
