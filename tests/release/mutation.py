@@ -44,7 +44,7 @@ TESTS = {
     "flexdilated/backends/pieces.py": ("tests/backends/test_pieces.py",),
     "flexdilated/backends/merge.py": ("tests/backends/test_merge.py",),
     "flexdilated/distributed/plan.py": ("tests/distributed/test_plan.py",),
-    "flexdilated/distributed/spans.py": ("tests/distributed/test_plan.py",),
+    "flexdilated/distributed/spans.py": ("tests/distributed/test_spans.py", "tests/distributed/test_plan.py"),
     "flexdilated/distributed/counts.py": ("tests/distributed/test_plan.py",),
     "flexdilated/masks/blocks.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
