@@ -29,7 +29,7 @@ class Counter:
 
     def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
         self.kept, self.num_ranks = kept, num_ranks
-        num_heads = 1 + max((head for _, heads in kept for head, _ in heads), default=-1)
+        num_heads = max((head + 1 for _, heads in kept for head, _ in heads), default=0)
         self._lines = [_Line(kept, low, min(num_heads, low + WORD)) for low in range(0, num_heads, WORD)]
         self._known: dict[bytes, int] = {}  # by what `_shapes` says of a pair
 

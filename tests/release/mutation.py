@@ -45,7 +45,7 @@ TESTS = {
     "flexdilated/backends/merge.py": ("tests/backends/test_merge.py",),
     "flexdilated/distributed/plan.py": ("tests/distributed/test_plan.py",),
     "flexdilated/distributed/spans.py": ("tests/distributed/test_spans.py", "tests/distributed/test_plan.py"),
-    "flexdilated/distributed/counts.py": ("tests/distributed/test_plan.py",),
+    "flexdilated/distributed/counts.py": ("tests/distributed/test_counts.py", "tests/distributed/test_plan.py"),
     "flexdilated/masks/blocks.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
     "flexdilated/masks/block_mask.py": (

@@ -1,0 +1,147 @@
+"""Rows between ranks against a set of every token of every head, and how much is looked at for them."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from flexdilated.distributed import counts as counting
+from flexdilated.distributed.counts import Counter, _Line, _names
+from flexdilated.distributed.spans import Kept, Spans
+
+NUM_RANKS = 3
+HEADS = (0, 1, 7, 8, 15, 16, 40, 63, 64, 65, 130)
+
+Span = tuple[int, ...]  # as the fields of `Spans`
+
+
+def spans_of(found: list[Span]) -> Spans:
+    return Spans(*np.array(found, np.int64).reshape(-1, 10).T)
+
+
+def definition(found: list[Span], kept: list[Kept]) -> list[tuple[int, int, int]]:
+    """(receiver, sender, rows) of the pairs of ranks that exchange any, ascending."""
+    sets: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for branch, receiver, sender, first, end, origin, residue, residues, place, places in found:
+        rate, heads = kept[branch]
+        for head, offset in heads[place : place + places]:
+            tokens = (token for token in range(first, end) if (token - origin) % rate == offset)
+            if (offset - residue) % rate < residues:
+                sets.setdefault((receiver, sender), set()).update((head, token) for token in tokens)
+    return sorted((*pair, len(members)) for pair, members in sets.items() if members)
+
+
+def count(counter: Counter, found: list[Span]) -> list[tuple[int, int, int]]:
+    return list(zip(*(x.tolist() for x in counter.count(spans_of(found)))))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
+    """Disjoint spans of up to three branches between ranks, of all offsets and heads or some."""
+    kept = []
+    for _ in range(draw(st.integers(1, 3))):
+        rate = draw(st.integers(1, 7))
+        heads = sorted(draw(st.sets(st.sampled_from(HEADS), min_size=1, max_size=5)))
+        kept.append(Kept(rate, tuple((head, draw(st.integers(0, rate - 1))) for head in heads)))
+    pairs = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=3, unique=True))
+    found = []
+    for branch, (rate, heads) in enumerate(kept):
+        for pair in pairs:
+            edges = sorted(draw(st.sets(st.integers(0, 70), max_size=6)))
+            for first, end in zip(edges[::2], edges[1::2]):
+                whole = draw(st.booleans())
+                residues = rate if whole else draw(st.integers(1, rate))
+                places = len(heads) if whole else draw(st.integers(1, len(heads)))
+                place = draw(st.integers(0, len(heads) - places))
+                residue = draw(st.integers(0, rate - 1))
+                found.append((branch, *pair, first, end, draw(st.integers(-5, first)), residue, residues, place, places))
+    return found, kept
+
+
+@pytest.mark.parametrize(("few", "block"), [(4, 1 << 18), (0, 1 << 18), (0, 7), (1, 7)], ids=["cells", "whole", "blocks", "both"])
+@given(case=cases())
+def test_rows_are_the_different_tokens_of_heads_between_two_ranks(
+    case: tuple[list[Span], list[Kept]], few: int, block: int
+) -> None:
+    found, kept = case
+    with mock.patch.multiple(counting, FEW=few, BLOCK=block):
+        assert count(Counter(kept, NUM_RANKS), found) == definition(found, kept)
+
+
+@pytest.mark.parametrize("num_heads", [8, 9, 16, 17, 32, 33, 64, 65, 128, 129])
+def test_any_number_of_heads_is_counted_in_the_least_words(num_heads: int) -> None:
+    kept = [Kept(3, tuple((head, head % 3) for head in range(num_heads)))]
+    found = [(0, 1, 2, 0, 20, 0, 0, 3, 0, num_heads)]
+    assert count(Counter(kept, NUM_RANKS), found) == definition(found, kept)
+    bits = [8 * line.dtype().itemsize for line in Counter(kept, NUM_RANKS)._lines]
+    rest = num_heads % 64
+    assert bits == [64] * (num_heads // 64) + [next(n for n in (8, 16, 32, 64) if n >= rest)] * (rest > 0)
+
+
+def test_no_spans_and_no_heads_are_no_rows() -> None:
+    assert Counter([Kept(3, ())], NUM_RANKS)._lines == []
+    assert count(Counter([Kept(3, ())], NUM_RANKS), []) == []
+    assert count(Counter([Kept(3, ((0, 1),))], NUM_RANKS), [(0, 1, 2, 0, 1, 0, 0, 3, 0, 1)]) == []
+
+
+KEPT = [Kept(4, ((0, 0), (1, 3))), Kept(6, ((0, 5), (1, 2)))]
+
+
+def looked_at(found: list[Span], counter: Counter) -> Iterator[int]:
+    """The tokens of every set that is made."""
+    cell = _Line._cell
+    with mock.patch.object(_Line, "_cell", autospec=True, side_effect=cell) as cells:
+        assert count(counter, found) == definition(found, KEPT)
+    return (call.args[3] for call in cells.call_args_list if call.args[1] and call.args[3])
+
+
+def test_of_a_long_span_one_period_is_looked_at_and_its_rest() -> None:
+    both = [(0, 1, 2, 3, 127, 3, 0, 4, 0, 2), (1, 1, 2, 3, 127, 0, 0, 6, 0, 2)]
+    assert list(looked_at(both, Counter(KEPT, NUM_RANKS))) == [12, 124 % 12]
+    assert list(looked_at(both[:1], Counter(KEPT, NUM_RANKS))) == [4]
+    assert list(looked_at([(0, 1, 2, 3, 10, 3, 0, 4, 0, 2)], Counter(KEPT, NUM_RANKS))) == [7]
+    assert list(looked_at([(0, 1, 2, 3, 11, 3, 0, 4, 0, 2)], Counter(KEPT, NUM_RANKS))) == [4]
+
+
+def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
+    counter = Counter(KEPT, NUM_RANKS)
+    here = (0, 1, 2, 3, 8, 3, 0, 4, 0, 2)
+    far = (0, 2, 1, 103, 108, 3, 0, 4, 0, 2)  # 100 tokens on, in phase
+    assert list(looked_at([here, far], counter)) == [5]
+    assert list(looked_at([here, far], counter)) == []  # nor in a later call
+    others = [
+        (1, 1, 0, 3, 8, 3, 0, 6, 0, 2),
+        (0, 1, 0, 3, 8, 2, 0, 4, 0, 2),
+        (0, 1, 0, 3, 8, 3, 1, 3, 0, 2),
+        (0, 1, 0, 3, 8, 3, 0, 3, 0, 2),
+        (0, 1, 0, 3, 8, 3, 0, 4, 1, 1),
+        (0, 1, 0, 3, 8, 3, 0, 4, 0, 1),
+        (0, 1, 0, 3, 9, 3, 0, 4, 0, 2),
+    ]
+    for other in others:
+        assert len(list(looked_at([here, far, other], counter))) > 0
+
+
+@given(st.lists(st.lists(st.sampled_from((-3, 0, 1, 5, 1 << 40, -(1 << 40))), min_size=4, max_size=4), min_size=1, max_size=6))
+@example([[0, 1 << 40, 0, 1], [1 << 40, 0, 0, 1]])
+@example([[0, (1 << 61) - 1, 0, 1], [0, 1, 0, 1]])
+@example([[0, 1, 2, 3], [0, (1 << 61), 0, 1], [0, 1 << 61, 1, 5]])
+def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None:
+    names = _names(np.array(columns, np.int64)).tolist()
+    entries = list(zip(*columns))
+    assert [[a == b for a in names] for b in names] == [[a == b for a in entries] for b in entries]
+
+
+@pytest.mark.parametrize("tokens", [7, 8, 21])
+def test_a_block_of_tokens_holds_what_lies_in_it(tokens: int) -> None:
+    found = [(0, 1, 2, 3, 3 + tokens, 3, 0, 4, 0, 2)]
+    block = _Line._block
+    with (
+        mock.patch.multiple(counting, FEW=0, BLOCK=7),
+        mock.patch.object(_Line, "_block", autospec=True, side_effect=block) as blocks,
+    ):
+        assert count(Counter(KEPT, NUM_RANKS), found) == definition(found, KEPT)
+    assert [call.args[2:] for call in blocks.call_args_list] == [(3 + i, min(7, tokens - i)) for i in range(0, tokens, 7)]
