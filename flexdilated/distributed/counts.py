@@ -74,8 +74,6 @@ class Counter:
 
 def _shapes(spans: Spans, kept: Sequence[Kept], start: Integers, size: Integers) -> Integers:
     """`(8, spans)`: where each lies beside the others of its pair of ranks. Pairs of the same columns have as many rows."""
-    if not len(start):
-        return np.empty((8, 0), np.int64)
     base = np.repeat(np.minimum.reduceat(spans.first, start), size)
     rates = np.array([each.rate for each in kept], np.int64)[spans.branch]
     phase = (base - spans.origin) % rates

@@ -92,10 +92,9 @@ KEPT = [Kept(4, ((0, 0), (1, 3))), Kept(6, ((0, 5), (1, 2)))]
 
 def looked_at(found: list[Span], counter: Counter) -> Iterator[int]:
     """The tokens of every set that is made."""
-    cell = _Line._cell
-    with mock.patch.object(_Line, "_cell", autospec=True, side_effect=cell) as cells:
+    with mock.patch.object(counting, "_num_members", side_effect=counting._num_members) as members:
         assert count(counter, found) == definition(found, KEPT)
-    return (call.args[3] for call in cells.call_args_list if call.args[1] and call.args[3])
+    return (len(call.args[0]) for call in members.call_args_list)
 
 
 def test_of_a_long_span_one_period_is_looked_at_and_its_rest() -> None:
@@ -106,15 +105,29 @@ def test_of_a_long_span_one_period_is_looked_at_and_its_rest() -> None:
     assert list(looked_at([(0, 1, 2, 3, 11, 3, 0, 4, 0, 2)], Counter(KEPT, NUM_RANKS))) == [4]
 
 
+def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
+    counter = Counter(KEPT, NUM_RANKS)
+    for tokens in (5, 6, 7):
+        found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2)]
+        assert count(counter, found) == definition(found, KEPT)
+        (tile,) = counter._lines[0]._tiles.values()
+        assert len(tile) <= 2 * 4 + tokens
+
+
 def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
     counter = Counter(KEPT, NUM_RANKS)
     here = (0, 1, 2, 3, 8, 3, 0, 4, 0, 2)
     far = (0, 2, 1, 103, 108, 3, 0, 4, 0, 2)  # 100 tokens on, in phase
     assert list(looked_at([here, far], counter)) == [5]
     assert list(looked_at([here, far], counter)) == []  # nor in a later call
+    # Of several spans all are compared, not the first and its neighbours.
+    two = [(0, a, b, 20, 24, 0, 0, 4, 0, 2) for a, b in ((0, 1), (0, 2), (1, 2))]
+    ends = [(1, 0, 1, 30, 36, 0, 0, 6, 0, 2), (1, 0, 2, 30, 36, 0, 0, 6, 0, 2), (1, 1, 2, 30, 31, 0, 0, 6, 0, 2)]
+    assert len(list(looked_at(two + ends, counter))) > 0
     others = [
         (1, 1, 0, 3, 8, 3, 0, 6, 0, 2),
         (0, 1, 0, 3, 8, 2, 0, 4, 0, 2),
+        (0, 1, 0, 4, 9, 2, 0, 4, 0, 2),
         (0, 1, 0, 3, 8, 3, 1, 3, 0, 2),
         (0, 1, 0, 3, 8, 3, 0, 3, 0, 2),
         (0, 1, 0, 3, 8, 3, 0, 4, 1, 1),
@@ -129,6 +142,8 @@ def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
 @example([[0, 1 << 40, 0, 1], [1 << 40, 0, 0, 1]])
 @example([[0, (1 << 61) - 1, 0, 1], [0, 1, 0, 1]])
 @example([[0, 1, 2, 3], [0, (1 << 61), 0, 1], [0, 1 << 61, 1, 5]])
+@example([[0, 1 << 61, *[0] * 7], [0, 0, *(i << 40 for i in range(1, 8))]])  # 2 ** 61 * 8 is 0 in 64 bits
+@example([[i << 40 for i in range(9)], [8, 1 << 61, *[0] * 7]])  # and 8 * (2 ** 61 + 1) is 8
 def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None:
     names = _names(np.array(columns, np.int64)).tolist()
     entries = list(zip(*columns))
