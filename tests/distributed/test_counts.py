@@ -144,6 +144,7 @@ def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
 @example([[0, 1, 2, 3], [0, (1 << 61), 0, 1], [0, 1 << 61, 1, 5]])
 @example([[0, 1 << 61, *[0] * 7], [0, 0, *(i << 40 for i in range(1, 8))]])  # 2 ** 61 * 8 is 0 in 64 bits
 @example([[i << 40 for i in range(9)], [8, 1 << 61, *[0] * 7]])  # and 8 * (2 ** 61 + 1) is 8
+@example([[0, 16, (1 << 30) - 1]] + 2 * [[0, 0, (1 << 30) - 1]])  # 16 * 2 ** 60
 def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None:
     names = _names(np.array(columns, np.int64)).tolist()
     entries = list(zip(*columns))

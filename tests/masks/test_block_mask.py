@@ -31,8 +31,8 @@ def build(pattern: DilatedPattern, device: torch.device, *, is_causal: bool, nar
 
 @pytest.fixture
 def traced() -> Iterator[None]:
-    """What the compiler takes, run as it stands."""
-    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+    """What the compiler takes, run as it stands. Another function for the question would break the compiler for all other tests."""
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
         yield
 
 
