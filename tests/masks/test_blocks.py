@@ -119,6 +119,13 @@ def test_no_branch_lists_nothing(order: Order) -> None:
     check((), 29, (5, 3), order)
 
 
+def test_lists_are_made_on_the_cpu_whatever_the_default_device() -> None:
+    branches = (HeadBranch(13, 1, 0), HeadBranch(29, 2, 1))
+    with torch.device("meta"):
+        lists = block_lists(branches, 29, 5, 3, "any")
+    compare(lists, join(branches, 29, "any"), (5, 3))
+
+
 def test_branches_of_a_head_are_distinct_and_cut_to_the_sequence() -> None:
     pattern = DilatedPattern((400, 7, 300, 7), (3, 1, 3, 1), offsets="interleaved")
     assert head_branches(pattern, 4, 5, 101) == (HeadBranch(7, 1, 0), HeadBranch(101, 3, 1))
