@@ -253,9 +253,10 @@ class LongNetLM(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(x)
-        if isinstance(self.embedding, nn.Embedding):
+        if type(self.embedding) is nn.Embedding:
             return F.linear(x, self.embedding.weight)
-        # An adapter or a quantized table in its place: tied to what it gives for each token, which its weight may not be.
+        # An adapter, a quantized table, or one that is a unit of FSDP2 in its place, of which `fully_shard` makes another class:
+        # tied to what it gives for each token, which its weight may not be, or not be here.
         return F.linear(x, self.embedding(torch.arange(self.config.vocab_size, device=x.device)))
 
     def make_caches(

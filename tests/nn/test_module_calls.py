@@ -449,3 +449,20 @@ def test_language_model_whose_weights_are_sharded_generates() -> None:
         assert torch.equal(model.generate(x, max_new_tokens=5, temperature=0.0), expected)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_embedding_that_is_sharded_alone_stays_tied_to_the_head() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, x = language_model().eval(), tokens()
+        model = copy.deepcopy(plain)
+        fully_shard(model.embedding, reshard_after_forward=True)
+        actual, expected = model(x), plain(x)
+        torch.testing.assert_close(actual, expected, **EXACT)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(model.embedding.weight.grad.full_tensor(), plain.embedding.weight.grad, **EXACT)
+        drawn = model.generate(x, max_new_tokens=5, temperature=0.0)
+        assert torch.equal(drawn, plain.generate(x, max_new_tokens=5, temperature=0.0))
+    finally:
+        dist.destroy_process_group()

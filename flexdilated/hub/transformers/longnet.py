@@ -256,7 +256,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             shift = first_real(real)
             tokens, padding = shifted(input_ids, shift), shifted(~real, shift)
             logits = shifted(self.model(tokens, key_padding_mask=padding), -shift)
-        logits = logits[:, -logits_to_keep:]
+        if logits_to_keep:  # FSDP2 warns of a model that gives a view of all
+            logits = logits[:, -logits_to_keep:]
         shift_labels = packed.get("shift_labels")
         if shift_labels is not None and labels is None:
             raise ValueError("shift_labels must come with labels, got them alone")
