@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ def dilated_attention_forward(
     config: Any = module.config
     refuse_crossing(config)
     check_sharded(config, context)
-    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
-        raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
+    _refuse_other_tokens(module, config)
     if getattr(module, "compressor", None) is not None:  # DeepSeek-V4: behind padding its mask does not show what it adds
         raise NotImplementedError(
             f"layers must attend to tokens with {NAME!r} attention, got {type(module).__name__}, which compresses them"
@@ -131,6 +131,17 @@ def dilated_attention_forward(
         )
         out = attend_with_sinks(q, k, v, call, sinks)
     return out[..., : value.shape[3]].contiguous(), None
+
+
+def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
+    """Refuse a layer whose keys come from other tokens, also where those are as many, or which may take them and does not say."""
+    says = getattr(module, "is_cross_attention", None)
+    taken = inspect.signature(type(module).forward).parameters
+    # One class for both: it is told by its attribute, or by a field of its config, and that of BART by being no causal decoder.
+    may_cross = "encoder_hidden_states" in taken and says is None and getattr(config, "add_cross_attention", None) is None
+    crosses = "key_value_states" in taken and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
+    if says or "Cross" in type(module).__name__ or may_cross or (says is None and crosses):
+        raise NotImplementedError(f"layers must have no cross-attention with {NAME!r} attention, got {type(module).__name__}")
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

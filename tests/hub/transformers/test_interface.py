@@ -362,6 +362,46 @@ def test_cross_attention_is_refused() -> None:
         model(draw_tokens())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_of_as_many_other_tokens_are_refused(compiled: bool) -> None:
+    """A Q-former's, which neither their class nor their number tells from those of its own queries."""
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=20, dilated_pattern=RAGGED)
+    # In 5.12 it does not ask the library's interface at all.
+    message = "layers must have no cross-attention .*got Blip2QFormerMultiHeadAttention|Blip2QFormerModel, whose attention"
+
+    def call() -> None:
+        model = transformers.Blip2QFormerModel(config).eval()
+        model = torch.compile(model, backend="eager") if compiled else model
+        model(query_embeds=torch.randn(2, TOKENS, 24), encoder_hidden_states=torch.randn(2, TOKENS, 20))
+
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+def test_layers_that_take_other_tokens_run_where_they_say_that_they_have_none() -> None:
+    class Layer(nn.Module):
+        def __init__(self, **said: Any) -> None:
+            super().__init__()
+            self.config = build("Bert").config
+            for name, value in said.items():
+                setattr(self, name, value)
+
+        def forward(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> Tensor:
+            x = hidden_states.unflatten(-1, (6, -1)).transpose(1, 2)
+            return hub.dilated_attention_forward(self, x, x, x, None)[0]
+
+    x = torch.randn(2, TOKENS, 24)
+    # As BART builds the attention of its encoder, of a decoder alone (BioGPT), and across.
+    for said in ({"is_decoder": False, "is_causal": False}, {"is_decoder": True, "is_causal": True}):
+        assert Layer(**said)(x).isfinite().all()
+    across = {"is_decoder": True, "is_causal": False}
+    assert Layer(**across, is_cross_attention=False)(x).isfinite().all()
+    for said in (across, {"is_cross_attention": True, "is_causal": False}):
+        with pytest.raises(NotImplementedError, match=r"layers must have no cross-attention .*got Layer"):
+            Layer(**said)(x)
+
+
 @pytest.mark.parametrize("dims", [(8, 5), (5, 8)])
 def test_values_may_be_wider_or_narrower_than_keys(dims: tuple[int, int]) -> None:
     module = build("Llama", RAGGED).model.layers[0].self_attn
