@@ -5,6 +5,7 @@ Two classes of the library are extended for it: docs/adr/0007-extended-transform
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.pattern import DilatedPattern
@@ -20,6 +22,9 @@ from flexdilated.pattern import DilatedPattern
 NAME = "flexdilated"
 
 BY_NAME = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")  # a model's own table of classes
+LIBRARY = "transformers.models."
+GENERIC = "transformers.modeling_layers"  # of heads on a model that the config says
+OTHER_MODELS = re.compile(r"\bload_backbone\(|\bAuto(Model|Backbone)\w*\.")  # made from configs that say which
 TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention
 
 
@@ -161,21 +166,24 @@ def _attention_refusal(model_class: type) -> str | None:
                 return None  # typed into a notebook: nobody can tell
     if BY_NAME.search(code) and BY_NAME.search(_reached_code(model_class)):
         return "whose attention is a class for each implementation, of which none is this one"
+    refusal = "whose attention, if it has any, does not come from the library's AttentionInterface: a pattern would change nothing"
+    if _is_without(model_class):
+        return refusal
     if "ALL_ATTENTION_FUNCTIONS" in code:
         return None
     # Without attention of its own it may be made of other models, which its imports then name; examples in docstrings do too.
     made_of_others = re.search(r"^\s*from \.\.(\.models\.)?\w+(\.modeling_\w+)? import|\bload_backbone\(", code, re.MULTILINE)
-    is_the_library_s = model_class.__module__.startswith("transformers.models.")
+    is_the_library_s = model_class.__module__.startswith(LIBRARY)
     has_its_own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
     if not has_its_own and (made_of_others or not is_the_library_s):
         return None
-    return "whose attention, if it has any, does not come from the library's AttentionInterface: a pattern would change nothing"
+    return refusal
 
 
 @functools.lru_cache(maxsize=512)
 def _is_made_of_parts(model_class: type) -> bool:
     """Whether a model of the library attends only in models that it makes from other configs than its own."""
-    if not model_class.__module__.startswith("transformers.models."):
+    if not model_class.__module__.startswith(LIBRARY) or _is_without(model_class):
         return False
     code = inspect.getsource(sys.modules[model_class.__module__])
     if "ALL_ATTENTION_FUNCTIONS" in code or re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE):
@@ -184,16 +192,42 @@ def _is_made_of_parts(model_class: type) -> bool:
     return by_class is None and re.search(r"\bload_backbone\(|^\s*from \.\.auto\b", code, re.MULTILINE) is not None
 
 
+@functools.lru_cache(maxsize=512)
+def _is_without(model_class: type) -> bool:
+    """Whether nothing that a model of the library names asks its AttentionInterface, though others of its file may."""
+    if not model_class.__module__.startswith(LIBRARY) or any(base.__module__ == GENERIC for base in model_class.__mro__):
+        return False
+    code = _reached_code(model_class)
+    return "ALL_ATTENTION_FUNCTIONS" not in code and OTHER_MODELS.search(code) is None
+
+
 def _reached_code(model_class: type) -> str:
-    """The source of a class and of those of its file that it names, and they name."""
-    file = sys.modules[model_class.__module__]
-    found: dict[type, str] = {}
-    waiting = [model_class]
+    """The source of a class and of what of its file, or of the library's models, it names, and they name.
+
+    Classes of which all models of a file are name all of its attention, to record and to initialize it: they tell nothing.
+    """
+    found: dict[Any, str] = {}
+    waiting: list[Any] = [model_class]
     while waiting:
         named = waiting.pop()
-        if named in found:
+        if named in found or (named is not model_class and named.__name__.endswith("PreTrainedModel")):
             continue
-        found[named] = inspect.getsource(named)
-        others = (getattr(file, name, None) for name in re.findall(r"\b[A-Z]\w+", found[named]))
-        waiting += [other for other in others if isinstance(other, type) and other.__module__ == file.__name__]
-    return "".join(found.values())
+        file = sys.modules[named.__module__]
+        found[named] = _definitions(named.__module__).get(named.__name__, "")
+        for name in set(re.findall(r"\b[A-Za-z_]\w+", found[named])):
+            other = getattr(file, name, None)
+            for one in other.values() if isinstance(other, dict) else (other,):
+                is_here = getattr(one, "__module__", None) == file.__name__
+                is_module = inspect.isclass(one) and issubclass(one, nn.Module)
+                if (is_here and inspect.isfunction(one)) or (is_module and (is_here or one.__module__.startswith(LIBRARY))):
+                    waiting.append(one)
+    return "\n".join(found.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(file: str) -> dict[str, str]:
+    """The source of the classes and functions of a file; `inspect.getsource` reads the whole file again for each."""
+    code = inspect.getsource(sys.modules[file])
+    lines = code.splitlines()
+    nodes = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}

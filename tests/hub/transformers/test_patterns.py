@@ -219,3 +219,28 @@ def test_longnet_ignores_nothing_that_it_is_asked_for(tmp_path: Path) -> None:
     model.config.dilated_pattern = DilatedPattern((17,), (1,))
     with pytest.raises(ValueError, match=r"config.dilated_pattern must stay DilatedPattern\(segment_lengths=\(5, 13\)"):
         model(tokens)
+
+
+def test_a_model_that_computes_its_own_attention_beside_others_of_its_file_is_refused() -> None:
+    """Those take theirs from the interface."""
+    config = transformers.Gemma3nAudioConfig(hidden_size=24, conf_num_hidden_layers=1, conf_num_attention_heads=3)
+    config.dilated_pattern = PATTERN
+    message = "attn_implementation must not be 'flexdilated' in Gemma3nAudioEncoder, whose attention, if it has any, does not come"
+    with pytest.raises(NotImplementedError, match=message):
+        transformers.AutoModel.from_config(config)
+    if hasattr(transformers, "VibeVoiceAcousticTokenizerEncoderConfig"):  # convolutions alone, beside models of parts
+        config = transformers.VibeVoiceAcousticTokenizerEncoderConfig(dilated_pattern=PATTERN)
+        with pytest.raises(NotImplementedError, match=r"must not .* in VibeVoiceAcousticTokenizerEncoderModel, whose"):
+            transformers.AutoModel.from_config(config)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_heads_for_any_model_of_the_library_run(head: str) -> None:
+    """Their classes name no model: the config says which."""
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, dilated_pattern=PATTERN)
+    model = getattr(transformers, f"LlamaFor{head}")(config).eval()
+    assert model.config._attn_implementation == "flexdilated"
+    tokens = draw_tokens()
+    found = model(tokens)[0].detach()
+    model.config.dilated_pattern = DilatedPattern((64,), (1,))
+    assert (model(tokens)[0] - found).abs().max() > 1e-5
