@@ -74,6 +74,10 @@ SIZES: dict[str, Any] = {
     "num_frames": 2,
     "tubelet_size": 2,
     "prediction_length": 3,
+    "num_experts_per_token": 1,
+    "num_expert_group": 1,
+    "upsample_groups": 48,
+    "blank_token_id": 30,
 }
 
 # Other proportions, for what the first do not fit.
@@ -100,39 +104,180 @@ FIELDS: dict[str, Any] = {**dict.fromkeys(WINDOWS, LONGEST), "attn_logit_softcap
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 WHOLE_SECTIONS = {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 1.0}}
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+CONVOLUTIONS = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+
 # Where a type's sizes must agree in a way of their own.
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "audioflamingo3_encoder": {"max_source_positions": 32},
+    "bailing_hybrid": {"num_key_value_heads": 6},
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "attn_layer_indices": [0]},
+    "blip_2_qformer": {"encoder_hidden_size": 24},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
     "deepseek_v2": {"num_key_value_heads": 6, "kv_lora_rank": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0] * 2,
+        "vocab_size_per_layer_input": 31,
+        "hidden_size_per_layer_input": 8,
+    },
     "glm4v_moe_text": WHOLE_SECTIONS,
     "glm4v_text": WHOLE_SECTIONS,
+    "glm5_next_text": {"num_key_value_heads": 6, "qk_rope_head_dim": 0, "head_dim": 0},
     "glm_image_text": WHOLE_SECTIONS,
+    "granite_speech5_encoder": {"context_size": 32},
     "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_head": 8, "layer_types": ["attention"]},
+    "hunyuan_vl_text": SECTIONS,
     "jamba": {"num_hidden_layers": 8},
     "jetmoe": {"num_key_value_heads": 3, "num_experts_per_tok": 2, "kv_channels": 8},
+    "kimi_linear": {"num_key_value_heads": 6},
     "lfm2_moe": {"layer_types": ["full_attention"]},
+    "mimi_decoder": {"num_key_value_heads": 6},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": 6},
+    "pocket_tts_audio_tokenizer_decoder": {"num_key_value_heads": 6},
     "qwen2_5_vl_text": SECTIONS,
     "qwen2_vl_text": SECTIONS,
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 2,
+    },
+    "sam3_lite_text_text_model": {"num_hidden_layers": 3},
+    "vibevoice_acoustic_tokenizer_decoder": CONVOLUTIONS,
+    "vibevoice_acoustic_tokenizer_encoder": CONVOLUTIONS,
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_key_value_heads": 6,
+        "attention_hidden_size": 96,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 3,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_key_value_heads": 6,
+        "n_mamba_heads": 6,
+        "mamba_headdim": 16,
+        "use_mamba_kernels": False,
+    },
 }
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
 def _patches(config: Any) -> dict[str, Any]:
     """Images as patches of several shapes."""
-    pixels = torch.randn(2, 16, config.num_channels * config.patch_size**2, generator=torch.Generator().manual_seed(3))
     mask, shapes = torch.ones(2, 16, dtype=torch.int64), torch.tensor([[4, 4], [2, 8]])
-    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return {
+        "pixel_values": _normal(2, 16, config.num_channels * config.patch_size**2),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+    }
+
+
+def _placed_patches(config: Any) -> dict[str, Any]:
+    """Patches that say where they stand."""
+    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
+    return {"pixel_values": _normal(2, 36, 3 * config.patch_size**2), "pixel_position_ids": places}
+
+
+def _merged_patches(config: Any) -> dict[str, Any]:
+    side = config.spatial_merge_size * config.patch_size
+    return {"pixel_values": _normal(4, side, side, config.num_channels), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
+def _strip_of_patches(config: Any) -> dict[str, Any]:
+    return {
+        "pixel_values": _normal(1, 3, config.patch_size, 32 * config.patch_size),
+        "target_sizes": torch.tensor([[4, 4], [4, 4]]),
+    }
 
 
 def _sound(config: Any) -> dict[str, Any]:
     """Long enough for a pattern to hide some of its frames."""
-    return {"input_values": torch.randn(2, 1, 48_000, generator=torch.Generator().manual_seed(3))}
+    return {"input_values": _normal(2, 1, 48_000)}
+
+
+def _latents(config: Any) -> dict[str, Any]:
+    return {"latents": _normal(2, config.hidden_size, TOKENS)}
+
+
+def _noise(config: Any) -> dict[str, Any]:
+    """Behind tokens of the model that it drafts for."""
+    return {
+        "noise_embeds": _normal(2, config.block_size, config.hidden_size),
+        "context_hidden_states": _normal(2, 7, config.hidden_size * len(config.target_layer_ids)),
+    }
+
+
+def _games(config: Any) -> dict[str, Any]:
+    return {
+        "states": _normal(2, 8, config.state_dim),
+        "actions": _normal(2, 8, config.act_dim),
+        "rewards": _normal(2, 8, 1),
+        "returns_to_go": _normal(2, 8, 1),
+        "timesteps": torch.arange(8).expand(2, -1),
+        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
+    }
+
+
+def _series(config: Any) -> dict[str, Any]:
+    length = 16 * config.patch_length
+    return {
+        "past_values": _normal(2, length),
+        "past_values_padding": torch.zeros(2, length),
+        "freq": torch.zeros(2, 1, dtype=torch.int64),
+    }
+
+
+def _queries(config: Any) -> dict[str, Any]:
+    """As many as there are tokens of the other model."""
+    return {
+        "query_embeds": _normal(2, TOKENS, config.hidden_size),
+        "encoder_hidden_states": _normal(2, TOKENS, config.encoder_hidden_size),
+    }
 
 
 OWN_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "blip_2_qformer": _queries,
+    "decision_transformer": _games,
+    "fun_asr_nano_encoder": lambda config: {
+        "input_features": _normal(2, TOKENS, config.num_mel_bins * config.num_stacked_frames),
+        "input_features_mask": torch.ones(2, TOKENS, dtype=torch.int64),
+    },
+    "gemma3n_audio": lambda config: {
+        "audio_mel": _normal(2, 64, config.input_feat_size),
+        "audio_mel_mask": torch.zeros(2, 64, dtype=torch.bool),
+    },
+    "gemma4_audio": lambda config: {"input_features": _normal(2, 64, 128), "attention_mask": torch.ones(2, 64, dtype=torch.bool)},
+    "gemma4_vision": _placed_patches,
+    "inkling2_vision": _merged_patches,
     "mimi": _sound,
+    "mimi_decoder": _latents,
     "mimi_encoder": _sound,
+    "minicpm_ocr_vision": _strip_of_patches,
+    "minicpmv4_7_vision": _strip_of_patches,
+    "muse_glimmer_assistant": _noise,
+    "muse_spark_audio": lambda config: {"input_values": _normal(2, 2 * 1920)},
+    "pocket_tts_audio_tokenizer_decoder": lambda config: {"latents": _normal(2, config.hidden_size, 11)},
+    "qwen3_asr_encoder": lambda config: {
+        "input_features": _normal(2, config.num_mel_bins, 4 * config.n_window),
+        "input_features_mask": torch.ones(2, 4 * config.n_window, dtype=torch.int64),
+    },
     "siglip2_vision_model": _patches,
+    "timesfm": _series,
+    "vibevoice_acoustic_tokenizer_decoder": lambda config: {"hidden_states": _normal(2, config.hidden_size, TOKENS)},
+    "vibevoice_acoustic_tokenizer_encoder": lambda config: {"hidden_states": _normal(2, 1, 64)},
 }
 
 
@@ -149,7 +294,7 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    channels = _channels(config)
     if name in ("input_ids", "decoder_input_ids"):
         yield torch.randint(4, 30, (2, TOKENS if name == "input_ids" else 7), generator=generator)
     elif name == "attention_mask":
@@ -166,6 +311,8 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
             yield normal(2, channels, height, width)
         yield normal(2, frames, channels, height, width)
         yield normal(2, channels, frames, height, width)
+        if name == "pixel_values":
+            yield from _packed(config, normal)
     elif name in ("input_values", "audio_values"):
         yield normal(2, 1601)
         yield normal(2, 1, 3200)
@@ -174,7 +321,15 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
         bins = next(
             (
                 getattr(config, field)
-                for field in ("num_mel_bins", "input_feat_size", "feature_size", "n_mels", "mel_bins", "input_dim")
+                for field in (
+                    "num_mel_bins",
+                    "input_feat_size",
+                    "feature_size",
+                    "feature_projection_input_dim",
+                    "n_mels",
+                    "mel_bins",
+                    "input_dim",
+                )
                 if isinstance(getattr(config, field, None), int)
             ),
             16,
@@ -184,13 +339,28 @@ def _draw(name: str, config: Any) -> Iterator[Tensor]:
             yield normal(2, bins, length)
             yield normal(2, length, bins)
     elif name in ("hidden_states", "inputs_embeds"):
-        patch, frames = getattr(config, "patch_size", 8), getattr(config, "temporal_patch_size", 1)
-        if isinstance(patch, int):
-            yield normal(16, channels * frames * patch * patch)
+        yield from _packed(config, normal)
         yield normal(2, TOKENS, getattr(config, "hidden_size", 48))
     elif name in ("grid_thw", "image_grid_thw", "image_grid_hws"):
         yield torch.tensor([[1, 4, 4]])
         yield torch.tensor([[4, 4]])
+    elif name == "input_features_mask":
+        yield torch.ones(2, 64, dtype=torch.int64)
+    elif name == "merge_sizes":
+        yield torch.tensor([1])
     elif name in ("past_values",):
         yield normal(2, getattr(config, "context_length", None) or 32, getattr(config, "num_input_channels", 1))
         yield normal(2, getattr(config, "context_length", None) or 32)
+
+
+def _channels(config: Any) -> int:
+    return getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+
+
+def _packed(config: Any, normal: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """The patches of one image, or of two frames, in a row."""
+    patch = getattr(config, "patch_size", 8)
+    if isinstance(patch, int):
+        frames = getattr(config, "temporal_patch_size", None) or getattr(config, "patch_temporal", 1)
+        yield normal(16, _channels(config) * frames * patch * patch)
+        yield normal(16, _channels(config), patch, patch)

@@ -232,7 +232,7 @@ def _inputs(model_type: str, model: Any) -> Iterator[dict[str, Any]]:
     parameters = inspect.signature(model.forward).parameters
     needed = [name for name in names if parameters[name].default is inspect.Parameter.empty]
     main = [] if model.main_input_name in needed or model.main_input_name not in names else [model.main_input_name]
-    more = [[], ["decoder_input_ids"], ["bbox"], ["attention_mask"]]
+    more = [[], ["decoder_input_ids"], ["bbox"], ["attention_mask"], ["input_features_mask"], ["input_ids"]]
     for others in more:
         wanted = [*main, *needed, *(name for name in others if name in names)]
         if len(others) and others[0] not in names:
@@ -266,12 +266,20 @@ def _run(model: Any, inputs: dict[str, Any]) -> Tensor:
     torch.manual_seed(2)
     with torch.no_grad():
         output = model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
-    tensors = [output] if isinstance(output, Tensor) else [x for x in output.to_tuple() if isinstance(x, Tensor)]
+    tensors = [output] if isinstance(output, Tensor) else [*_tensors(output.to_tuple())]
     out = getattr(output, "last_hidden_state", None)
     out = max(tensors, key=Tensor.is_floating_point) if out is None else out  # the first, but before it what is no code
     if not bool(out.isfinite().all()):
         raise ValueError("its outputs are not finite")
     return out
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def _shown(error: BaseException) -> str:
