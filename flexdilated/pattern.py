@@ -119,7 +119,8 @@ class DilatedPattern:
             ValueError: If the slide is not at least four tiles wide: a segment of its 16 tiles is the shortest for rate 16.
         """
         if not 1 <= tile_size <= max_wsi_size // 4:
-            raise ValueError(f"tile_size must be in [1, max_wsi_size // 4={max_wsi_size // 4}], got {tile_size}")
+            least = f"[1, {max_wsi_size // 4}], a quarter of max_wsi_size={max_wsi_size}"
+            raise ValueError(f"tile_size must be in {least}, got {tile_size}")
         last = int(math.log2((max_wsi_size // tile_size) ** 2))
         lengths = [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
         return cls.torchscale(lengths, (1, 2, 4, 8, 16))

@@ -271,7 +271,7 @@ def test_encode_slide_refuses_embeddings_that_are_not_finite(
         (["--arch=large"], "--arch must be one of gigapath_slide_enc12l768d, "),
         (["--tile-size=0"], "--tile-size must be at least 1, got 0"),
         (["--slide-ngrids=-1"], "--slide-ngrids must be at least 1, got -1"),
-        (["--max-wsi-size=255"], "--tile-size must be in [1, --max-wsi-size=255], got 256"),
+        (["--max-wsi-size=255"], "--tile-size must be in [1, 63], a quarter of --max-wsi-size=255, got 256"),
         (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
         (["--output=/nowhere/a.pt"], "--output must be a file in a folder that can be written, got '/nowhere/a.pt'"),

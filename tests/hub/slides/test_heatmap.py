@@ -234,7 +234,7 @@ def test_map_slide_needs_weights(tmp_path: Path) -> None:
         (["--output=a.png", "--magnification=0"], "--magnification must be above 0 and finite, got 0"),
         (["--output=a.png", "--slide-ngrids=5"], "outside the grid of 5 cells of 512 pixels from 0 on"),
         (["--output=a.png", "--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
-        (["--output=a.png", "--max-wsi-size=0"], "--tile-size must be in [1, --max-wsi-size=0], got 256"),
+        (["--output=a.png", "--max-wsi-size=0"], "--tile-size must be in [1, 0], a quarter of --max-wsi-size=0, got 256"),
     ],
 )
 def test_map_slide_refuses_what_it_cannot_draw(weights: Path, more: list[str], message: str) -> None:
