@@ -1,10 +1,14 @@
-"""A model of the library whose tokens are sharded over the ranks of a mesh: by a call, or by a field of its config."""
+"""A model of the library whose tokens are sharded over ranks. Long: by a call or a field of its config, and what is refused."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flexdilated.call import EXCHANGES
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
+from flexdilated.distributed.telling import known, telling
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
@@ -26,15 +31,22 @@ from flexdilated.pattern import at_least_one
 PLACE = "_dilated_context"  # the attribute by which the attention function finds the mesh of a module
 FIELD = "dilated_context"  # of a config
 SHARDED = "in a model over a mesh"
+IGNORED = -100  # a label, to the library
+OFFSET_POSITIONS = re.compile(r"\bcreate_position_ids_from_input_ids\b")  # of RoBERTa and its kin
 # Models share the groups that all processes make together.
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
 
 
 class Context:
-    """The mesh over which a model's tokens are sharded, how rows travel on it, and how many layers have attended in a forward."""
+    """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
+
+    `calls`: layers that have attended. `is_placed`: whether its tokens have their positions. `is_compared`: whether labels of
+    neighbours have been.
+    """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
         self.mesh, self.exchange, self.calls = mesh, exchange, 0
+        self.is_placed = self.is_compared = False
 
     def __deepcopy__(self, memo: Any) -> Context:
         return Context(self.mesh, self.exchange)  # process groups have no copies
@@ -219,6 +231,10 @@ def _check_model(model: PreTrainedModel) -> None:
         raise NotImplementedError(f"model must mix tokens by attention alone, got {name} with {type(mixing).__name__}")
     if getattr(config, "output_router_logits", False):
         raise NotImplementedError("config.output_router_logits must be False over a mesh, got True: its loss is no sum over tokens")
+    if OFFSET_POSITIONS.search(_source_of(type(model))):
+        raise NotImplementedError(
+            f"model must count positions from 0 over a mesh, got {name}, whose positions depend on its padding"
+        )
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope in ("dynamic", "longrope"):
             raise NotImplementedError(f"rope_type must not depend on the longest position over a mesh, got {rope!r}")
@@ -233,12 +249,36 @@ def _ropes(parameters: Any) -> list[str]:
     return [kind for value in parameters.values() for kind in _ropes(value)]
 
 
+def _source_of(model_class: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[model_class.__module__])
+    except (OSError, TypeError, KeyError):  # typed into a notebook
+        return ""
+
+
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
 
 
+def _telling(hook: Any) -> Any:
+    """A hook whose errors reach the other ranks, which would wait for this one."""
+
+    @functools.wraps(hook)
+    def told(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with nullcontext() if torch.compiler.is_compiling() else telling(getattr(module, PLACE).mesh):
+            return hook(module, args, kwargs)
+
+    return told
+
+
+@_telling
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     given = _by_name(module, args, kwargs)
+    context: Context = getattr(module, PLACE)
+    context.is_placed = False
+    config: Any = module.config
+    if given.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
     if given.get("labels") is None:
         return (), given
     for name in ("shift_labels", "num_items_in_batch"):
@@ -248,14 +288,40 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "and the loss is a mean over the labels of all ranks"
             )
     given["shift_labels"] = given["shift_labels"].contiguous()  # the library's loss takes a view of them
+    if not context.is_compared and not torch.compiler.is_compiling():
+        _compare_labels(context, given["labels"], given["shift_labels"], packed=given.get("cu_seq_lens_q") is not None)
     return (), given
 
 
+def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, packed: bool) -> None:
+    """Refuse shards that are not those of one sequence, in a model's first forward with labels: a loader that knows nothing of the
+    mesh, as `Trainer`'s, gives every rank sequences of its own.
+
+    Raises:
+        ValueError: If the label behind a shard is not the first of the next one, nor the end of a packed document.
+    """
+    mine = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
+    told: list[Any] = [None] * context.mesh.size()
+    dist.all_gather_object(told, mine, group=context.mesh.get_group())
+    held = [(rank, *each) for rank, each in enumerate(told) if None not in each]
+    for (one, _, behind), (other, first, _) in pairwise(held):
+        if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
+            error = ValueError(
+                f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {behind} on rank {one}, "
+                f"labels that begin with {first} on rank {other}; cut one batch of all ranks, as Trainer's is not, by "
+                "flexdilated.distributed.shard_sequence"
+            )
+            known(error)
+            raise error
+    context.is_compared = True
+
+
+@_telling
 def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Give the tokens of a shard their positions in the whole sequence, and refuse what is not known of shards."""
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
-    context.calls = 0
+    context.calls, context.is_placed = 0, True
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     if given.get("past_key_values") is not None or given.get("use_cache"):

@@ -123,6 +123,10 @@ def dilated_attention_forward(
         else:
             out = _attend_whole(q, k, v, attention_mask, borders, call, sinks)
     else:
+        if not context.is_placed:  # OPT's head calls the decoder inside of its base model
+            raise NotImplementedError(
+                "model must call its base model to be sharded, got one that calls a part of it: nothing placed its tokens"
+            )
         context.calls += 1
         # The positions of documents, which the mask tells, are checked where the tokens come in.
         borders = borders_of(None, q, options)

@@ -227,6 +227,49 @@ def test_a_malformed_field_is_refused() -> None:
         hub.context_mesh(model)
 
 
+# -- what would be silent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_what_no_shard_can_do_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(refuse_on_every_rank, 2, tmp_path)
+
+
+def refuse_on_every_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    torch.manual_seed(3)
+    tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
+    batch = shard_sequence({"input_ids": tokens, **labelled(tokens)}, mesh)
+    for build_model in (lambda: build("Llama"), lambda: longnet(vocab_size=VOCAB)):
+        torch.manual_seed(4)
+        model = hub.shard_context(build_model(), mesh)
+        # As a loader gives them that knows nothing of the mesh: other sequences, each shifted by itself.
+        others = torch.randint(2, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(rank))
+        with pytest.raises(ValueError, match=r"^labels must be those of one sequence in shards .* as Trainer's is not, by "):
+            model(input_ids=others, **labelled(others), num_items_in_batch=9)
+        padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+        padded["attention_mask"][0, -1] = rank == 0  # on the last rank alone
+        refused = (NotImplementedError, ValueError)
+        with pytest.raises(refused, match=r"^(rank 1 refused: )?attention_mask must be None in a model over a mesh, got a mask"):
+            model(**padded, num_items_in_batch=9)
+        model(**batch, num_items_in_batch=9)
+    torch.manual_seed(4)
+    config = transformers.OPTConfig(vocab_size=VOCAB, hidden_size=24, ffn_dim=24, num_hidden_layers=1, num_attention_heads=3)
+    config.word_embed_proj_dim, config.dilated_pattern = 24, RAGGED
+    with pytest.raises(NotImplementedError, match="model must call its base model to be sharded, got one that calls a part of it"):
+        hub.shard_context(transformers.OPTForCausalLM(config), mesh)(batch["input_ids"])
+    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+    config = transformers.RobertaConfig(**sizes, is_decoder=True, dilated_pattern=RAGGED)
+    with pytest.raises(NotImplementedError, match="must count positions from 0 over a mesh, got RobertaForCausalLM"):
+        hub.shard_context(transformers.RobertaForCausalLM(config), mesh)
+    config = transformers.MixtralConfig(
+        **sizes, num_key_value_heads=3, num_local_experts=2, sliding_window=None, dilated_pattern=RAGGED
+    )
+    experts = hub.shard_context(transformers.MixtralForCausalLM(config), mesh)
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False in a model over a mesh, got True"):
+        experts(batch["input_ids"], output_router_logits=True)
+
+
 # -- FSDP2 --------------------------------------------------------------------------------------------------------------------
 
 
