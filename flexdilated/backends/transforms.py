@@ -19,6 +19,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexdilated.backends.hardware import TRACES_FUNCTIONS
 
@@ -84,11 +85,11 @@ def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
 
 
 def in_no_mode(make: Made) -> Made:
-    """A function whose tensors are kept for later calls: plain ones, also where inference mode or torch.func calls it first."""
+    """A function whose tensors are kept for later calls: plain ones, whatever mode (inference, torch.func, fake) calls it first."""
 
     @functools.wraps(make)
     def plain(*args: object) -> object:
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        with torch.inference_mode(False), torch._C._DisableFuncTorch(), _disable_current_modes():
             return make(*args)
 
     return plain  # type: ignore[return-value]

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,6 +40,7 @@ MODES = {
     "no_grad": lambda make: torch.no_grad()(make)(),
     "grad": lambda make: _inside(grad, make),
     "functionalize": lambda make: _inside(functionalize, make),
+    "fake": lambda make: _faked(make),
     "vmap": lambda make: _inside(lambda f: vmap(f, in_dims=0), make),
 }
 WANTED = block_mask._Wanted(DilatedPattern((128, 300), (1, 2)), 2, 2, 600, True, (128, 128), torch.device("cpu"), True)
@@ -47,6 +49,11 @@ WANTED = block_mask._Wanted(DilatedPattern((128, 300), (1, 2)), 2, 2, 600, True,
 def _program() -> Any:
     plan = context_plan(SHORT, (9, 4, 8), 2, range(2), 1, ((0, 21),), True)
     return program.__wrapped__(plan, "gather", 1, torch.device("cpu"))
+
+
+def _faked(make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with FakeTensorMode():
+        return make()
 
 
 def _inside(transform: Callable[..., Any], make: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -68,6 +75,7 @@ def test_what_is_kept_is_no_part_of_the_mode_that_made_it(name: str, mode: str) 
     for x, expected in zip(found, plain, strict=True):
         assert not x.is_inference()
         assert not is_functorch_wrapped_tensor(x)
+        assert type(x) is Tensor
         assert torch.equal(x, expected)
 
 

@@ -108,6 +108,8 @@ def _sharding(post_init: Any) -> Any:
     def and_shard(self: Any) -> None:
         post_init(self)
         asked = getattr(self.config, FIELD, None)
+        if asked is not None and getattr(self.config, "dilated_pattern", None) is None:
+            raise ValueError(f"config.{FIELD} must come with config.dilated_pattern, got {asked['ranks']} ranks and none")
         if asked is not None and self.can_generate() and not hasattr(self, PLACE):  # the parts of it are not asked
             shard_context(self, _consecutive(asked["ranks"]), exchange=asked["exchange"])
 

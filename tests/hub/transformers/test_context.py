@@ -221,6 +221,12 @@ def test_a_malformed_field_is_refused() -> None:
     assert "dilated_context" not in config.to_json_string()
     with pytest.raises(ValueError, match=r"dilated_context must be None without torch\.distributed\.init_process_group, got 2"):
         transformers.AutoModelForCausalLM.from_config(config)
+    for cls in (transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification):
+        dense = transformers.LlamaConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=1, dilated_context=2)
+        with pytest.raises(
+            ValueError, match=r"config\.dilated_context must come with config\.dilated_pattern, got 2 ranks and none"
+        ):
+            cls(dense)
     config.dilated_context = None
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=r"model must have a mesh, by config\.dilated_context or shard_context, got Llama"):
