@@ -64,18 +64,18 @@ def block_lists(
     A block is full when it lies inside the sequence as a whole and all of its pairs are joined. Without `separate_full` every block
     is listed as partial.
     """
-    rows, columns = -(-seq_len // row_size), -(-seq_len // column_size)
+    rows = -(-seq_len // row_size)
     # Whatever torch's default device is; the mode makes every operation slower, so only where it is needed.
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         runs = [_runs(branch, seq_len, row_size, column_size, order) for branch in branches]
+        none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
         if not runs:
-            none, empty = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
             return BlockLists(none, empty, none, empty)
         row, first, last = (torch.cat(parts) for parts in zip(*runs))
-        row, first, last = _union(row, first, last, columns)
+        row, first, last = _union(row, first, last, seq_len)
         row, column = _expand(row, first, last)
         if not separate_full:
-            return BlockLists(*_pack(row, column, rows), *_pack(row[:0], column[:0], rows))
+            return BlockLists(*_pack(row, column, rows), none, empty)
 
         full_first, full_last = _full_columns(branches, seq_len, row_size, column_size, order)
         full = (column >= full_first[row]) & (column <= full_last[row])
@@ -110,13 +110,12 @@ def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, ord
     return row[entry], column, column
 
 
-def _union(row: Tensor, first: Tensor, last: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same blocks as disjoint runs in ascending order: all rows are laid out on one line, with a gap between them."""
-    pitch = columns + 1
+def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same blocks as disjoint runs in ascending order: all rows are laid out on one line, of which each takes `pitch`."""
     start, order = torch.sort(row * pitch + first)
     end = torch.cummax((row * pitch + last)[order], dim=0).values
     begins = torch.ones_like(start, dtype=torch.bool)
-    begins[1:] = start[1:] > end[:-1] + 1
+    begins[1:] = start[1:] > end[:-1]
     closes = torch.ones_like(begins)
     closes[:-1] = begins[1:]
     start, end = start[begins], end[closes]
@@ -179,8 +178,8 @@ def _completed(
         return
     inside = ((row + 1) * row_size <= seq_len) & ((column + 1) * column_size <= seq_len) & ~full
     candidates = inside.nonzero()[:, 0]
-    # The corner that lies farthest apart first: few blocks survive it.
-    for i, j in ((-1, 0), (-2, 0), (-1, 1), (0, -1), (0, 0)):
+    # The corners first, those that lie farthest apart before the others: few blocks have them all.
+    for i, j in ((-1, 0), (0, -1), (0, 0), (-1, -1)):
         x = row[candidates] * row_size + i % row_size
         y = column[candidates] * column_size + j % column_size
         candidates = candidates[_joined(branches, x, y, order)]
@@ -211,9 +210,8 @@ def _pack(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _within(counts: Tensor) -> Tensor:
     """`0 .. n - 1` for every n of counts, one after another."""
-    ends = counts.cumsum(dim=0)
-    total = int(ends[-1]) if counts.numel() else 0
-    return torch.arange(total) - torch.repeat_interleave(ends - counts, counts)
+    before = torch.repeat_interleave(counts.cumsum(dim=0) - counts, counts)
+    return torch.arange(len(before)) - before
 
 
 def _ceil_div(a: Tensor, b: int) -> Tensor:

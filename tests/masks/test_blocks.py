@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from flexdilated import DilatedPattern
+from flexdilated.masks import blocks as listing
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from tests.cases import least_heads
 
@@ -126,6 +129,32 @@ def test_lists_are_made_on_the_cpu_whatever_the_default_device() -> None:
     compare(lists, join(branches, 29, "any"), (5, 3))
 
 
+@pytest.mark.parametrize("branches", [(), (HeadBranch(13, 1, 0), HeadBranch(29, 2, 1))], ids=["none", "two"])
+def test_lists_that_do_not_tell_full_blocks_hold_all_as_partial(branches: tuple[HeadBranch, ...]) -> None:
+    lists = block_lists(branches, 29, 5, 3, "any", separate_full=False)
+    partial, full = look(join(branches, 29, "any"), 5, 3)
+    assert full.any() == bool(branches)
+    assert torch.equal(read(lists.partial_counts, lists.partial_indices, 10), partial | full)
+    assert not read(lists.full_counts, lists.full_indices, 10).any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("length", "rate", "offset"), [(7, 2, 1), (48, 8, 3), (5, 5, 4)])
+def test_a_branch_is_worked_on_by_the_segments_that_rows_touch(length: int, rate: int, offset: int, order: Order) -> None:
+    """As long as its rate is at most a block's columns: then a row has one run of each segment."""
+    looked = []
+    within = listing._within
+
+    def counted(counts: Tensor) -> Tensor:
+        looked.append(int(counts.sum()))
+        return within(counts)
+
+    with mock.patch.object(listing, "_within", counted):
+        runs = listing._runs(HeadBranch(length, rate, offset), 101, 16, 8, order)
+    assert looked == [len({(t // 16, t // length) for t in range(101)})]
+    assert len(runs[0]) == len({(t // 16, t // length) for t in range(101) if t % length % rate == offset})
+
+
 def test_branches_of_a_head_are_distinct_and_cut_to_the_sequence() -> None:
     pattern = DilatedPattern((400, 7, 300, 7), (3, 1, 3, 1), offsets="interleaved")
     assert head_branches(pattern, 4, 5, 101) == (HeadBranch(7, 1, 0), HeadBranch(101, 3, 1))
@@ -138,8 +167,9 @@ def test_no_row_joins_more_columns_than_is_known_beforehand(lengths: tuple[int, 
     lists = block_lists(head_branches(pattern, 0, 1, 400), 400, *sizes, "any")
     found, known = int((lists.partial_counts + lists.full_counts).max()), most_columns(pattern, *sizes)
     assert found <= known
-    if len(lengths) == 1 and lengths[0] % sizes[0] == 0:  # a row lies in one segment
-        assert known <= -(-lengths[0] // sizes[1]) + 2
+    # A row lies in one segment, or reaches at most a whole one on either side.
+    spans = [w if w % sizes[0] == 0 else 2 * w + sizes[0] for w in lengths]
+    assert known <= sum(-(-span // sizes[1]) + 2 for span in spans)
 
 
 # -- blocks that only a dilated branch completes --------------------------------------------------------------------------------
@@ -173,6 +203,53 @@ def test_dilated_branches_alone_fill_a_tiny_block(sizes: tuple[int, int], order:
     branches = (HeadBranch(13, 2, 0), HeadBranch(13, 3, 0))  # 6 sees 8 by rate 2 and 9 by rate 3
     full = check(branches, 13, sizes, order)
     assert full[(6, 4) if sizes == (1, 2) else (4, 6)].item() == (order != ("before" if sizes == (1, 2) else "after"))
+
+
+def looks(branches: tuple[HeadBranch, ...], num_tokens: int, sizes: tuple[int, int], order: Order) -> list[Tensor]:
+    """What is asked of the definition while these lists are made: whole blocks as (blocks, rows, columns)."""
+    asked = []
+    joined = listing._joined
+
+    def kept(*arguments: Any) -> Tensor:
+        asked.append(joined(*arguments))
+        return asked[-1]
+
+    with mock.patch.object(listing, "_joined", kept):
+        check(branches, num_tokens, sizes, order)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        (HeadBranch(13, 1, 0), HeadBranch(29, 1, 0)),
+        (HeadBranch(13, 3, 0), HeadBranch(29, 4, 3)),
+        (HeadBranch(13, 1, 0), HeadBranch(26, 1, 0), HeadBranch(61, 2, 1)),
+    ],
+    ids=["rate_1", "dilated", "nested"],
+)
+def test_no_pair_is_looked_at_where_no_dilated_branch_can_complete_a_block(branches: tuple[HeadBranch, ...]) -> None:
+    assert not looks(branches, 61, (5, 7), "any")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_of_blocks_that_rate_1_leaves_those_with_all_four_corners_are_looked_at(order: Order) -> None:
+    near, dilated = (HeadBranch(7, 1, 0), HeadBranch(11, 1, 0)), (HeadBranch(61, 2, 0), HeadBranch(58, 3, 1))
+    pairs = join(near + dilated, 187, order)
+    corners = [pairs[i : i + 3 : 2, j : j + 4 : 3].all() for i in range(0, 186, 3) for j in range(0, 184, 4)]
+    _, full = look(join(near, 187, order), 3, 4)
+    expected = sum(bool(each) for each in corners) - int(full.sum())
+    assert expected > 5
+    assert sum(len(each) for each in looks(near + dilated, 187, (3, 4), order) if each.ndim == 3) == expected
+
+
+@pytest.mark.parametrize("pairs", [1, 5, 6])
+def test_whole_blocks_are_looked_at_as_many_together_as_memory_is_meant_for(pairs: int) -> None:
+    branches = (HeadBranch(13, 2, 0), HeadBranch(13, 3, 0))
+    with mock.patch.object(listing, "PAIRS", pairs):
+        *most, last = (each.numel() for each in looks(branches, 13 * 20, (1, 2), "any") if each.ndim == 3)
+    assert set(most) == {2 * max(1, pairs // 2)}
+    assert 0 < last <= most[0]
 
 
 @st.composite
