@@ -18,6 +18,7 @@ from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost
 from flexdilated.distributed import counts as counting
+from flexdilated.distributed import plan as planning
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.spans import Kept, Spans
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
@@ -252,6 +253,7 @@ def test_a_head_is_taken_whole_by_a_rank_that_holds_a_part_of_its_segment(plan: 
     st.integers(1, 3),
     st.booleans(),
 )
+@example(1, 6, [3, 0, 3], 2, 1, False)  # as many rows either way, and a rank between that asks for none
 def test_whole_heads_never_travel_more_than_rows_where_a_branch_divides_evenly(
     rate: int, rows: int, shards: list[int], num_heads: int, group: int, is_causal: bool
 ) -> None:
@@ -282,6 +284,70 @@ def segment_costs(plan: ContextPlan) -> Iterator[tuple[int, tuple[int, int]]]:
             by_rows += 2 * sum(owner(plan, key) != at for at, key in needs)
             by_heads += sum((2 + 2 * plan.group) * (owner(plan, x.out) != rank) for x in segment.softmaxes)
         yield int(executors(plan, 0, 0)[turn]), (by_rows, by_heads)
+
+
+@given(plans())
+def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
+    """Documents, segments and their ranks, as the fields of `Segments` are documented, by a look at every token."""
+    ranks = [rank for rank, length in enumerate(plan.shard_lengths) for _ in range(length)]
+    shared = [(start, n) for start, n in plan.documents if len(set(ranks[start : start + n])) > 1]
+    assert list(plan._crossing) == shared
+    for branch, (length, rate) in enumerate(plan.pattern.branches):
+        at, found = plan.segments[branch], []
+        for start, n in shared:
+            w = min(length, n)
+            out = -(-w // rate) * rate if plan.pattern.zero_padding else w
+            for index in range(-(-n // w)):
+                tokens = range(start + index * w, start + min((index + 1) * w, n))
+                outputs = range(start + index * out, start + min((index + 1) * out, n))
+                if len(set(ranks[tokens.start : max(tokens.stop, outputs.stop)])) > 1:
+                    slots = out if len(tokens) == w < n else len(tokens)
+                    found.append((start, n, index, len(tokens) == w, slots, tokens, outputs))
+        assert plan.cut[branch].tolist() == [list(row[:4]) for row in found]
+        for i, (*_, slots, tokens, outputs) in enumerate(found):
+            assert (at.token[i], at.size[i]) == (tokens.start, len(tokens))
+            assert (at.out_token[i], at.outputs[i]) == (outputs.start, len(outputs))
+            # Only a shifted output shows the padding row of a whole segment.
+            assert at.slots[i] == slots
+            assert (at.first_source[i], at.last_source[i]) == (ranks[tokens[0]], ranks[tokens[-1]])
+            if outputs:
+                assert (at.first_owner[i], at.last_owner[i]) == (ranks[outputs[0]], ranks[outputs[-1]])
+            assert (at.first_owner[i] <= at.last_owner[i]) == (len(outputs) > 0)
+            for rank in range(plan.num_ranks):
+                low, high = plan.held(at.token[i], at.size[i], rank)
+                assert [j for j, token in enumerate(tokens) if ranks[token] == rank] == list(range(low, high))
+                assert plan.near(branch, rank)[i] == (bool(outputs) and ranks[outputs[0]] <= rank <= ranks[outputs[-1]])
+
+
+def test_a_plan_of_no_documents_is_local() -> None:
+    plan = context_plan(DilatedPattern((8,), (1,)), (0, 0), 1, range(1), 1, (), False)
+    assert plan.is_local
+    assert [len(each) for each in plan.cut] == [0]
+
+
+@given(plans(), st.sampled_from(EXCHANGES), st.sampled_from(KINDS))
+def test_spans_of_a_rank_are_those_of_all_that_name_it_and_none_is_empty(plan: ContextPlan, exchange: str, kind: str) -> None:
+    everything = plan.spans(exchange, kind)
+    assert (everything.first < everything.end).all()
+    assert (everything.residues > 0).all()
+    for rank in range(plan.num_ranks):
+        for one, of in (
+            (plan.spans(exchange, kind, rank), everything.receiver),
+            (plan.spans(exchange, kind, rank, sent=True), everything.sender),
+        ):
+            assert sorted(zip(*one)) == sorted(zip(*everything.where(of == rank)))
+
+
+@pytest.mark.parametrize(("spans", "expected"), [(3, [1] * 5), (12, [2, 2, 1]), (1 << 16, [5])], ids=["one", "two", "all"])
+def test_ranks_are_taken_as_many_together_as_their_pairs_are_spans(spans: int, expected: list[int]) -> None:
+    plan = plan_of(DilatedPattern((61,), (2,)), 97, 5, 3)
+    whole = plan.traffic("gather", "kv")
+    with mock.patch.object(planning, "SPANS", spans):
+        some = list(plan.some_ranks())
+        parts = planning._traffic.__wrapped__(plan, "gather")["kv"]
+    assert [len(ranks) for ranks in some] == expected
+    assert [rank for ranks in some for rank in ranks] == list(range(5))
+    assert [column.tolist() for column in parts] == [column.tolist() for column in whole]
 
 
 # -- who computes what --------------------------------------------------------------------------------------------------------
