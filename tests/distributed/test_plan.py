@@ -1,5 +1,7 @@
 """The plan against the definition: what each output needs, token by token, and who holds it."""
 
+import hashlib
+import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -175,10 +177,10 @@ def plan_of(pattern: DilatedPattern, num_tokens: int, num_ranks: int, num_heads:
     return context_plan(pattern, even(num_tokens, num_ranks), num_heads, range(num_heads), 1, document, is_causal)
 
 
-def shifted(shards: tuple[int, ...], length: int, rate: int, num_heads: int) -> ContextPlan:
+def shifted(shards: tuple[int, ...], length: int, rate: int, num_heads: int, *, is_causal: bool = True) -> ContextPlan:
     """torchscale's shifted positions: the last outputs of the last segment fall behind the end."""
     pattern = DilatedPattern((length,), (rate,), offsets="interleaved", zero_padding=True)
-    return context_plan(pattern, shards, num_heads, range(num_heads), 1, ((0, sum(shards)),), True)
+    return context_plan(pattern, shards, num_heads, range(num_heads), 1, ((0, sum(shards)),), is_causal)
 
 
 def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int], int]:
@@ -199,6 +201,10 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(plan=plans())
 @example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
+@example(plan=shifted((9, 9, 0, 9), 13, 3, 6, is_causal=False))
+@example(plan=shifted((12, 11, 11, 4), 16, 6, 8, is_causal=False))  # whole heads, whose outputs stand on other ranks
+@example(plan=shifted((9, 5, 5, 10), 9, 7, 3, is_causal=False))  # whole heads of a segment of one output
+@example(plan=shifted((3, 8, 11, 9, 3), 5, 2, 4, is_causal=False))  # and of none
 def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan: ContextPlan, exchange: str) -> None:
     for kind, expected in expected_rows(plan, exchange).items():
         assert counts(plan, exchange, kind) == {pair: len(rows) for pair, rows in expected.items()}
@@ -317,6 +323,31 @@ def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
                 low, high = plan.held(at.token[i], at.size[i], rank)
                 assert [j for j, token in enumerate(tokens) if ranks[token] == rank] == list(range(low, high))
                 assert plan.near(branch, rank)[i] == (bool(outputs) and ranks[outputs[0]] <= rank <= ranks[outputs[-1]])
+
+
+@given(st.integers(-5, 15), st.integers(0, 15), st.integers(1, 15), st.integers(1, 7), st.integers(0, 3))
+def test_segments_between_two_places_lie_there_with_their_outputs(begin: int, length: int, n: int, w: int, more: int) -> None:
+    end, w = begin + length, min(w, n)
+    out = w + more
+    segments = [range(i * w, max(min((i + 1) * w, n), min((i + 1) * out, n))) for i in range(-(-n // w))]
+    expected = [i for i, tokens in enumerate(segments) if begin <= tokens.start and tokens.stop <= end]
+    assert list(range(*map(int, planning.inside(begin, end, n, w, out)))) == expected
+
+
+def test_ranks_share_a_description_in_json_types_that_stays_short() -> None:
+    def described(num_ranks: int, num_documents: int) -> dict[str, Any]:
+        documents = tuple((3 * i, 3) for i in range(num_documents))
+        tokens = 3 * num_documents
+        return context_plan(DilatedPattern((8,), (1,)), even(tokens, num_ranks), 1, range(1), 1, documents, False).description
+
+    short = described(64, 64)
+    assert json.loads(json.dumps(short)) == short
+    assert short["shard_lengths"] == [3] * 64
+    assert short["documents"] == [[3 * i, 3] for i in range(64)]
+    digest = hashlib.sha256(repr((3,) * 65).encode()).hexdigest()
+    assert described(65, 65)["shard_lengths"] == f"65 values of sha256 {digest}"
+    assert len(described(1, 65)["documents"]) < 100
+    assert described(1, 65)["documents"] != described(1, 66)["documents"]
 
 
 def test_a_plan_of_no_documents_is_local() -> None:
