@@ -357,6 +357,7 @@ def test_a_plan_of_no_documents_is_local() -> None:
 
 
 @given(plans(), st.sampled_from(EXCHANGES), st.sampled_from(KINDS))
+@example(shifted((3, 8, 11, 9, 3), 5, 2, 4, is_causal=False), "heads", "kv")  # whole heads of a segment without outputs
 def test_spans_of_a_rank_are_those_of_all_that_name_it_and_none_is_empty(plan: ContextPlan, exchange: str, kind: str) -> None:
     everything = plan.spans(exchange, kind)
     assert (everything.first < everything.end).all()
