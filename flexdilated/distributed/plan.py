@@ -205,6 +205,8 @@ class ContextPlan:
             here = spans.where(spans.branch == branch)
             chosen, first, rows = rows_of(here, rate, heads[place][1], place)
             found.append(Needs(here.receiver[chosen], here.sender[chosen], first, np.full_like(first, rate), rows))
+        if not found:
+            return Needs(*(np.empty(0, np.int64) for _ in Needs._fields))
         return Needs(*(np.concatenate(parts) for parts in zip(*found)))
 
     def spans(self, exchange: str, kind: str, rank: int | None = None, *, sent: bool = False) -> Spans:
@@ -226,7 +228,7 @@ class ContextPlan:
     def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Iterator[Spans]:
         """Branch by branch, what some ranks receive of some."""
         for branch in range(len(self.pattern.branches)):
-            if not self.kept[branch].heads:
+            if not self.kept[branch].heads or not len(self.cut[branch]):
                 continue
             whole = self.by_heads[branch] if exchange == "heads" else np.zeros(len(self.cut[branch]), bool)
             if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
@@ -247,6 +249,9 @@ class ContextPlan:
         at = self.segments[branch]
         first_owner, owners = _among(at.first_owner, at.last_owner, receivers)
         first_source, sources = _among(at.first_source, at.last_source, senders)
+        # A rank that holds both sides of a segment alone needs nothing.
+        away = (at.first_source < at.last_source) | (at.first_owner != at.first_source) | (at.first_owner < at.last_owner)
+        chosen = chosen[(away & (owners > 0) & (sources > 0))[chosen]]
         which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
         of = chosen[which]
         at = Segments(*(x[of] for x in at))
@@ -274,23 +279,27 @@ class ContextPlan:
 
     def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
         at, num_heads = self.segments[branch], len(self.kept[branch].heads)
-        if self.is_local:  # a cut segment may keep no rows on one side of the border
-            return np.zeros(len(at.token), bool)
-        which, rank = expanded(at.first_source, at.last_source - at.first_source + 1)
-        low, high = self.held(at.token[which], at.size[which], rank)
+        pay = np.zeros(len(at.token), bool)
+        chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
+        if self.is_local or not len(chosen):  # a cut segment may keep no rows on one side of the border
+            return pay
+        first, size = at.token[chosen], at.size[chosen]
+        which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
+        low, high = self.held(first[which], size[which], rank)
         # What the ranks with queries need: the tokens of others, or of those before.
-        missing = np.where(low < high, low if self.is_causal else at.size[which] - (high - low), 0)
-        by_rows = np.zeros(len(at.token), np.int64)
+        missing = np.where(low < high, low if self.is_causal else size[which] - (high - low), 0)
+        by_rows = np.zeros(len(chosen), np.int64)
         np.add.at(by_rows, which, 2 * missing * num_heads)
-        executor = self.deal(branch, np.arange(len(at.token)))
-        low, high = self.held(at.token[:, None], at.size[:, None], executor)
-        by_heads = ((2 + 2 * self.group) * (at.size[:, None] - (high - low))).sum(axis=1)
-        return by_heads < by_rows
+        executor = self.deal(branch, chosen)
+        low, high = self.held(first[:, None], size[:, None], executor)
+        by_heads = ((2 + 2 * self.group) * (size[:, None] - (high - low))).sum(axis=1)
+        pay[chosen] = by_heads < by_rows
+        return pay
 
     def deal(self, branch: int, chosen: Integers) -> Integers:
         """`(segments, heads of the branch)` ranks that would compute whole heads: dealt in proportion to the tokens they hold."""
         at, num_heads = self.segments[branch], len(self.kept[branch].heads)
-        middle = (2 * np.arange(num_heads) + 1) * at.size[chosen, None] // (2 * num_heads)
+        middle = (2 * np.arange(num_heads) + 1) * at.size[chosen, None] // max(1, 2 * num_heads)
         return self.rank_of(at.token[chosen, None] + middle)
 
     def _head_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
