@@ -83,7 +83,7 @@ REFUSED = [
     ),
     ({"scale": 10**400, **{x: torch.ones(2, 17, 3, 5).double() for x in "qkv"}}, ValueError, "scale must be finite in"),
     ({"scale": np.float32("nan")}, ValueError, r"scale must be finite, got nan"),
-    ({"scale": np.True_}, TypeError, r"scale must be a number or None, got np.True_"),
+    ({"scale": np.True_}, TypeError, f"scale must be a number or None, got {np.True_!r}"),
     (
         {"scale": torch.tensor(0.1)},
         TypeError,
