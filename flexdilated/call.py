@@ -64,6 +64,12 @@ class Call(NamedTuple):
         """Whether it has a score or mask function."""
         return self.score_mod is not None or self.mask_mod is not None
 
+    def part_of_heads(self, num_kv_heads: int) -> range | None:
+        """The key/value heads held here, where they are not all of the model's."""
+        if self.num_heads in (None, num_kv_heads):
+            return None
+        return range(self.first_head, self.first_head + num_kv_heads)
+
     def checked_scale(self) -> float:
         """The scale, of a checked call."""
         assert self.scale is not None

@@ -16,7 +16,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""
     q, k, v, call = check(q, k, v, call)
     request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
-    asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=call.num_heads != k.shape[2]))
+    divided = call.part_of_heads(k.shape[2]) is not None
+    asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
     if call.backend == "flex" and asked == "auto" and call.is_modified():

@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
-    if _part(call, k) is not None and call.dropout_p > 0.0:
+    if call.part_of_heads(k.shape[2]) is not None and call.dropout_p > 0.0:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 "dropout_p must be 0 with score_mod and mask_mod on a part of a model's heads in compiled code, got "
@@ -66,7 +66,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """Every piece of every document, and their mixture."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
-    num_heads, within = call.num_heads or k.shape[2], _part(call, k)
+    num_heads, within = call.num_heads or k.shape[2], call.part_of_heads(k.shape[2])
     plans = [plan_pieces(pattern, ((0, length),), num_heads, call.is_causal, within) for _, length in spans]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
@@ -85,11 +85,6 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             outs.append(out)
             lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
-
-
-def _part(call: Call, k: Tensor) -> range | None:
-    """The key/value heads held here, where they are not all of the model's."""
-    return None if call.num_heads in (None, k.shape[2]) else range(call.first_head, call.first_head + k.shape[2])
 
 
 def attend_piece(
@@ -191,7 +186,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             "q must have a static number of tokens for score_mod and mask_mod in code compiled by torch before 2.11, got a dynamic "
             "one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
         )
-    if _part(call, k) is not None:
+    if call.part_of_heads(k.shape[2]) is not None:
         raise NotImplementedError(
             "q must have a static number of tokens for score_mod and mask_mod on a part of a model's heads in compiled code, got a "
             "dynamic one; use torch.compile(dynamic=False)"

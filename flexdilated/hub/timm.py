@@ -108,7 +108,6 @@ class TimmAttention(nn.Module):
         for name in {"rel_pos"} | TENSORS:
             if getattr(source, name, self) is None:
                 setattr(self, name, None)
-        self.is_ordered = order is not None
         self.order = order
         if order is not None:  # as buffers, they follow the module to its device; they are no part of its state
             front = torch.arange(order_start, device=order.permutation.device)
@@ -148,7 +147,7 @@ class TimmAttention(nn.Module):
         rope = given.get("rope")
         if isinstance(rope, Tensor):
             q, k = self._turn(q, rope).type_as(v), self._turn(k, rope).type_as(v)
-        if self.is_ordered:
+        if self.order is not None:
             if part.permutation.shape[0] != x.shape[1]:
                 raise ValueError(f"x must hold the {part.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
             q, k, v = (y.index_select(1, part.permutation) for y in (q, k, v))
@@ -164,7 +163,7 @@ class TimmAttention(nn.Module):
             score_mod=None if bias is None else lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx],
             backend=self.backend,
         ).flatten(2)
-        out = out.index_select(1, part.inverse) if self.is_ordered else out
+        out = out.index_select(1, part.inverse) if self.order is not None else out
         out = part.norm(out) if hasattr(part, "norm") else out
         return part.proj_drop(part.proj(out if gate is None else out * gate))
 
@@ -231,7 +230,7 @@ class TimmAttention(nn.Module):
             return None
         if bias.shape[-1] != num_tokens:
             raise ValueError(f"x must hold the {bias.shape[-1]} tokens of the table of relative positions, got {num_tokens}")
-        return bias[:, part.permutation][:, :, part.permutation] if self.is_ordered else bias
+        return bias[:, part.permutation][:, :, part.permutation] if self.order is not None else bias
 
     def _turn(self, x: Tensor, rope: Tensor) -> Tensor:
         """q or k `(B, N, H, D)` by timm's rotary positions, which take heads before tokens."""

@@ -131,7 +131,7 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
                 "use backend='sdpa'"
             )
         return "fused"
-    if zero_keys or pattern.detach_weights or call.num_heads not in (None, k.shape[2]):
+    if zero_keys or pattern.detach_weights or call.part_of_heads(k.shape[2]) is not None:
         return "packed"
     batch, _, heads, head_dim = q.shape
     return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
@@ -202,8 +202,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int,
 
 def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
     """What a document of so many tokens is cut in, for the key/value heads held here."""
-    within = None if call.num_heads in (None, k.shape[2]) else range(call.first_head, call.first_head + k.shape[2])
-    return plan_pieces(call.pattern, ((0, length),), call.num_heads or k.shape[2], call.is_causal, within)
+    kv_heads = k.shape[2]
+    return plan_pieces(call.pattern, ((0, length),), call.num_heads or kv_heads, call.is_causal, call.part_of_heads(kv_heads))
 
 
 def attend_piece(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import autocast_dtype
+from flexdilated.backends.pieces import uncached
 from flexdilated.call import Call
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import check_sharded, context_of
@@ -137,10 +139,15 @@ def dilated_attention_forward(
     return out[..., : value.shape[3]].contiguous(), None
 
 
+@functools.lru_cache(maxsize=512)  # read in every layer of every step
+def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(module_class.forward).parameters)
+
+
 def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
     """Refuse a layer whose keys come from other tokens, also where those are as many, or which may take them and does not say."""
     says = getattr(module, "is_cross_attention", None)
-    taken = inspect.signature(type(module).forward).parameters
+    taken = uncached(_parameters)(type(module))
     # One class for both: it is told by its attribute, or by a field of its config, and that of BART by being no causal decoder.
     may_cross = "encoder_hidden_states" in taken and says is None and getattr(config, "add_cross_attention", None) is None
     crosses = "key_value_states" in taken and getattr(module, "is_decoder", False) and not getattr(module, "is_causal", False)
