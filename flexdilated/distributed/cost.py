@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, inside
-from flexdilated.distributed.spans import Integers, expanded, kept_below
+from flexdilated.distributed import work
+from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan
+from flexdilated.distributed.spans import Integers
 from flexdilated.pattern import BACKWARD, FORWARD
 
 
@@ -137,53 +138,9 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 
 @lru_cache(maxsize=64)
 def _count_pairs(plan: ContextPlan, exchange: str) -> Integers:
-    work = np.zeros(plan.num_ranks, np.int64)
-    for branch, (rate, heads) in enumerate(plan.kept):
-        ranks, sizes = _local_sizes(plan, branch)
-        at = plan.segments[branch]
-        whole = plan.by_heads[branch] if exchange == "heads" else np.zeros(len(at.token), bool)
-        chosen, there = np.flatnonzero(~whole), np.flatnonzero(whole)
-        which, rank = expanded(at.first_owner[chosen], (at.last_owner - at.first_owner + 1)[chosen])
-        which = chosen[which]
-        held = plan.held(at.out_token[which], at.outputs[which], rank)
-        for offset, members in plan.offsets_of(branch).items():
-            for repeats, size, outputs in sizes:
-                rows, asked = kept_below(size, rate, offset), kept_below(np.minimum(size, outputs), rate, offset)
-                np.add.at(work, ranks, len(members) * repeats * _scored(plan, rows, np.zeros_like(rows), asked))
-            rows = kept_below(at.size[which], rate, offset)
-            low, high = (np.minimum(kept_below(slot, rate, offset), rows) for slot in held)
-            np.add.at(work, rank, len(members) * _scored(plan, rows, low, high))
-        executors = plan.deal(branch, there)
-        for place, (_, offset) in enumerate(heads):
-            rows, asked = (kept_below(x[there], rate, offset) for x in (at.size, np.minimum(at.outputs, at.size)))
-            np.add.at(work, executors[:, place], _scored(plan, rows, np.zeros_like(rows), asked))
-    return work
-
-
-def _local_sizes(plan: ContextPlan, branch: int) -> tuple[Integers, tuple[tuple[Integers, Integers, Integers], ...]]:
-    """Ranks with documents of which they hold segments, and of those `(how many, tokens, outputs)`: whole ones with all their
-    outputs, the one whose outputs the end of the document cuts, and the last."""
-    length, rate = plan.pattern.branches[branch]
-    start, num_tokens = np.array([document for document in plan.documents if document[1]], np.int64).reshape(-1, 2).T
-    first, count = plan.rank_of(start), plan.rank_of(start + num_tokens - 1) - plan.rank_of(start) + 1
-    which, rank = expanded(first, count)
-    start, num_tokens = start[which], num_tokens[which]
-    w = np.minimum(length, num_tokens)
-    out = w + -w % rate if plan.pattern.zero_padding else w
-    a, b = inside(plan.limits[rank] - start, plan.limits[rank + 1] - start, num_tokens, w, out)
-    whole, shown = num_tokens // w, np.where(num_tokens > w, num_tokens // out, 1)
-    full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
-    edge = ((a <= shown) & (shown < np.minimum(b, whole))).astype(np.int64)
-    last = ((a <= whole) & (whole < b)).astype(np.int64)
-    rest = num_tokens - whole * w
-    return rank, (
-        (full, w, w),
-        (edge, w, np.clip(num_tokens - shown * out, 0, None)),
-        (last, rest, np.clip(num_tokens - whole * np.where(num_tokens > w, out, w), 0, None)),
-    )
-
-
-def _scored(plan: ContextPlan, rows: Integers, low: Integers, high: Integers) -> Integers:
-    if plan.is_causal:
-        return high * (high + 1) // 2 - low * (low + 1) // 2
-    return (high - low) * rows
+    pairs = work.of_shards(plan)
+    for branch, whole in enumerate(plan.taken(exchange)):
+        pairs = pairs + work.of_rows(plan, branch, np.flatnonzero(~whole))
+        if whole.any():
+            pairs = pairs + work.of_parts(plan, branch, plan.parts[branch])
+    return pairs

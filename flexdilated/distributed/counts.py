@@ -21,6 +21,8 @@ Sets = NDArray[np.unsignedinteger]
 WORD = 64  # heads counted at once
 BLOCK = 1 << 18  # tokens counted at once: a line of sets stays in a cache
 LIMIT = 1 << 62  # of what 64 bits hold
+TILE = 1 << 15  # tokens along which sets of heads are kept
+KEEP = 1 << 26  # bytes of them
 FEW = 4  # spans of a branch between two ranks that are looked at one by one
 
 
@@ -113,6 +115,22 @@ class _Span(NamedTuple):
     places: int
 
 
+def _joined(spans: list[_Span]) -> list[_Span]:
+    """The same, of neighbouring heads of one segment in one piece; all hold the same tokens."""
+    found: list[_Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.branch, last.origin, last.residue, last.residues) == (span.branch, span.origin, span.residue, span.residues)
+            and last.place + last.places == span.place
+        ):
+            found[-1] = last._replace(places=last.places + span.places)
+        else:
+            found.append(span)
+    return found
+
+
 class _Line:
     """Sets of heads along a line of tokens; heads `low ... high`, a bit each."""
 
@@ -123,8 +141,8 @@ class _Line:
         self._heads = [
             [(place, offset, head - low) for place, (head, offset) in enumerate(heads) if low <= head < high] for _, heads in kept
         ]
-        self._kinds: dict[tuple[int, ...], tuple[Integers, Sets]] = {}
-        self._tiles: dict[int, Sets] = {}
+        self._kinds: dict[tuple[int, ...], list[tuple[int, np.unsignedinteger[Any]]]] = {}
+        self._tiles: dict[tuple[int, ...], Sets] = {}
 
     def count_cells(self, spans: Spans) -> int:
         """Rows of a few spans: between two neighbouring ends of spans, a common period of what covers them is enough."""
@@ -132,7 +150,7 @@ class _Line:
         found = [_Span(*values) for values in zip(*(x.tolist() for x in columns))]
         total = 0
         for a, b in pairwise(sorted({edge for span in found for edge in (span.first, span.end)})):
-            covering = [span for span in found if span.first <= a and b <= span.end]
+            covering = _joined([span for span in found if span.first <= a and b <= span.end])
             period = math.lcm(*(self.kept[span.branch].rate for span in covering))
             repeats, rest = divmod(b - a, period) if 2 * period <= b - a else (0, b - a)
             total += repeats * self._cell(covering, a, period) if repeats else 0
@@ -150,35 +168,35 @@ class _Line:
 
     def _add(self, seen: Sets, span: _Span, first: int) -> None:
         """Add to each of the tokens from `first` on the heads of a span that keep it."""
-        rate, heads = self.kept[span.branch]
+        rate = self.kept[span.branch].rate
         phase = (first - span.origin) % rate
-        is_whole = span.residues == rate and span.places == len(heads)
-        if is_whole and rate < len(seen):
-            tile = self._tiles.get(span.branch)
-            if tile is None or len(tile) < rate + len(seen):
-                tile = self._tiles[span.branch] = np.tile(self._table(span.branch), 2 + len(seen) // rate)
+        if span.residues == rate and rate + len(seen) <= TILE:
+            tile = self._tile(span.branch, span.place, span.places, len(seen))
             seen |= tile[phase : phase + len(seen)]
             return
-        offsets, sets = self._kind(span.branch, span.place, span.places)
-        if not is_whole:
-            takes_part = (offsets - span.residue) % rate < span.residues
-            offsets, sets = offsets[takes_part], sets[takes_part]
-        at = (offsets - phase) % rate
-        if rate < len(seen):
-            for begin, members in zip(at, sets):
-                seen[begin::rate] |= members
-        else:
-            seen[at[at < len(seen)]] |= sets[at < len(seen)]
+        for offset, members in self._kind(span.branch, span.place, span.places):
+            if (offset - span.residue) % rate < span.residues:
+                seen[(offset - phase) % rate :: rate] |= members
 
-    def _table(self, branch: int) -> Sets:
-        """`(rate,)`: the heads that keep each residue."""
-        rate, heads = self.kept[branch]
-        table = np.zeros(rate, self.dtype)
-        offsets, sets = self._kind(branch, 0, len(heads))
-        table[offsets] = sets
+    def _tile(self, branch: int, place: int, places: int, tokens: int) -> Sets:
+        """The sets of some heads along so many tokens from any residue on."""
+        rate, key = self.kept[branch].rate, (branch, place, places)
+        tile = self._tiles.get(key)
+        if tile is None or len(tile) < rate + tokens:
+            tile = np.tile(self._table(*key), 2 + tokens // rate)
+            if sum(each.nbytes for each in self._tiles.values()) + tile.nbytes > KEEP:
+                self._tiles.clear()
+            self._tiles[key] = tile
+        return tile
+
+    def _table(self, branch: int, place: int, places: int) -> Sets:
+        """`(rate,)`: the heads, of some, that keep each residue."""
+        table = np.zeros(self.kept[branch].rate, self.dtype)
+        for offset, members in self._kind(branch, place, places):
+            table[offset] = members
         return table
 
-    def _kind(self, branch: int, place: int, places: int) -> tuple[Integers, Sets]:
+    def _kind(self, branch: int, place: int, places: int) -> list[tuple[int, np.unsignedinteger[Any]]]:
         """Different offsets of some heads of a branch, and who has them."""
         key = (branch, place, places)
         if key not in self._kinds:
@@ -186,7 +204,7 @@ class _Line:
             for at, offset, bit in self._heads[branch]:
                 if place <= at < place + places:
                     found[offset] = found.get(offset, 0) | 1 << bit
-            self._kinds[key] = np.array(list(found), np.int64), np.array(list(found.values()), self.dtype)
+            self._kinds[key] = [(offset, self.dtype(members)) for offset, members in found.items()]
         return self._kinds[key]
 
     def count_blocks(self, spans: Spans) -> int:
@@ -223,7 +241,7 @@ class _Line:
         """Add to the tokens from `begin` on all heads that keep them, of spans of one branch in which all take part."""
         run, at = expanded(spans.first, spans.end - spans.first)
         # Spans of one branch are disjoint: no token is written twice.
-        seen[at - begin] |= self._table(branch)[(at - spans.origin[run]) % self.kept[branch].rate]
+        seen[at - begin] |= self._table(branch, 0, len(self.kept[branch].heads))[(at - spans.origin[run]) % self.kept[branch].rate]
 
 
 if hasattr(np, "bitwise_count"):

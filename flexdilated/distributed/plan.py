@@ -1,28 +1,22 @@
-"""Which rows each rank needs of which other, in integers. Long: one geometry of cut segments, for rows and for whole heads.
-
-Intervals and strides, never lists, until a rank asks for its own.
-
-The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. What follows
-speaks of the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots; each rank holds an
-interval of these numbers, and a head keeps the slots of its offset modulo the rate.
-"""
+"""Which rows each rank needs of which other, in integers: intervals and strides, never lists, until a rank asks for its own."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.call import EXCHANGES as ASKED
+from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
-from flexdilated.distributed.spans import Integers, Kept, Spans, Traffic, expanded, has_rows, rows_of
+from flexdilated.distributed.segments import CutSegments, Segments
+from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows, rows_of
+from flexdilated.distributed.work import Parts
 from flexdilated.pattern import DilatedPattern
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
@@ -43,56 +37,12 @@ class Needs(NamedTuple):
         return Needs(*(x[chosen] for x in self))
 
 
-class Segments(NamedTuple):
-    """The cut segments of one branch: arrays over segments, each document's ascending.
-
-    Slot `j < size` is token `token + j`, and its output that of token `out_token + j`, for `j < outputs`. Slots from `size` on are
-    queries of zeros, where `outputs` reaches beyond it. With `padded` slots of keys, those from `slots` on hold zeros.
-    """
-
-    token: Integers
-    out_token: Integers
-    size: Integers
-    slots: Integers
-    outputs: Integers
-    padded: Integers
-    first_source: Integers  # ranks that hold tokens
-    last_source: Integers
-    first_owner: Integers  # ranks that hold outputs; where there are none, the last comes before the first
-    last_owner: Integers
-
-
 @dataclass(frozen=True, eq=False)
-class ContextPlan:
+class ContextPlan(CutSegments):
     """Dilated attention over a sharded sequence, by what it moves and what each rank computes. Identical on every rank.
 
     Made by `context_plan`, which gives the same object for the same integers: plans are compared by identity.
     """
-
-    pattern: DilatedPattern
-    shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
-    num_heads: int  # key/value heads of the whole model
-    within: range  # the key/value heads that these ranks hold
-    group: int  # query heads per key/value head
-    documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
-    is_causal: bool
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.shard_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.shard_lengths)
-
-    @cached_property
-    def borders(self) -> tuple[int, ...]:
-        """Where shards begin, and the end."""
-        return tuple(accumulate(self.shard_lengths, initial=0))
-
-    @cached_property
-    def limits(self) -> Integers:
-        return np.array(self.borders, np.int64)
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -107,84 +57,6 @@ class ContextPlan:
             "documents": _shown(self.documents),
             "is_causal": self.is_causal,
         }
-
-    @cached_property
-    def _crossing(self) -> tuple[tuple[int, int], ...]:
-        """The documents that lie in more than one shard."""
-        starts = [start for start, _ in self.documents]
-        found = {}
-        for border in self.borders[1:-1]:
-            i = bisect_right(starts, border) - 1
-            # Of documents that begin at one token only the last has any.
-            if i >= 0 and starts[i] < border < sum(self.documents[i]):
-                found[i] = self.documents[i]
-        return tuple(found.values())
-
-    def stride_of_outputs(self, length: int, rate: int) -> int:
-        return length + -length % rate if self.pattern.zero_padding else length
-
-    @cached_property
-    def cut(self) -> tuple[Integers, ...]:
-        """Per branch, `(segments, 4)`: document start, document tokens, index and whether it is whole, of every cut segment."""
-        return tuple(self._cut_of(branch) for branch in range(len(self.pattern.branches)))
-
-    def _cut_of(self, branch: int) -> Integers:
-        length, rate = self.pattern.branches[branch]
-        inner = self.limits[1:-1]
-        tables = []
-        for start, num_tokens in self._crossing:
-            w = min(length, num_tokens)
-            out = self.stride_of_outputs(w, rate)
-            at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
-            # Border by border, the segments that begin before it and end, or write, behind it, but for those of earlier borders.
-            end = (at - 1) // w + 1
-            first = np.maximum(at // out, np.concatenate([[0], end[:-1]]))
-            _, index = expanded(first, np.maximum(end - first, 0))
-            whole = ((index + 1) * w <= num_tokens).astype(np.int64)
-            tables.append(np.stack([np.full_like(index, start), np.full_like(index, num_tokens), index, whole], axis=1))
-        return np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
-
-    def rank_of(self, tokens: Integers) -> Integers:
-        return np.searchsorted(self.limits, tokens, side="right") - 1
-
-    @cached_property
-    def segments(self) -> tuple[Segments, ...]:
-        """Per branch, its cut segments."""
-        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.branches)))
-
-    def _segments_of(self, branch: int) -> Segments:
-        length, rate = self.pattern.branches[branch]
-        start, num_tokens, index, whole = self.cut[branch].T
-        w = np.minimum(length, num_tokens)
-        out = w + -w % rate if self.pattern.zero_padding else w
-        token, out_token = start + index * w, start + index * out
-        size = np.where(whole == 1, w, num_tokens - index * w)
-        # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.
-        slots = np.where((out != w) & (num_tokens > w) & (whole == 1), out, size)
-        outputs = np.clip(start + num_tokens - out_token, 0, slots)
-        sources = self.rank_of(token), self.rank_of(token + size - 1)
-        first_owner = self.rank_of(out_token)
-        last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
-        padded = out if self.pattern.zero_padding and not self.is_causal else slots
-        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner)
-
-    def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
-        """The slots that a rank holds of those that begin at a token."""
-        return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
-
-    @cached_property
-    def kept(self) -> tuple[Kept, ...]:
-        """Per branch, what the heads held here keep."""
-        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.branches))]
-        heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
-        return tuple(Kept(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
-
-    def offsets_of(self, branch: int) -> dict[int, list[int]]:
-        """The heads of each offset."""
-        found: dict[int, list[int]] = {}
-        for head, offset in self.kept[branch].heads:
-            found.setdefault(offset, []).append(head)
-        return found
 
     @cached_property
     def classes(self) -> dict[tuple[int | None, ...], tuple[int, ...]]:
@@ -230,18 +102,11 @@ class ContextPlan:
         for branch in range(len(self.pattern.branches)):
             if not self.kept[branch].heads or not len(self.cut[branch]):
                 continue
-            whole = self.by_heads[branch] if exchange == "heads" else np.zeros(len(self.cut[branch]), bool)
+            whole = self.taken(exchange)[branch]
             if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
                 yield self._row_spans(branch, kind, np.flatnonzero(~whole), receivers, senders)
             if whole.any():
-                spans = self._head_spans(branch, kind, np.flatnonzero(whole))
-                near = (receivers.start <= spans.receiver) & (spans.receiver < receivers.stop)
-                yield spans.where(near & (senders.start <= spans.sender) & (spans.sender < senders.stop))
-
-    def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
-        """The segments of which a rank may hold outputs."""
-        at = self.segments[branch]
-        return (at.first_owner <= rank) & (rank <= at.last_owner)
+                yield self._head_spans(branch, kind, receivers, senders)
 
     def _row_spans(self, branch: int, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
         """Rows that the ranks of a segment need for their own outputs."""
@@ -272,61 +137,80 @@ class ContextPlan:
         )
         return spans.where((receiver != sender) & (low < high) & (first < end))
 
+    def taken(self, exchange: str) -> tuple[NDArray[np.bool_], ...]:
+        """Per branch, the cut segments whose heads are dealt to ranks; of the others every rank computes its own outputs."""
+        return self.by_heads if exchange == "heads" else self._by_rows
+
+    @cached_property
+    def _by_rows(self) -> tuple[NDArray[np.bool_], ...]:
+        return tuple(np.zeros(len(cut), bool) for cut in self.cut)
+
     @cached_property
     def by_heads(self) -> tuple[NDArray[np.bool_], ...]:
-        """Per branch, the cut segments where whole heads travel less than rows."""
+        """Per branch, the cut segments where heads travel less than rows; causal ones of a whole document always.
+
+        Of those the ranks of late tokens would compute the most, and they level out what narrower segments leave uneven.
+        """
         return tuple(self._heads_pay(branch) for branch in range(len(self.pattern.branches)))
 
     def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
         at, num_heads = self.segments[branch], len(self.kept[branch].heads)
         pay = np.zeros(len(at.token), bool)
         chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
-        if self.is_local or not len(chosen):  # a cut segment may keep no rows on one side of the border
+        if self.is_local or not len(chosen) or not num_heads:  # a cut segment may keep no rows on one side of the border
             return pay
         first, size = at.token[chosen], at.size[chosen]
         which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
         low, high = self.held(first[which], size[which], rank)
         # What the ranks with queries need: the tokens of others, or of those before.
         missing = np.where(low < high, low if self.is_causal else size[which] - (high - low), 0)
-        by_rows = np.zeros(len(chosen), np.int64)
-        np.add.at(by_rows, which, 2 * missing * num_heads)
-        executor = self.deal(branch, chosen)
-        low, high = self.held(first[:, None], size[:, None], executor)
-        by_heads = ((2 + 2 * self.group) * (size[:, None] - (high - low))).sum(axis=1)
-        pay[chosen] = by_heads < by_rows
+        by_rows, squares = np.zeros_like(size), np.zeros_like(size)
+        np.add.at(by_rows, which, 2 * missing)
+        np.add.at(squares, which, (high - low) ** 2)
+        # Who computes a head holds as many of its tokens as the rank of a token does on average.
+        by_heads = (2 + 2 * self.group) * (size - squares // size)
+        pay[chosen] = (by_heads < by_rows) | (self.is_causal & (size == self.cut[branch][chosen, 1]))
         return pay
 
-    def deal(self, branch: int, chosen: Integers) -> Integers:
-        """`(segments, heads of the branch)` ranks that would compute whole heads: dealt in proportion to the tokens they hold."""
-        at, num_heads = self.segments[branch], len(self.kept[branch].heads)
-        middle = (2 * np.arange(num_heads) + 1) * at.size[chosen, None] // max(1, 2 * num_heads)
-        return self.rank_of(at.token[chosen, None] + middle)
+    @cached_property
+    def parts(self) -> tuple[Parts, ...]:
+        """Per branch, who computes which part of the heads of the segments of `by_heads`."""
+        return shares.deal(self, self.by_heads)
 
-    def _head_spans(self, branch: int, kind: str, chosen: Integers) -> Spans:
-        """Rows of heads to the rank that computes them, or their outputs back."""
-        rate = self.kept[branch].rate
-        executors = self.deal(branch, chosen)
-        # Neighbouring heads have one executor.
-        begins = np.diff(executors, axis=1, prepend=-1) != 0
-        segment, place = np.nonzero(begins)
-        executor = executors[segment, place]
-        places = np.diff(np.append(np.flatnonzero(begins), begins.size))
-        at = Segments(*(x[chosen][segment] for x in self.segments[branch]))
-        first_rank, last_rank = (at.first_owner, at.last_owner) if kind == "out" else (at.first_source, at.last_source)
-        which, rank = expanded(first_rank, np.where(at.outputs > 0, last_rank - first_rank + 1, 0))
-        at, executor, place, places = Segments(*(x[which] for x in at)), executor[which], place[which], places[which]
-        asked = np.minimum(at.outputs, at.size)
+    def _head_spans(self, branch: int, kind: str, receivers: range, senders: range) -> Spans:
+        """Rows of heads to the ranks that compute them, or their outputs back."""
+        executors, ranks = (senders, receivers) if kind == "out" else (receivers, senders)
+        parts = self.parts[branch]
+        here = np.flatnonzero((executors.start <= parts.executor) & (parts.executor < executors.stop))
+        of, place, places, executor, low, high = (x[here] for x in parts)
+        at = Segments(*(x[of] for x in self.segments[branch]))
+        # An offset whose queries lie behind the others' asks for nothing.
+        rate, residues = self.kept[branch].rate, high - low
+        token = at.token
         if kind == "out":
-            token, (low, high) = at.out_token, self.held(at.out_token, at.outputs, rank)
-            receiver, sender = rank, executor
+            token = at.out_token
+        elif kind == "q":
+            high = np.minimum(high, at.size)
         else:
-            token, (low, high) = at.token, self.held(at.token, at.size if kind == "kv" and not self.is_causal else asked, rank)
-            receiver, sender = executor, rank
-        residue, residues = np.zeros_like(low), np.minimum(at.outputs, rate)  # an offset without outputs asks for nothing
+            low, high = np.zeros_like(low), np.minimum(high, at.size) if self.is_causal else at.size
+        first, count = _among(self.rank_of(token + low), np.where(low < high, self.rank_of(token + high - 1), -1), ranks)
+        part, rank = expanded(first, count)
+        begin, end = self.held(token[part], high[part], rank)
+        begin = np.maximum(begin, low[part])
+        receiver, sender = (rank, executor[part]) if kind == "out" else (executor[part], rank)
         spans = Spans(
-            np.full_like(low, branch), receiver, sender, token + low, token + high, token, residue, residues, place, places
+            branch=np.full_like(part, branch),
+            receiver=receiver,
+            sender=sender,
+            first=token[part] + begin,
+            end=token[part] + end,
+            origin=token[part],
+            residue=np.zeros_like(part),
+            residues=np.minimum(residues[part], rate),
+            place=place[part],
+            places=places[part],
         )
-        return spans.where((low < high) & (receiver != sender))
+        return spans.where((begin < end) & (receiver != sender))
 
     def traffic(self, exchange: str, kind: str) -> Traffic:
         """Exact (row, key/value head) counts per pair of ranks, the union over branches."""
@@ -409,14 +293,6 @@ def _among(first: Integers, last: Integers, ranks: range) -> tuple[Integers, Int
     """Of runs of ranks the part in a range: the first, and how many."""
     low = np.maximum(first, ranks.start)
     return low, np.maximum(0, np.minimum(last, ranks.stop - 1) - low + 1)
-
-
-def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
-    """The segments of a document that lie between two places in it, with their outputs: the first, and the one behind the last."""
-    # Sources begin no later than outputs, and outputs end no earlier, but for the end of the document.
-    first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
-    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
-    return first, np.maximum(first, stop)
 
 
 def _shown(values: tuple[Any, ...]) -> Any:

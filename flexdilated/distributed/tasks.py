@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
-from flexdilated.distributed.plan import ContextPlan, Segments, inside
+from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.segments import Segments, inside
 from flexdilated.distributed.spans import Integers, kept_below
 
 
@@ -42,17 +43,21 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 
 
 def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator[Task]:
-    whole = plan.by_heads[branch] if exchange == "heads" else np.zeros(len(plan.cut[branch]), bool)
+    whole, at = plan.taken(exchange)[branch], plan.segments[branch]
     found: dict[Task, list[Integers]] = {}
     near = np.flatnonzero(plan.near(branch, rank) & ~whole)
+    owners = np.full_like(near, rank), np.full_like(near, rank)
+    slots = plan.held(at.out_token[near], at.outputs[near], rank)
     for offset, heads in plan.offsets_of(branch).items():
-        for task, chosen in _alike(plan, branch, offset, near, rank):
-            found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, chosen))
-    there = np.flatnonzero(whole)
-    executors = plan.deal(branch, there)
-    for place, (head, offset) in enumerate(plan.kept[branch].heads):
-        for task, chosen in _alike(plan, branch, offset, there[executors[:, place] == rank], None):
-            found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], chosen))
+        for task, chosen in _alike(plan, branch, offset, near, owners, slots):
+            found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, near[chosen]))
+    if whole.any():
+        parts = plan.parts[branch]
+        here = np.flatnonzero(parts.executor == rank)
+        for place, (head, offset) in enumerate(plan.kept[branch].heads):
+            of, _, _, _, *slots = (x[here[(parts.place[here] <= place) & (place < (parts.place + parts.places)[here])]] for x in parts)
+            for task, chosen in _alike(plan, branch, offset, of, (at.first_owner[of], at.last_owner[of]), slots):
+                found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], of[chosen]))
     for task, lanes in found.items():
         numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
         yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
@@ -67,22 +72,26 @@ def _lanes(plan: ContextPlan, branch: int, offset: int, heads: list[int], chosen
     return lanes
 
 
-def _alike(plan: ContextPlan, branch: int, offset: int, chosen: Integers, rank: int | None) -> Iterator[tuple[Task, Integers]]:
-    """Segments whose tasks at one offset are equal but for the lane, which the task lacks; a rank's own outputs, or all."""
+def _alike(
+    plan: ContextPlan, branch: int, offset: int, of: Integers, owners: Sequence[Integers], slots: Sequence[Integers]
+) -> Iterator[tuple[Task, Integers]]:
+    """Of some segments those whose tasks at one offset are equal but for the lane, which the task lacks.
+
+    Their outputs are those of the slots that lie between two, and at the ranks from an owner to another.
+    """
     rate = plan.kept[branch].rate
-    at = Segments(*(x[chosen] for x in plan.segments[branch]))
+    at = Segments(*(x[of] for x in plan.segments[branch]))
     rows, kept = kept_below(at.size, rate, offset), kept_below(at.slots, rate, offset)
-    columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept]
-    owners = (at.first_owner, at.last_owner) if rank is None else (np.full_like(chosen, rank),) * 2
-    for begin, end in ((at.first_source, at.last_source), owners):
-        columns += [begin, end]
+    columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept, at.first_source, at.last_source, *owners]
     spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1
     for ranks in np.unique(spread):  # how many columns it takes
         few = np.flatnonzero(spread == ranks)
         table = [x[few] for x in columns]
-        for token, size, begin in ((at.token, at.size, at.first_source), (at.out_token, at.outputs, owners[0])):
+        everything = np.zeros_like(at.size), at.size
+        for token, begin, (low, high) in ((at.token, at.first_source, everything), (at.out_token, owners[0], slots)):
             who = np.minimum(begin[few, None] + np.arange(ranks), plan.num_ranks - 1)
-            bounds = [kept_below(slot, rate, offset) for slot in plan.held(token[few, None], size[few, None], who)]
+            held = plan.held(token[few, None], high[few, None], who)
+            bounds = [kept_below(np.maximum(slot, low[few, None]), rate, offset) for slot in held]
             table += [*np.stack(bounds, axis=-1).reshape(len(few), 2 * ranks).T]
         kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
         order = np.argsort(which.reshape(-1), kind="stable")
@@ -90,7 +99,7 @@ def _alike(plan: ContextPlan, branch: int, offset: int, chosen: Integers, rank: 
         for kind, low, high in zip(kinds.tolist(), borders, borders[1:]):
             task = _task(plan, branch, kind, ranks)
             if task is not None:
-                yield task, chosen[few[order[low:high]]]
+                yield task, few[order[low:high]]
 
 
 def _task(plan: ContextPlan, branch: int, kind: list[int], ranks: int) -> Task | None:

@@ -163,9 +163,11 @@ def grid(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
 
 
-def executors(plan: ContextPlan, branch: int, head: int) -> list[int]:
-    """The rank that computes a head of each cut segment under the exchange of whole heads; -1 where rows travel."""
+def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
+    """Of each cut segment the parts of a head that ranks compute, `(rank, first slot, end)`, under "heads"; none where rows travel."""
     place = [each for each, _ in plan.kept[branch].heads].index(head)
-    takers, chosen = np.full(len(plan.cut[branch]), -1), np.flatnonzero(plan.by_heads[branch])
-    takers[chosen] = plan.deal(branch, chosen)[:, place]
-    return takers.tolist()
+    found: list[list[tuple[int, int, int]]] = [[] for _ in plan.cut[branch]]
+    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts[branch])):
+        if first <= place < first + places:
+            found[segment].append((rank, low, high))
+    return found

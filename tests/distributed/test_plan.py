@@ -48,6 +48,7 @@ class Segment:
 
     head: int
     tokens: range  # its own, and those where its outputs may stand
+    out: int  # where the output of its first slot stands
     softmaxes: tuple[Softmax, ...]
 
 
@@ -83,7 +84,7 @@ def segments_of(plan: ContextPlan, branch: int) -> Iterator[Segment]:
                     )
                 low = start + source[first]
                 high = start + min(rows.stop, num_tokens)
-                yield Segment(head - plan.within.start, range(low, high), tuple(found))
+                yield Segment(head - plan.within.start, range(low, high), start + first, tuple(found))
 
 
 @lru_cache(maxsize=4)
@@ -107,18 +108,20 @@ def is_cut(plan: ContextPlan, segment: Segment) -> bool:
 
 
 def placed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, Softmax]]:
-    """Every softmax with the rank that computes it: its output's, but for the segments whose head one rank takes whole."""
+    """Every softmax with the rank that computes it: its output's, but for the segments whose heads are dealt to ranks."""
     for branch, segments in enumerate(definition(plan)):
         turn: Counter[int] = Counter()
         for segment in segments:
-            taker = -1
+            parts: list[tuple[int, int, int]] = []
             if is_cut(plan, segment):
-                takers = executors(plan, branch, segment.head)
-                taker = int(takers[turn[segment.head]]) if exchange == "heads" else -1
+                parts = executors(plan, branch, segment.head)[turn[segment.head]] if exchange == "heads" else []
                 turn[segment.head] += 1
             for softmax in segment.softmaxes:
-                yield taker if taker >= 0 else owner(plan, softmax.out), softmax
-        assert all(len(executors(plan, branch, head)) == count for head, count in turn.items())
+                slot = softmax.out - segment.out
+                takers = [rank for rank, low, high in parts if low <= slot < high]
+                assert len(takers) == (len(parts) > 0)
+                yield takers[0] if takers else owner(plan, softmax.out), softmax
+        assert all(len(plan.cut[branch]) == count for count in turn.values())
 
 
 Rows = dict[tuple[int, int], set[tuple[int, int]]]  # (receiver, sender): (head, token)

@@ -1,0 +1,160 @@
+"""Which segments the shards of a sequence cut, in integers, and which rows heads keep of them.
+
+The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. What follows
+speaks of the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots; each rank holds an
+interval of these numbers, and a head keeps the slots of its offset modulo the rate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.distributed.spans import Integers, Kept, expanded
+from flexdilated.pattern import DilatedPattern
+
+
+class Segments(NamedTuple):
+    """The cut segments of one branch: arrays over segments, each document's ascending.
+
+    Slot `j < size` is token `token + j`, and its output that of token `out_token + j`, for `j < outputs`. Slots from `size` on are
+    queries of zeros, where `outputs` reaches beyond it. With `padded` slots of keys, those from `slots` on hold zeros.
+    """
+
+    token: Integers
+    out_token: Integers
+    size: Integers
+    slots: Integers
+    outputs: Integers
+    padded: Integers
+    first_source: Integers  # ranks that hold tokens
+    last_source: Integers
+    first_owner: Integers  # ranks that hold outputs; where there are none, the last comes before the first
+    last_owner: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class CutSegments:
+    """The segments of dilated attention that the shards of a sequence cut, and what the heads held here keep of them."""
+
+    pattern: DilatedPattern
+    shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
+    num_heads: int  # key/value heads of the whole model
+    within: range  # the key/value heads that these ranks hold
+    group: int  # query heads per key/value head
+    documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
+    is_causal: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shard_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.shard_lengths)
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Where shards begin, and the end."""
+        return tuple(accumulate(self.shard_lengths, initial=0))
+
+    @cached_property
+    def limits(self) -> Integers:
+        return np.array(self.borders, np.int64)
+
+    @cached_property
+    def _crossing(self) -> tuple[tuple[int, int], ...]:
+        """The documents that lie in more than one shard."""
+        starts = [start for start, _ in self.documents]
+        found = {}
+        for border in self.borders[1:-1]:
+            i = bisect_right(starts, border) - 1
+            # Of documents that begin at one token only the last has any.
+            if i >= 0 and starts[i] < border < sum(self.documents[i]):
+                found[i] = self.documents[i]
+        return tuple(found.values())
+
+    def stride_of_outputs(self, length: int, rate: int) -> int:
+        return length + -length % rate if self.pattern.zero_padding else length
+
+    @cached_property
+    def cut(self) -> tuple[Integers, ...]:
+        """Per branch, `(segments, 4)`: document start, document tokens, index and whether it is whole, of every cut segment."""
+        return tuple(self._cut_of(branch) for branch in range(len(self.pattern.branches)))
+
+    def _cut_of(self, branch: int) -> Integers:
+        length, rate = self.pattern.branches[branch]
+        inner = self.limits[1:-1]
+        tables = []
+        for start, num_tokens in self._crossing:
+            w = min(length, num_tokens)
+            out = self.stride_of_outputs(w, rate)
+            at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
+            # Border by border, the segments that begin before it and end, or write, behind it, but for those of earlier borders.
+            end = (at - 1) // w + 1
+            first = np.maximum(at // out, np.concatenate([[0], end[:-1]]))
+            _, index = expanded(first, np.maximum(end - first, 0))
+            whole = ((index + 1) * w <= num_tokens).astype(np.int64)
+            tables.append(np.stack([np.full_like(index, start), np.full_like(index, num_tokens), index, whole], axis=1))
+        return np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
+
+    def rank_of(self, tokens: Integers) -> Integers:
+        return np.searchsorted(self.limits, tokens, side="right") - 1
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """Per branch, its cut segments."""
+        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.branches)))
+
+    def _segments_of(self, branch: int) -> Segments:
+        length, rate = self.pattern.branches[branch]
+        start, num_tokens, index, whole = self.cut[branch].T
+        w = np.minimum(length, num_tokens)
+        out = w + -w % rate if self.pattern.zero_padding else w
+        token, out_token = start + index * w, start + index * out
+        size = np.where(whole == 1, w, num_tokens - index * w)
+        # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.
+        slots = np.where((out != w) & (num_tokens > w) & (whole == 1), out, size)
+        outputs = np.clip(start + num_tokens - out_token, 0, slots)
+        sources = self.rank_of(token), self.rank_of(token + size - 1)
+        first_owner = self.rank_of(out_token)
+        last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
+        padded = out if self.pattern.zero_padding and not self.is_causal else slots
+        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner)
+
+    def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
+        """The slots that a rank holds of those that begin at a token."""
+        return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
+
+    @cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """Per branch, what the heads held here keep."""
+        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.branches))]
+        heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
+        return tuple(Kept(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
+
+    def offsets_of(self, branch: int) -> dict[int, list[int]]:
+        """The heads of each offset."""
+        found: dict[int, list[int]] = {}
+        for head, offset in self.kept[branch].heads:
+            found.setdefault(offset, []).append(head)
+        return found
+
+    def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
+        """The segments of which a rank may hold outputs."""
+        at = self.segments[branch]
+        return (at.first_owner <= rank) & (rank <= at.last_owner)
+
+
+def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
+    """The segments of a document that lie between two places in it, with their outputs: the first, and the one behind the last."""
+    # Sources begin no later than outputs, and outputs end no earlier, but for the end of the document.
+    first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
+    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
+    return first, np.maximum(first, stop)

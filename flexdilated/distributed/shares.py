@@ -1,0 +1,88 @@
+"""Who computes which part of the heads of cut segments, so that all ranks end together.
+
+The heads of a segment, one behind another, and in each its queries, are one line of work. The ranks that hold tokens of the segment
+take an interval of it each, in their order: what fills all of them to one level of pairs scored, over those they have already.
+Where an interval ends inside a head, the head is cut by its queries, and its keys go to both ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.distributed import work
+from flexdilated.distributed.segments import CutSegments
+from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.work import Parts
+
+MOST = 2  # times its part of the tokens is what a rank takes of a segment: more would travel than it saves
+LEAST = 32  # a head is not cut for less than one in so many of its queries: its keys would travel once more
+UNITS = 1 << 30  # work is counted in larger units than pairs where there is more: products with tokens stay below 64 bits
+
+
+def deal(cut: CutSegments, taken: Sequence[NDArray[np.bool_]]) -> tuple[Parts, ...]:
+    """Per branch, who computes the heads of the segments that are taken. The same on every rank."""
+    pairs = work.of_shards(cut)
+    for branch, whole in enumerate(taken):
+        pairs = pairs + work.of_rows(cut, branch, np.flatnonzero(~whole))
+    parts = {}
+    # The widest last: most ranks can make good what is left uneven.
+    for branch in sorted(range(len(taken)), key=lambda branch: cut.pattern.segment_lengths[branch]):
+        found = [part for segment in np.flatnonzero(taken[branch]).tolist() for part in _deal(cut, branch, segment, pairs)]
+        parts[branch] = Parts(*np.array(found, np.int64).reshape(-1, len(Parts._fields)).T)
+    return tuple(parts[branch] for branch in range(len(taken)))
+
+
+def _deal(cut: CutSegments, branch: int, segment: int, pairs: Integers) -> Iterator[tuple[int, ...]]:
+    """The parts of one segment; their pairs are added to those that each rank has."""
+    at, (rate, heads) = cut.segments[branch], cut.kept[branch]
+    size, outputs = int(at.size[segment]), int(at.outputs[segment])
+    rows, asked = -(-size // rate), -(-min(size, outputs) // rate)  # of the first offset; others keep as many or one less
+    if not asked:
+        return
+    ranks = np.arange(at.first_source[segment], at.last_source[segment] + 1)
+    low, high = cut.held(at.token[segment], at.size[segment], ranks)
+    ranks, tokens = ranks[low < high], (high - low)[low < high]
+
+    def scored(first: int, end: int) -> int:
+        return int(work.scored(*np.array((rows, first, end)), is_causal=cut.is_causal))
+
+    shares = _shares(pairs[ranks], tokens, scored(0, asked) * len(heads))
+    ends = _ends(shares, len(heads), asked, is_causal=cut.is_causal)
+    for rank, begin, end in zip(ranks.tolist(), [0, *ends], ends):
+        while begin < end:
+            place, first = divmod(begin, asked)
+            places = 1 if first else max(1, (end - begin) // asked)
+            last = min(asked, end - place * asked)
+            pairs[rank] += places * scored(first, last)
+            yield segment, place, places, rank, first * rate, outputs if last == asked else last * rate
+            begin = (place + places - 1) * asked + last
+
+
+def _shares(pairs: Integers, tokens: Integers, total: int) -> Integers:
+    """How much of some work each rank takes, in any unit, that has scored so many pairs and holds so many tokens of it."""
+    unit = 1 + (total + int(pairs.max())) // UNITS
+    pairs, total = pairs // unit, 1 + total // unit
+    most = MOST * -(-total * tokens // tokens.sum())
+    # What is taken up to a level grows by one for each rank between the pairs that it has and the most that it takes.
+    turns = np.concatenate([pairs, pairs + most])
+    order = np.argsort(turns, kind="stable")
+    turns, taking = turns[order], np.cumsum(np.where(order < len(pairs), 1, -1))
+    taken = np.append(0, np.cumsum(taking[:-1] * np.diff(turns)))
+    last = np.flatnonzero(taken <= total)[-1]
+    level = turns[last] - (taken[last] - total) // taking[last]
+    return np.clip(level - pairs, 0, most)
+
+
+def _ends(shares: Integers, num_heads: int, asked: int, *, is_causal: bool) -> list[int]:
+    """Where each rank's interval ends, in the queries of all heads one behind another."""
+    total = int(shares.sum())
+    heads = np.cumsum(shares) * num_heads
+    place, rest = heads // total, heads % total / total
+    # The pairs of causal queries grow with the square. A quotient and a root are rounded alike everywhere.
+    row = np.rint(asked * (np.sqrt(rest) if is_causal else rest)).astype(np.int64)
+    row = np.where(row * LEAST < asked, 0, np.where((asked - row) * LEAST < asked, asked, row))
+    ends: list[int] = (place * asked + row).tolist()
+    return ends

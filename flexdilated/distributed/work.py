@@ -1,0 +1,94 @@
+"""How many (query, key) pairs each rank scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexdilated.distributed.segments import CutSegments, inside
+from flexdilated.distributed.spans import Integers, expanded, kept_below
+
+
+class Parts(NamedTuple):
+    """Heads of cut segments of one branch, or parts of them: who computes them. Arrays over parts, by segment, head and query.
+
+    Of `places` heads from `place` on among those of the branch, the queries of slots `low ... high`; several heads, if at all, with
+    all their queries.
+    """
+
+    segment: Integers
+    place: Integers
+    places: Integers
+    executor: Integers  # a rank
+    low: Integers
+    high: Integers
+
+
+def scored(rows: Integers, low: Integers, high: Integers, *, is_causal: bool) -> Integers:
+    """Pairs of the queries `low ... high` of so many rows."""
+    if is_causal:
+        return high * (high + 1) // 2 - low * (low + 1) // 2
+    return (high - low) * rows
+
+
+def of_shards(cut: CutSegments) -> Integers:
+    """`(num_ranks,)` pairs of the segments that lie inside one shard."""
+    work = np.zeros(cut.num_ranks, np.int64)
+    for branch, (rate, _) in enumerate(cut.kept):
+        ranks, sizes = _local_sizes(cut, branch)
+        for offset, members in cut.offsets_of(branch).items():
+            for repeats, size, outputs in sizes:
+                rows, asked = kept_below(size, rate, offset), kept_below(np.minimum(size, outputs), rate, offset)
+                pairs = scored(rows, np.zeros_like(rows), asked, is_causal=cut.is_causal)
+                np.add.at(work, ranks, len(members) * repeats * pairs)
+    return work
+
+
+def of_rows(cut: CutSegments, branch: int, chosen: Integers) -> Integers:
+    """`(num_ranks,)` pairs of some cut segments whose outputs each rank computes that holds them."""
+    work, rate = np.zeros(cut.num_ranks, np.int64), cut.kept[branch].rate
+    at = cut.segments[branch]
+    which, rank = expanded(at.first_owner[chosen], (at.last_owner - at.first_owner + 1)[chosen])
+    which = chosen[which]
+    held = cut.held(at.out_token[which], at.outputs[which], rank)
+    for offset, members in cut.offsets_of(branch).items():
+        rows = kept_below(at.size[which], rate, offset)
+        low, high = (np.minimum(kept_below(slot, rate, offset), rows) for slot in held)
+        np.add.at(work, rank, len(members) * scored(rows, low, high, is_causal=cut.is_causal))
+    return work
+
+
+def of_parts(cut: CutSegments, branch: int, parts: Parts) -> Integers:
+    """`(num_ranks,)` pairs of parts of heads."""
+    work, (rate, heads) = np.zeros(cut.num_ranks, np.int64), cut.kept[branch]
+    size = cut.segments[branch].size[parts.segment]
+    for place, (_, offset) in enumerate(heads):
+        here = np.flatnonzero((parts.place <= place) & (place < parts.place + parts.places))
+        rows = kept_below(size[here], rate, offset)
+        low, high = (np.minimum(kept_below(slot[here], rate, offset), rows) for slot in (parts.low, parts.high))
+        np.add.at(work, parts.executor[here], scored(rows, low, high, is_causal=cut.is_causal))
+    return work
+
+
+def _local_sizes(cut: CutSegments, branch: int) -> tuple[Integers, tuple[tuple[Integers, Integers, Integers], ...]]:
+    """Ranks with documents of which they hold segments, and of those `(how many, tokens, outputs)`: whole ones with all their
+    outputs, the one whose outputs the end of the document cuts, and the last."""
+    length, rate = cut.pattern.branches[branch]
+    start, num_tokens = np.array([document for document in cut.documents if document[1]], np.int64).reshape(-1, 2).T
+    first, count = cut.rank_of(start), cut.rank_of(start + num_tokens - 1) - cut.rank_of(start) + 1
+    which, rank = expanded(first, count)
+    start, num_tokens = start[which], num_tokens[which]
+    w = np.minimum(length, num_tokens)
+    out = w + -w % rate if cut.pattern.zero_padding else w
+    a, b = inside(cut.limits[rank] - start, cut.limits[rank + 1] - start, num_tokens, w, out)
+    whole, shown = num_tokens // w, np.where(num_tokens > w, num_tokens // out, 1)
+    full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
+    edge = ((a <= shown) & (shown < np.minimum(b, whole))).astype(np.int64)
+    last = ((a <= whole) & (whole < b)).astype(np.int64)
+    rest = num_tokens - whole * w
+    return rank, (
+        (full, w, w),
+        (edge, w, np.clip(num_tokens - shown * out, 0, None)),
+        (last, rest, np.clip(num_tokens - whole * np.where(num_tokens > w, out, w), 0, None)),
+    )
