@@ -192,7 +192,7 @@ def _check_counts(layer: Layer) -> None:
     for length, rate in layer.pattern.branches:
         w = min(length, layer.tokens)
         n, rows = largest // rate + 1, w // rate + 1
-        # Of one branch at most: all heads of the own rows; or whole heads of two segments at the shard's ends.
+        # Of one branch at most: all heads of the own rows, twice where heads are dealt, and what is rounded in two segments.
         pairs += 3 * layer.kv_heads * n * rows + 2 * rows * rows * (w > largest)
     if pairs >= LIMIT:
         refuse(

@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -164,7 +163,7 @@ def grid(size: int) -> DeviceMesh:
 
 
 def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
-    """Of each cut segment the parts of a head that ranks compute, `(rank, first slot, end)`, under "heads"; none where rows travel."""
+    """Of each cut segment the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
     place = [each for each, _ in plan.kept[branch].heads].index(head)
     found: list[list[tuple[int, int, int]]] = [[] for _ in plan.cut[branch]]
     for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts[branch])):

@@ -1,0 +1,132 @@
+"""Who computes heads of cut segments: by units of work, one after another, to the rank that has the least."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from flexdilated import DilatedPattern
+from flexdilated.distributed import cost, shares
+from flexdilated.distributed.plan import ContextPlan, context_plan
+from tests.distributed.test_plan import MILLION, definition, is_cut, owner, placed, plan_of, plans
+
+
+def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:
+    """Each unit of work to the rank that has the least, of those that may take more."""
+    taken = [0] * len(pairs)
+    for _ in range(total):
+        rank = min((r for r in range(len(pairs)) if taken[r] < most[r]), key=lambda r: pairs[r] + taken[r])
+        taken[rank] += 1
+    return taken
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=2, max_size=7),
+    st.integers(1, 80),
+)
+@example([(0, 1), (0, 1), (0, 1)], 1)  # less than one unit each
+@example([(0, 9), (50, 1)], 80)  # the one with the least takes no more than twice its part
+def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: list[tuple[int, int]], total: int) -> None:
+    pairs, tokens = (list(column) for column in zip(*ranks))
+    most = [2 * math.ceil(Fraction((total + 1) * held, sum(tokens))) for held in tokens]
+    found = shares._shares(np.array(pairs), np.array(tokens), total).tolist()
+    expected = one_by_one(pairs, most, total + 1)
+    assert all(0 <= share - unit <= 1 for share, unit in zip(found, expected))  # the level is rounded up
+    assert all(share <= limit for share, limit in zip(found, most))
+
+
+@given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
+def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) -> None:
+    """In units: 2**70 pairs are shared as 2**20 are."""
+    tokens = np.array([1, 2, 3])
+    for scale in (1, 1 << 20, 1 << 38):
+        found = shares._shares(np.array([few, many, 0]) * scale, tokens, total * 1024 * scale)
+        part = found / found.sum()
+        assert found.sum() <= 1 << 32
+        if scale == 1:
+            first = part
+        np.testing.assert_allclose(part, first, atol=3e-5)
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any), st.integers(1, 5), st.integers(1, 300), st.booleans())
+@example([1, 1], 1, 300, True)
+@example([1, 63], 1, 300, False)  # less than a 32nd
+def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], heads: int, asked: int, is_causal: bool) -> None:
+    """Within a row, but for what would be a part of less than a 32nd of the queries of a head."""
+    ends = shares._ends(np.array(parts), heads, asked, is_causal=is_causal)
+    assert ends == sorted(ends)
+    assert ends[-1] == heads * asked
+    done = 0
+    for share, end in zip(parts, ends):
+        done += share
+        exact = Fraction(done * heads, sum(parts))  # heads, and a part of one
+        place, rest = int(exact), float(exact - int(exact))
+        row = asked * (math.sqrt(rest) if is_causal else rest)
+        small = min(row, asked - row) < asked / 32 + 0.5
+        at = end - place * asked
+        assert abs(at - row) <= 0.5 + 1e-9 or (small and at in (0, asked))
+        assert at % asked == 0 or 32 * min(at, asked - at) >= asked
+
+
+@given(plans())
+def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan) -> None:
+    for branch, segments in enumerate(definition(plan)):
+        parts = plan.parts[branch]
+        heads = plan.kept[branch].heads
+        cut = {head: [each for each in segments if each.head == head and is_cut(plan, each)] for head, _ in heads}
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, place, places, rank, low, high in zip(*(x.tolist() for x in parts)):
+            assert plan.by_heads[branch][index]
+            outputs = int(plan.segments[branch].outputs[index])
+            assert places == 1 or (low, high) == (0, outputs)
+            start, tokens = int(plan.segments[branch].token[index]), int(plan.segments[branch].size[index])
+            assert rank in {owner(plan, token) for token in range(start, start + tokens)}
+            for each in range(place, place + places):
+                found.setdefault((index, heads[each][0]), []).append((low, high))
+        for head, alike in cut.items():
+            for index in range(len(alike)):
+                slots = sorted(found.pop((index, head), []))
+                outputs = int(plan.segments[branch].outputs[index])
+                if plan.by_heads[branch][index] and outputs:
+                    assert slots[0][0] == 0
+                    assert slots[-1][1] == outputs
+                    assert all(a[1] == b[0] for a, b in pairwise(slots))
+                else:
+                    assert not slots
+        assert not found
+
+
+@given(plans())
+def test_pairs_of_dealt_heads_are_those_of_their_queries(plan: ContextPlan) -> None:
+    expected = np.zeros(plan.num_ranks, np.int64)
+    for rank, softmax in placed(plan, "heads"):
+        expected[rank] += len(softmax.keys) if softmax.query is not None else 0
+    assert cost.pairs(plan, "heads").tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causal: bool) -> None:
+    """Whichever is named first."""
+    ratios = []
+    for lengths in ((320, 640), (640, 320)):
+        plan = plan_of(DilatedPattern(lengths, (1, 1)), 640, 10, 8, is_causal=is_causal)
+        assert all(whole.any() for whole in plan.by_heads)
+        pairs = cost.pairs(plan, "heads")
+        ratios.append(pairs.max() / pairs.mean())
+    assert ratios[0] == ratios[1]
+    assert ratios[0] < 1.03
+
+
+def test_one_causal_head_over_many_ranks_is_cut_by_its_queries() -> None:
+    plan = plan_of(DilatedPattern((MILLION,), (16,)), MILLION, 16, 1, is_causal=True)
+    (parts,) = plan.parts
+    assert parts.executor.tolist() == list(range(16))
+    assert parts.low.tolist() == [0, *parts.high[:-1].tolist()]
+    rows = parts.high // 16
+    assert np.abs(rows - np.rint(MILLION // 16 * np.sqrt(np.arange(1, 17) / 16))).max() <= 1
+    assert cost.pairs(plan, "heads").max() < 1.001 * cost.pairs(plan, "heads").mean()
+    assert context_plan(plan.pattern, plan.shard_lengths, 1, range(1), 1, plan.documents, True) is plan
