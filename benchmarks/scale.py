@@ -1,6 +1,6 @@
 """What a layer costs each rank from a million tokens on 8 ranks to a billion on 4,096: counted by the planner, nothing is run.
 
-    python -m benchmarks.scale                     # ten minutes on one core; finished cells are kept and not repeated
+    python -m benchmarks.scale                     # two minutes on one core; finished cells are kept and not repeated
     python -m benchmarks.scale --tokens 1000000 --ranks 8
 
 Every cell is one layer of 16 heads of 64 in bfloat16, not causal, over shards as equal as can be, by the exchange that

@@ -1,7 +1,7 @@
 """Users' score and mask functions over shards, and FlexAttention: rows travel by operations that autograd differentiates.
 
-Either rows of keys and values come to the ranks of the queries ("gather"), or rows of whole heads to one rank each, and their
-outputs back ("heads"). Between messages there are tensors that autograd sees, so that whatever the functions hold gets its
+Either rows of keys and values come to the ranks of the queries ("gather"), or rows of heads to the ranks that compute them, and
+their outputs back ("heads"). Between messages there are tensors that autograd sees, so that whatever the functions hold gets its
 gradient: on each rank that of the pairs scored there. Their sum over the ranks is the whole.
 """
 

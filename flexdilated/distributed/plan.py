@@ -237,7 +237,7 @@ class ContextPlan(CutSegments):
         needed: dict[Any, Needs] = {}
         for offsets, members in self.classes.items():
             for head in members:
-                # Under whole heads the receiver depends on the head, else heads of a class need the same rows.
+                # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows.
                 key = (offsets, head) if exchange == "heads" else offsets
                 if key not in needed:
                     needed[key] = self.needs(head, spans)

@@ -3,9 +3,10 @@
 Pieces inside the shard, tasks of segments that shards cut, one merge.
 
 Of a segment that lies in several shards, either rows of keys and values travel to the ranks of the queries ("gather": all at once;
-"ring": one source after another), or the rows of whole heads travel to one rank each, and their outputs back ("heads"). A source
-and a piece are the same thing: more keys, whose partial `(out, lse)` are merged; and since the backward of a part needs the output
-and log-sum-exp of the whole mixture alone, the gradients of all parts, wherever they are computed, add up to the exact gradient.
+"ring": one source after another), or the rows of heads travel to the ranks that compute them, and their outputs back ("heads"). A
+source and a piece are the same thing: more keys, whose partial `(out, lse)` are merged; and since the backward of a part needs the
+output and log-sum-exp of the whole mixture alone, the gradients of all parts, wherever they are computed, add up to the exact
+gradient.
 """
 
 from __future__ import annotations

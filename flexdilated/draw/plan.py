@@ -119,7 +119,7 @@ def _legend(name: str, layer: Layer) -> str:
     meaning = {
         "gather": "gather: the rows that are needed, at once",
         "ring": "ring: the same rows in steps, in little memory",
-        "heads": "heads: whole heads, where that is less",
+        "heads": "heads: dealt to ranks, where that is less",
         "ring-all": "ring of everything: K and V pass every rank",
         "all-gather": "all-gather: K and V of all ranks at once",
         "ulysses": f"Ulysses: where ranks divide the {layer.kv_heads} key/value heads",

@@ -21,6 +21,7 @@ from tests.distributed.cases import (
     random_case,
     results,
     shards,
+    simple,
 )
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
 
@@ -66,6 +67,7 @@ def test_drawn_cases_cover_the_options(size: int) -> None:
         lambda case: case.pattern.offsets == "interleaved",
     ):
         assert any(holds(case) for case, _ in moving)
+    assert any((parts.low > 0).any() for case, exchange in moving if exchange == "heads" for parts in case.plan().parts)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -74,6 +76,17 @@ def test_every_exchange_moves_queries_too(ranks: Ranks, exchange: str, is_causal
     """torchscale's rows shift, so that outputs belong to other ranks than their queries."""
     case = replace(cut(ranks.world_size, is_causal=is_causal), pattern=DilatedPattern.torchscale((7, 16), (3, 5)))
     ranks.run(check_oracle, case, exchange)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("zero_padding", [False, True])
+def test_one_head_is_computed_by_several_ranks(ranks: Ranks, is_causal: bool, zero_padding: bool) -> None:
+    """Its queries are dealt to all of them; each gets the keys that these see, and delivers outputs to their owners."""
+    case = simple(ranks.world_size, kv_heads=1, group=1, is_causal=is_causal, ignored=0.2)
+    case = replace(case, pattern=replace(case.pattern, zero_padding=zero_padding))
+    (_, parts) = case.plan().parts
+    assert len(parts.executor) == ranks.world_size or ranks.world_size < 3
+    ranks.run(check_oracle, case, "heads")
 
 
 def check_compiled(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str, backend: str) -> None:

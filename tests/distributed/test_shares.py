@@ -29,10 +29,10 @@ def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:
     st.integers(1, 80),
 )
 @example([(0, 1), (0, 1), (0, 1)], 1)  # less than one unit each
-@example([(0, 9), (50, 1)], 80)  # the one with the least takes no more than twice its part
+@example([(0, 9), (50, 1)], 80)  # the one with the least takes no more than five quarters of its part
 def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: list[tuple[int, int]], total: int) -> None:
     pairs, tokens = (list(column) for column in zip(*ranks))
-    most = [2 * math.ceil(Fraction((total + 1) * held, sum(tokens))) for held in tokens]
+    most = [math.ceil(Fraction(5 * (total + 1) * held, 4 * sum(tokens))) for held in tokens]
     found = shares._shares(np.array(pairs), np.array(tokens), total).tolist()
     expected = one_by_one(pairs, most, total + 1)
     assert all(0 <= share - unit <= 1 for share, unit in zip(found, expected))  # the level is rounded up
