@@ -151,7 +151,7 @@ def received_rows(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
 
 
 def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
-    """The same, marking token by token what a rank needs of every segment; only who computes whole heads is the plan's word.
+    """The same, marking token by token what a rank needs of every segment; only who computes dealt heads is the plan's word.
 
     For equal shards, all heads on every branch and no padding.
     """
@@ -164,14 +164,16 @@ def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
         for branch, (w, r) in enumerate(plan.pattern.branches):
             offset = plan.pattern.offset(branch, head, plan.num_heads)
             cut = [s for s in range(0, plan.num_tokens, w) if s // length != (min(s + w, plan.num_tokens) - 1) // length]
-            takers = executors(plan, branch, head) if exchange == "heads" else [-1] * len(cut)
-            assert len(takers) == len(cut)
-            for start, taker in zip(cut, takers):
+            parts = executors(plan, branch, head) if exchange == "heads" else [[] for _ in cut]
+            assert len(parts) == len(cut)
+            for start, takers in zip(cut, parts):
                 end = min(start + w, plan.num_tokens)
                 kept = slice(start + offset, end, r)
-                if taker >= 0:
-                    for marks in (asks, asked, sends):
-                        marks[taker, kept] = True
+                for taker, low, high in takers:  # multiples of the rate, or the end
+                    asks[taker, kept] = True
+                    for marks in (asked, sends):
+                        marks[taker, start + low + offset : start + high : r] = True
+                if takers:
                     continue
                 for rank in range(start // length, (end - 1) // length + 1):
                     first = max(rank * length, start)
@@ -306,7 +308,7 @@ def loopback_bytes() -> int:
 @on_linux
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bytes_sent(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str) -> None:
-    """Headers are all that is sent besides the plan's rows. With equal shards on two ranks whole heads would never pay."""
+    """Headers are all that is sent besides the plan's rows. With equal shards on two ranks heads would never be dealt."""
     num_tokens, steps = WIRE_TOKENS[sizes.quick], WIRE_STEPS[sizes.quick]
     shard_lengths = (num_tokens // 4, num_tokens - num_tokens // 4)
     pattern = DilatedPattern((num_tokens // 16, num_tokens // 3, num_tokens), (1, 2, 4))
@@ -571,7 +573,7 @@ def measure_scaling(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern, 
 def test_strong_scaling(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, name: str) -> None:
     """How much faster two ranks of one thread are than one of them alone, forward and backward; for information.
 
-    The pattern is scaled down until its widest segment holds all tokens. With equal shards on two ranks whole heads never travel
+    The pattern is scaled down until its widest segment holds all tokens. With equal shards on two ranks heads never travel
     less than rows, so there `"heads"` is `"gather"`.
     """
     num_tokens = SCALING_TOKENS[name][sizes.quick]

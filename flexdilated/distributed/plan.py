@@ -147,34 +147,12 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def by_heads(self) -> tuple[NDArray[np.bool_], ...]:
-        """Per branch, the cut segments where heads travel less than rows; causal ones of a whole document always.
-
-        Of those the ranks of late tokens would compute the most, and they level out what narrower segments leave uneven.
-        """
-        return tuple(self._heads_pay(branch) for branch in range(len(self.pattern.branches)))
-
-    def _heads_pay(self, branch: int) -> NDArray[np.bool_]:
-        at, num_heads = self.segments[branch], len(self.kept[branch].heads)
-        pay = np.zeros(len(at.token), bool)
-        chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
-        if self.is_local or not len(chosen) or not num_heads:  # a cut segment may keep no rows on one side of the border
-            return pay
-        first, size = at.token[chosen], at.size[chosen]
-        which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
-        low, high = self.held(first[which], size[which], rank)
-        # What the ranks with queries need: the tokens of others, or of those before.
-        missing = np.where(low < high, low if self.is_causal else size[which] - (high - low), 0)
-        by_rows, squares = np.zeros_like(size), np.zeros_like(size)
-        np.add.at(by_rows, which, 2 * missing)
-        np.add.at(squares, which, (high - low) ** 2)
-        # Who computes a head holds as many of its tokens as the rank of a token does on average.
-        by_heads = (2 + 2 * self.group) * (size - squares // size)
-        pay[chosen] = (by_heads < by_rows) | (self.is_causal & (size == self.cut[branch][chosen, 1]))
-        return pay
+        """Per branch, the cut segments whose heads "heads" deals; none where nothing need travel."""
+        return self._by_rows if self.is_local else tuple(shares.pay(self, branch) for branch in range(len(self.cut)))
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
-        """Per branch, who computes which part of the heads of the segments of `by_heads`."""
+        """Per branch, who computes which part of the heads of these segments."""
         return shares.deal(self, self.by_heads)
 
     def _head_spans(self, branch: int, kind: str, receivers: range, senders: range) -> Spans:

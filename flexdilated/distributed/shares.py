@@ -14,12 +14,35 @@ from numpy.typing import NDArray
 
 from flexdilated.distributed import work
 from flexdilated.distributed.segments import CutSegments
-from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.spans import Integers, expanded
 from flexdilated.distributed.work import Parts
 
 MOST = (5, 4)  # quarters of its part of the tokens are what a rank takes of a segment: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of its queries: its keys would travel once more
 UNITS = 1 << 28  # work is counted in larger units than pairs where there is more: products with tokens stay below 64 bits
+
+
+def pay(cut: CutSegments, branch: int) -> NDArray[np.bool_]:
+    """The cut segments where heads travel less than rows, and causal ones of a whole document.
+
+    Of the latter the ranks of late tokens would compute the most, and they can level out what narrower segments leave uneven.
+    """
+    at = cut.segments[branch]
+    pays = np.zeros(len(at.token), bool)
+    chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
+    if not cut.kept[branch].heads:
+        return pays
+    first, size = at.token[chosen], at.size[chosen]
+    which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
+    low, high = cut.held(first[which], size[which], rank)
+    by_rows, squares = np.zeros_like(size), np.zeros_like(size)
+    # What the ranks with queries need: the tokens of others, or of those before.
+    np.add.at(by_rows, which, 2 * np.where(low < high, low if cut.is_causal else size[which] - (high - low), 0))
+    np.add.at(squares, which, (high - low) ** 2)
+    # Who computes a head holds as many of its tokens as the rank of a token does on average.
+    by_heads = (2 + 2 * cut.group) * (size - squares // size)
+    pays[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == cut.cut[branch][chosen, 1]))
+    return pays
 
 
 def deal(cut: CutSegments, taken: Sequence[NDArray[np.bool_]]) -> tuple[Parts, ...]:

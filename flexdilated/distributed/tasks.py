@@ -46,10 +46,9 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
     whole, at = plan.taken(exchange)[branch], plan.segments[branch]
     found: dict[Task, list[Integers]] = {}
     near = np.flatnonzero(plan.near(branch, rank) & ~whole)
-    owners = np.full_like(near, rank), np.full_like(near, rank)
-    slots = plan.held(at.out_token[near], at.outputs[near], rank)
+    alone, held = [np.full_like(near, rank)] * 2, plan.held(at.out_token[near], at.outputs[near], rank)
     for offset, heads in plan.offsets_of(branch).items():
-        for task, chosen in _alike(plan, branch, offset, near, owners, slots):
+        for task, chosen in _alike(plan, branch, offset, near, alone, held):
             found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, near[chosen]))
     if whole.any():
         parts = plan.parts[branch]
