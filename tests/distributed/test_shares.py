@@ -33,10 +33,12 @@ def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:
 def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: list[tuple[int, int]], total: int) -> None:
     pairs, tokens = (list(column) for column in zip(*ranks))
     most = [math.ceil(Fraction(5 * (total + 1) * held, 4 * sum(tokens))) for held in tokens]
-    found = shares._shares(np.array(pairs), np.array(tokens), total).tolist()
     expected = one_by_one(pairs, most, total + 1)
-    assert all(0 <= share - unit <= 1 for share, unit in zip(found, expected))  # the level is rounded up
-    assert all(share <= limit for share, limit in zip(found, most))
+    level = max(pair + share for pair, share in zip(pairs, expected) if share)
+    # The others are filled to the level of the last unit.
+    filled = [min(limit, max(0, level - pair)) for pair, limit in zip(pairs, most)]
+    assert shares._shares(np.array(pairs), np.array(tokens), total).tolist() == filled
+    assert all(0 <= share - unit <= 1 for share, unit in zip(filled, expected))
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
@@ -70,6 +72,11 @@ def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], hea
         at = end - place * asked
         assert abs(at - row) <= 0.5 + 1e-9 or (small and at in (0, asked))
         assert at % asked == 0 or 32 * min(at, asked - at) >= asked
+
+
+@pytest.mark.parametrize(("asked", "row", "end"), [(320, 10, 10), (328, 10, 0), (320, 310, 310), (328, 318, 328), (31, 1, 1)])
+def test_a_part_is_no_less_than_a_32nd_of_a_head(asked: int, row: int, end: int) -> None:
+    assert shares._ends(np.array([row, asked - row]), 1, asked, is_causal=False) == [end, asked]
 
 
 @given(plans())
