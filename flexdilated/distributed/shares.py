@@ -18,7 +18,7 @@ from flexdilated.distributed.spans import Integers, expanded
 from flexdilated.distributed.work import Parts
 
 MOST = (5, 4)  # quarters of its part of the tokens are what a rank takes of a segment: more would travel than it saves
-LEAST = 32  # a head is not cut for less than one in so many of its queries: its keys would travel once more
+LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
 UNITS = 1 << 28  # the work of a segment is counted in larger units than pairs where it has more: products with tokens fit 64 bits
 
 
@@ -106,6 +106,7 @@ def _ends(shares: Integers, num_heads: int, asked: int, *, is_causal: bool) -> l
     place, rest = heads // total, heads % total / total
     # The pairs of causal queries grow with the square. A quotient and a root are rounded alike everywhere.
     row = np.rint(asked * (np.sqrt(rest) if is_causal else rest)).astype(np.int64)
-    row = np.where(row * LEAST < asked, 0, np.where((asked - row) * LEAST < asked, asked, row))
+    least = LEAST * -(-len(shares) // num_heads)  # parts of a head, where it has several ranks
+    row = np.where(row * least < asked, 0, np.where((asked - row) * least < asked, asked, row))
     ends: list[int] = (place * asked + row).tolist()
     return ends

@@ -58,7 +58,7 @@ def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) 
 @example([1, 1], 1, 300, True)
 @example([1, 63], 1, 300, False)  # less than a 32nd
 def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], heads: int, asked: int, is_causal: bool) -> None:
-    """Within a row, but for what would be a part of less than a 32nd of the queries of a head."""
+    """Within a row, but for what would be less than a 32nd of the queries that a rank takes of a head."""
     ends = shares._ends(np.array(parts), heads, asked, is_causal=is_causal)
     assert ends == sorted(ends)
     assert ends[-1] == heads * asked
@@ -68,15 +68,19 @@ def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], hea
         exact = Fraction(done * heads, sum(parts))  # heads, and a part of one
         place, rest = int(exact), float(exact - int(exact))
         row = asked * (math.sqrt(rest) if is_causal else rest)
-        small = min(row, asked - row) < asked / 32 + 0.5
+        least = 32 * math.ceil(len(parts) / heads)
+        small = min(row, asked - row) < asked / least + 0.5
         at = end - place * asked
         assert abs(at - row) <= 0.5 + 1e-9 or (small and at in (0, asked))
-        assert at % asked == 0 or 32 * min(at, asked - at) >= asked
+        assert at % asked == 0 or least * min(at, asked - at) >= asked
 
 
 @pytest.mark.parametrize(("asked", "row", "end"), [(320, 10, 10), (328, 10, 0), (320, 310, 310), (328, 318, 328), (31, 1, 1)])
-def test_a_part_is_no_less_than_a_32nd_of_a_head(asked: int, row: int, end: int) -> None:
-    assert shares._ends(np.array([row, asked - row]), 1, asked, is_causal=False) == [end, asked]
+def test_a_part_is_no_less_than_a_32nd_of_what_a_rank_takes(asked: int, row: int, end: int) -> None:
+    """Of two heads on two ranks, and of one on two that have half of it each."""
+    assert shares._ends(np.array([row, 2 * asked - row]), 2, asked, is_causal=False) == [end, 2 * asked]
+    if row < asked / 2:
+        assert shares._ends(np.array([row, 2 * asked - row]), 1, 2 * asked, is_causal=False) == [end, 2 * asked]
 
 
 @given(plans())
