@@ -19,7 +19,7 @@ from flexdilated.distributed.work import Parts
 
 MOST = (5, 4)  # quarters of its part of the tokens are what a rank takes of a segment: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
-UNITS = 1 << 28  # the work of a segment is counted in larger units than pairs where it has more: products with tokens fit 64 bits
+UNITS = 1 << 28  # of pairs and tokens at most, larger ones where a segment has more: their products fit 64 bits
 
 
 def pay(cut: CutSegments, branch: int) -> NDArray[np.bool_]:
@@ -87,7 +87,7 @@ def _deal(cut: CutSegments, branch: int, segment: int, pairs: Integers) -> Itera
 def _shares(pairs: Integers, tokens: Integers, total: int) -> Integers:
     """How much of some work each rank takes, in any unit, that has scored so many pairs and holds so many tokens of it."""
     unit = 1 + total // UNITS
-    pairs, total = pairs // unit, 1 + total // unit
+    pairs, total, tokens = pairs // unit, 1 + total // unit, -(-tokens // (1 + int(tokens.sum()) // UNITS))
     most = -(-MOST[0] * total * tokens // (MOST[1] * tokens.sum()))
     # What is taken up to a level grows by one for each rank between the pairs that it has and the most that it takes.
     turns = np.concatenate([pairs, pairs + most])

@@ -43,10 +43,9 @@ def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: lis
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
 def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) -> None:
-    """In units: 2**70 pairs are shared as 2**20 are."""
-    tokens = np.array([1, 2, 3])
+    """In units: 2**70 pairs are shared as 2**20 are, and those of 2**40 tokens."""
     for scale in (1, 1 << 20, 1 << 38):
-        found = shares._shares(np.array([few, many, 0]) * scale, tokens, total * 1024 * scale)
+        found = shares._shares(np.array([few, many, 0]) * scale, np.array([1, 2, 3]) * scale, total * 1024 * scale)
         part = found / found.sum()
         assert found.sum() <= 1 << 32
         if scale == 1:
