@@ -155,7 +155,7 @@ def _ulysses_pairs(layer: Layer) -> Counts:
     for rank in range(layer.ranks):
         within = range(rank * size, (rank + 1) * size)
         alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, documents, layer.is_causal)
-        key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())  # of no offset, in a branch of other heads
+        key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())
         if key not in known:
             known[key] = int(cost.pairs(alone, "gather")[0])
         pairs.append(known[key])
