@@ -143,6 +143,7 @@ class _Line:
         ]
         self._kinds: dict[tuple[int, ...], list[tuple[int, np.unsignedinteger[Any]]]] = {}
         self._tiles: dict[tuple[int, ...], Sets] = {}
+        self._room = KEEP
 
     def count_cells(self, spans: Spans) -> int:
         """Rows of a few spans: between two neighbouring ends of spans, a common period of what covers them is enough."""
@@ -184,8 +185,9 @@ class _Line:
         tile = self._tiles.get(key)
         if tile is None or len(tile) < rate + tokens:
             tile = np.tile(self._table(*key), 2 + tokens // rate)
-            if sum(each.nbytes for each in self._tiles.values()) + tile.nbytes > KEEP:
-                self._tiles.clear()
+            if tile.nbytes > self._room:
+                self._tiles, self._room = {}, KEEP
+            self._room -= tile.nbytes
             self._tiles[key] = tile
         return tile
 

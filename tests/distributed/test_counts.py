@@ -40,7 +40,7 @@ def count(counter: Counter, found: list[Span]) -> list[tuple[int, int, int]]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
-    """Disjoint spans of up to three branches between ranks, of all offsets and heads or some."""
+    """Spans of up to three branches between ranks, of all offsets and heads or some; of one branch those of a head are disjoint."""
     kept = []
     for _ in range(draw(st.integers(1, 3))):
         rate = draw(st.integers(1, 7))
@@ -57,17 +57,29 @@ def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
                 places = len(heads) if whole else draw(st.integers(1, len(heads)))
                 place = draw(st.integers(0, len(heads) - places))
                 residue = draw(st.integers(0, rate - 1))
-                found.append((branch, *pair, first, end, draw(st.integers(-5, first)), residue, residues, place, places))
+                origin = draw(st.integers(-5, first))
+                if places == 1 or draw(st.booleans()):
+                    found.append((branch, *pair, first, end, origin, residue, residues, place, places))
+                    continue
+                # Heads of one segment whose queries are dealt to ranks: some lack early tokens, or late ones.
+                turn = draw(st.integers(1, places - 1))
+                middle, other = draw(st.integers(first, end - 1)), draw(st.sampled_from((residues, rate)))
+                found.append((branch, *pair, first, end, origin, residue, residues, place, turn))
+                found.append((branch, *pair, middle, end, origin, residue, other, place + turn, places - turn))
     return found, kept
 
 
-@pytest.mark.parametrize(("few", "block"), [(4, 1 << 18), (0, 1 << 18), (0, 7), (1, 7)], ids=["cells", "whole", "blocks", "both"])
+@pytest.mark.parametrize(
+    ("few", "block", "tile", "keep"),
+    [(4, 1 << 18, 1 << 15, 1 << 26), (4, 1 << 18, 12, 40), (0, 1 << 18, 12, 40), (0, 7, 0, 0), (1, 7, 1 << 15, 0)],
+    ids=["cells", "tiles", "whole", "blocks", "both"],
+)
 @given(case=cases())
 def test_rows_are_the_different_tokens_of_heads_between_two_ranks(
-    case: tuple[list[Span], list[Kept]], few: int, block: int
+    case: tuple[list[Span], list[Kept]], few: int, block: int, tile: int, keep: int
 ) -> None:
     found, kept = case
-    with mock.patch.multiple(counting, FEW=few, BLOCK=block):
+    with mock.patch.multiple(counting, FEW=few, BLOCK=block, TILE=tile, KEEP=keep):
         assert count(Counter(kept, NUM_RANKS), found) == definition(found, kept)
 
 
@@ -112,6 +124,39 @@ def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
         assert count(counter, found) == definition(found, KEPT)
         (tile,) = counter._lines[0]._tiles.values()
         assert len(tile) <= 2 * 4 + tokens
+
+
+def test_tiles_are_forgotten_before_they_hold_more_than_is_kept() -> None:
+    """Of 8 entries for a rate of 2; a second branch's stand beside them, a third's does not."""
+    kept = [Kept(2, ((0, branch % 2), (1, 0))) for branch in range(3)]
+    line = _Line(kept, 0, 2)
+    with mock.patch.object(counting, "KEEP", 17):
+        line._room = 17
+        tiles = [line._tile(branch, 0, 2, 4) for branch in (0, 1)]
+        assert all(line._tile(branch, 0, 2, 4) is tiles[branch] for branch in (1, 0))
+        assert all(len(tile) == 8 for tile in tiles)
+        assert line._tile(2, 0, 2, 4) is line._tile(2, 0, 2, 3)
+        assert list(line._tiles) == [(2, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "joined"),
+    [
+        ({}, 1),
+        ({"branch": 1}, 2),
+        ({"origin": 1}, 2),
+        ({"residue": 1}, 2),
+        ({"residues": 3}, 2),
+        ({"place": 3}, 2),
+        ({"place": 1}, 2),
+    ],
+)
+def test_neighbouring_heads_of_one_segment_are_looked_at_together(change: dict[str, int], joined: int) -> None:
+    span = counting._Span(branch=0, first=0, end=9, origin=0, residue=0, residues=4, place=0, places=2)
+    other = span._replace(**{"place": 2, "places": 3, **change})
+    found = counting._joined([span, other])
+    assert found == ([span._replace(places=5)] if joined == 1 else [span, other])
+    assert counting._joined([]) == []
 
 
 def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
