@@ -82,13 +82,13 @@ def _local_sizes(cut: CutSegments, branch: int) -> tuple[Integers, tuple[tuple[I
     w = np.minimum(length, num_tokens)
     out = w + -w % rate if cut.pattern.zero_padding else w
     a, b = inside(cut.limits[rank] - start, cut.limits[rank + 1] - start, num_tokens, w, out)
-    whole, shown = num_tokens // w, np.where(num_tokens > w, num_tokens // out, 1)
+    whole, shown = num_tokens // w, num_tokens // out  # segments with all of their tokens, and with all of their outputs
     full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
     edge = ((a <= shown) & (shown < np.minimum(b, whole))).astype(np.int64)
     last = ((a <= whole) & (whole < b)).astype(np.int64)
     rest = num_tokens - whole * w
     return rank, (
         (full, w, w),
-        (edge, w, np.clip(num_tokens - shown * out, 0, None)),
-        (last, rest, np.clip(num_tokens - whole * np.where(num_tokens > w, out, w), 0, None)),
+        (edge, w, num_tokens - shown * out),
+        (last, rest, np.clip(num_tokens - whole * out, 0, None)),
     )

@@ -472,6 +472,8 @@ def test_pieces_of_a_rank_lie_in_its_shard_and_those_that_tile_hold_it_once(plan
 @given(plan=plans())
 @example(plan=shifted((31, 8, 8, 8, 7), 31, 7, 7))
 @example(plan=shifted((6,), 3, 2, 1))
+@example(plan=shifted((12,), 3, 2, 2))  # the last segment has no outputs
+@example(plan=shifted((3,), 3, 2, 2, is_causal=False))  # one segment, not shifted
 def test_pairs_are_those_of_real_queries_and_keys(plan: ContextPlan, exchange: str) -> None:
     scored = [0] * plan.num_ranks
     for rank, softmax in placed(plan, exchange):
