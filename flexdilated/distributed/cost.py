@@ -138,9 +138,8 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 
 @lru_cache(maxsize=64)
 def _count_pairs(plan: ContextPlan, exchange: str) -> Integers:
-    pairs = work.of_shards(plan)
+    pairs = work.by_rows(plan)
     for branch, whole in enumerate(plan.taken(exchange)):
-        pairs = pairs + work.of_rows(plan, branch, np.flatnonzero(~whole))
         if whole.any():
-            pairs = pairs + work.of_parts(plan, branch, plan.parts[branch])
+            pairs = pairs - work.of_rows(plan, branch, np.flatnonzero(whole)) + work.of_parts(plan, branch, plan.parts[branch])
     return pairs

@@ -128,14 +128,13 @@ class ContextPlan(CutSegments):
             first, end = np.maximum(first, low), np.minimum(end, high)
         elif self.is_causal:
             end = np.minimum(end, high)
+        some = np.flatnonzero((receiver != sender) & (low < high) & (first < end))
+        receiver, sender, token, low, high, first, end = (x[some] for x in (receiver, sender, at.token, low, high, first, end))
         # Few outputs are those of some offsets alone; and each slot of queries has but one.
         few = (high - low < rate) & (kind != "q")
         residue, residues = np.where(few, low % rate, 0), np.where(few, high - low, rate)
         everyone = np.zeros_like(low), np.full_like(low, len(heads))
-        spans = Spans(
-            np.full_like(low, branch), receiver, sender, at.token + first, at.token + end, at.token, residue, residues, *everyone
-        )
-        return spans.where((receiver != sender) & (low < high) & (first < end))
+        return Spans(np.full_like(low, branch), receiver, sender, token + first, token + end, token, residue, residues, *everyone)
 
     def taken(self, exchange: str) -> tuple[NDArray[np.bool_], ...]:
         """Per branch, the cut segments whose heads are dealt to ranks; of the others every rank computes its own outputs."""

@@ -35,21 +35,21 @@ def pay(cut: CutSegments, branch: int) -> NDArray[np.bool_]:
     first, size = at.token[chosen], at.size[chosen]
     which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
     low, high = cut.held(first[which], size[which], rank)
-    by_rows, squares = np.zeros_like(size), np.zeros_like(size)
+    by_rows, squares = np.zeros_like(size), np.zeros(len(size))
     # What the ranks with queries need: the tokens of others, or of those before.
     np.add.at(by_rows, which, 2 * np.where(low < high, low if cut.is_causal else size[which] - (high - low), 0))
-    np.add.at(squares, which, (high - low) ** 2)
+    np.add.at(squares, which, (high - low).astype(np.float64) ** 2)  # beyond 64 bits for segments of 2**32 tokens
     # Who computes a head holds as many of its tokens as the rank of a token does on average.
-    by_heads = (2 + 2 * cut.group) * (size - squares // size)
+    by_heads = (2 + 2 * cut.group) * (size - np.floor(squares / size))
     pays[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == cut.cut[branch][chosen, 1]))
     return pays
 
 
 def deal(cut: CutSegments, taken: Sequence[NDArray[np.bool_]]) -> tuple[Parts, ...]:
     """Per branch, who computes the heads of the segments that are taken. The same on every rank."""
-    pairs = work.of_shards(cut)
+    pairs = work.by_rows(cut)
     for branch, whole in enumerate(taken):
-        pairs = pairs + work.of_rows(cut, branch, np.flatnonzero(~whole))
+        pairs = pairs - work.of_rows(cut, branch, np.flatnonzero(whole))
     parts = {}
     # The widest last: most ranks can make good what is left uneven.
     for branch in sorted(range(len(taken)), key=lambda branch: cut.pattern.segment_lengths[branch]):

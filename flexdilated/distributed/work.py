@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,13 @@ def scored(rows: Integers, low: Integers, high: Integers, *, is_causal: bool) ->
     if is_causal:
         return high * (high + 1) // 2 - low * (low + 1) // 2
     return (high - low) * rows
+
+
+@lru_cache(maxsize=64)
+def by_rows(cut: CutSegments) -> Integers:
+    """`(num_ranks,)` pairs where each rank computes its own outputs; counted once."""
+    everything = (of_rows(cut, branch, np.arange(len(at.token))) for branch, at in enumerate(cut.segments))
+    return sum(everything, start=of_shards(cut))
 
 
 def of_shards(cut: CutSegments) -> Integers:
