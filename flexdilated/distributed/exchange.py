@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
@@ -32,12 +33,15 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
-        self._works, self._kept, self._headers, self._tag = works, kept, headers, tag
+    def __init__(self, works: list[dist.Work], names: list[str], kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
+        self._works, self._names, self._kept, self._headers, self._tag = works, names, kept, headers, tag
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        # A backend that joins all operations to one cannot tell which of them failed.
+        names = self._names if len(self._names) == len(self._works) else ["its peers"] * len(self._works)
+        for work, name in zip(self._works, names):
+            with _naming(name):
+                work.wait()
         self._kept = []
         if self._headers:
             same = (torch.cat(self._headers) == self._tag).all()
@@ -45,6 +49,17 @@ class _Works:
                 same, "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
             )
             self._headers = []
+
+
+@contextmanager
+def _naming(peer: str) -> Iterator[None]:
+    """Say whose rows did not come; what a transport says of it names addresses at best."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{peer} must exchange rows with this rank; it ended, stopped or made other calls of dilated_attention: {error}"
+        ) from error
 
 
 def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -77,18 +92,20 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
-        operations, headers = [], []
+        operations, names, headers = [], [], []
         for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for peer, message in messages.items():
                 if message.numel():
                     assert message.is_contiguous()
                     rank = dist.get_global_rank(self._group, peer)
                     operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
+                    names.append(f"rank {rank}")
                     if not self._is_tagged:
                         headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, [*sends.values(), *receives.values()], headers, self._tag)
+        with _naming(" or ".join(dict.fromkeys(names))):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _Works(works, names, [*sends.values(), *receives.values()], headers, self._tag)
 
 
 @dataclass(frozen=True, eq=False)

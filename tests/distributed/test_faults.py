@@ -174,6 +174,10 @@ def test_a_late_rank_is_named_to_all(ranks: Ranks) -> None:
     ranks.run(check_absence, deadline=TIMEOUT.total_seconds())
 
 
+# By the transport; a rank that ends for this reason ends others.
+NAMED = r"^rank \d( or rank \d)* must exchange rows with this rank; it ended, stopped or made other calls of dilated_attention: "
+
+
 def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
     """Rank 1 is lost: its process ends, or it refuses its arguments while the others hold an agreed plan and exchange rows, or it
     makes another call than they, agreed on too."""
@@ -182,13 +186,13 @@ def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
     if phase == "order":  # of two calls that differ in nothing that a message shows
         for scale in (0.5, 0.7):
             results(case, rank, mesh, scale=scale)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match=NAMED):
             results(case, rank, mesh, scale=0.5 if rank == 1 else 0.7)
         return
     mesh.get_group().set_timeout(SHORT)
     if rank != 1:
-        error = TimeoutError if phase == "before" else RuntimeError  # of the transport
-        with pytest.raises(error):
+        error, told = (TimeoutError, "rank 1 must take part") if phase == "before" else (RuntimeError, NAMED)
+        with pytest.raises(error, match=told):
             results(case, rank, mesh, scale=0.9 if phase == "before" else None)
     elif phase == "refusal":
         with pytest.raises(ValueError, match="scale must be finite"):
