@@ -40,12 +40,13 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDi
 class Context:
     """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
 
-    `calls`: layers that have attended. `is_placed`: whether its tokens have their positions. `is_compared`: whether labels of
-    neighbours have been.
+    `attended`: layers that have attended, by index. `is_placed`: whether its tokens have their positions. `is_compared`: whether
+    labels of neighbours have been.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
-        self.mesh, self.exchange, self.calls = mesh, exchange, 0
+        self.mesh, self.exchange = mesh, exchange
+        self.attended: set[int] = set()
         self.is_placed = self.is_compared = False
 
     def __deepcopy__(self, memo: Any) -> Context:
@@ -108,6 +109,9 @@ def _sharding(post_init: Any) -> Any:
     def and_shard(self: Any) -> None:
         post_init(self)
         asked = getattr(self.config, FIELD, None)
+        for part in self.config.sub_configs:
+            if getattr(getattr(self.config, part, None), FIELD, None) is not None:
+                raise NotImplementedError(f"config.{part}.{FIELD} must be None: {type(self).__name__} has several parts, got ranks")
         if asked is not None and getattr(self.config, "dilated_pattern", None) is None:
             raise ValueError(f"config.{FIELD} must come with config.dilated_pattern, got {asked['ranks']} ranks and none")
         if asked is not None and self.can_generate() and not hasattr(self, PLACE):  # the parts of it are not asked
@@ -226,7 +230,9 @@ def _check_model(model: PreTrainedModel) -> None:
         raise NotImplementedError(f"model must have a dilated_pattern and {NAME!r} attention, got {config._attn_implementation!r}")
     if any(isinstance(module, LongNetLM) for module in model.modules()):
         return
-    if not model.can_generate() or "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+    if not model.can_generate():
+        raise NotImplementedError(f"model must be a decoder that generates, with its head, got {name}")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise NotImplementedError(f"model must be a decoder that takes position_ids, got {name}")
     mixing = next((child for child in model.modules() if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if mixing is not None:
@@ -323,7 +329,7 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Give the tokens of a shard their positions in the whole sequence, and refuse what is not known of shards."""
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
-    context.calls, context.is_placed = 0, True
+    context.attended, context.is_placed = set(), True
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     if given.get("past_key_values") is not None or given.get("use_cache"):
@@ -359,8 +365,8 @@ def _agree(told: Tensor, positions: Tensor) -> bool:
 def _check_layers(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     context: Context = getattr(module, PLACE)
     config: Any = module.config
-    if context.calls != config.num_hidden_layers:
+    if len(context.attended) != config.num_hidden_layers:
         raise NotImplementedError(
-            f"every layer must attend {SHARDED}, got {context.calls} calls of attention in {config.num_hidden_layers} layers of "
+            f"every layer must attend {SHARDED}, got {len(context.attended)} that did of {config.num_hidden_layers} of "
             f"{type(module).__name__}"
         )

@@ -129,7 +129,7 @@ def dilated_attention_forward(
             raise NotImplementedError(
                 "model must call its base model to be sharded, got one that calls a part of it: nothing placed its tokens"
             )
-        context.calls += 1
+        context.attended.add(getattr(module, "layer_idx", len(context.attended)))  # DiffLlama's layers call twice
         # The positions of documents, which the mask tells, are checked where the tokens come in.
         borders = borders_of(None, q, options)
         call = call._replace(
