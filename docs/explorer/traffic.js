@@ -11,9 +11,11 @@
   // How many different integers progressions hold: { first, rate, begin, end } are those of first + k * rate in [begin, end).
   function countUnion(progressions) {
     const edges = [...new Set(progressions.flatMap(({ begin, end }) => [begin, end]))].sort((a, b) => a - b);
-    let total = 0;
+    const ordered = [...progressions].sort((a, b) => a.begin - b.begin);
+    let total = 0, next = 0, covering = [];
     for (let i = 0; i + 1 < edges.length; i++) {
-      const covering = progressions.filter(({ begin, end }) => begin <= edges[i] && edges[i + 1] <= end);
+      while (next < ordered.length && ordered[next].begin <= edges[i]) covering.push(ordered[next++]);
+      covering = covering.filter(({ end }) => end > edges[i]);
       total += countCell(covering.map(({ first, rate }) => [mod(first, rate), rate]), edges[i], edges[i + 1]);
     }
     return total;
