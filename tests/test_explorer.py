@@ -102,10 +102,27 @@ def random_state(rng: random.Random) -> State:
 
 
 STATES = [random_state(random.Random(seed)) for seed in range(200)]
-STATES += [  # whole heads, and a segment whose outputs, shifted, are fewer than its offsets
+STATES += [  # dealt heads, and a segment whose outputs, shifted, are fewer than its offsets
     STATES[0]
     | {"segment_lengths": [10], "dilation_rates": [8], "heads": "all", "offsets": "interleaved", "zero_padding": True}
     | {"is_causal": False, "num_heads": 8, "num_kv_heads": 8, "seq_len": 20, "ranks": 8, "head": 5, "query": 17}
+]
+STATES += [  # segments of the whole sequence, in one branch or beside narrower ones, for some or many ranks per head
+    STATES[0]
+    | {"segment_lengths": [59, *lengths], "dilation_rates": [rate, *([1] * len(lengths))], "heads": "all", "offsets": "interleaved"}
+    | {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "seq_len": num_tokens, "ranks": ranks, "head": 0, "query": 11}
+    | {"is_causal": is_causal, "zero_padding": False}
+    for is_causal in (True, False)
+    for num_tokens, kv_heads, group, ranks in ((59, 3, 2, 5), (53, 1, 3, 13), (59, 2, 1, 31))
+    for lengths, rate in (((), 1), ((), 3), ((7, 19), 2))
+]
+STATES += [  # outputs that the end of the sequence cuts, of a segment inside the last shard
+    STATES[-1]
+    | {"segment_lengths": [61, 7], "dilation_rates": [1, 2], "zero_padding": True, "is_causal": is_causal}
+    | {"seq_len": num_tokens, "ranks": ranks}
+    for is_causal in (True, False)
+    for num_tokens in (59, 61)
+    for ranks in (2, 3, 5)
 ]
 
 
@@ -243,12 +260,12 @@ def test_traffic_is_the_plans(answers: list[State]) -> None:
     assert some
 
 
-def test_traffic_of_whole_heads_is_the_plans(answers: list[State]) -> None:
+def test_traffic_of_dealt_heads_is_the_plans(answers: list[State]) -> None:
     paying = 0
     for state, found in zip(STATES, answers):
         for kind in ("kv", "q", "out"):
             assert found["traffic"]["heads"][kind] == traffic(state, kind, "heads"), (kind, state)
-        pays = any(whole.any() for whole in plan_of(state).by_heads)
+        pays = any(taken.any() for taken in plan_of(state).by_heads)
         assert found["traffic"]["heads"]["pays"] == pays, state
         paying += pays
     assert paying > 20
@@ -327,10 +344,45 @@ LARGE = [
         ranks=3,
         offsets="interleaved",
     ),
+    published(  # several ranks for each head
+        segment_lengths=[1021, 8191, 1048576],
+        dilation_rates=[1, 4, 3],
+        num_heads=8,
+        num_kv_heads=2,
+        seq_len=50_021,
+        ranks=29,
+        is_causal=True,
+    ),
 ]
+VAST = published(  # more pairs than numbers hold, and more tokens than units of them
+    segment_lengths=[2**30, 2**28 + 1],
+    dilation_rates=[1, 3],
+    num_heads=4,
+    num_kv_heads=4,
+    seq_len=2**30 - 35,
+    ranks=11,
+    is_causal=True,
+)
 
 
-@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime"))
+def test_who_computes_which_part_of_which_heads_is_the_plans(page: Any) -> None:
+    expression = """states => states.map(state => explorer.dealtHeads(state, explorer.borders(state.seq_len, state.ranks))
+        .map(({ dealt }) => dealt.flatMap(({ s, parts }) =>
+            parts.map(({ place, places, rank, low, high }) => [s, place, places, rank, low, high]))))"""
+    states = [state for state in (*STATES, *LARGE, VAST) if not plan_of(state).is_local]
+    cut, shared = set(), 0
+    for state, found in zip(states, asked(page, expression, states), strict=True):
+        plan = plan_of(state)
+        for cells, parts, each in zip(plan.cut, plan.parts, found, strict=True):
+            assert each == np.stack([cells[parts.segment, 2], *parts[1:]], axis=1).tolist(), state
+            if (parts.low > 0).any():
+                cut.add((state["is_causal"], state["num_heads"] > state["num_kv_heads"], state["ranks"] > state["num_kv_heads"]))
+            shared += len(parts.low) >= 3 * state["num_kv_heads"] * len(set(parts.segment.tolist())) > 0
+    assert len(cut) == 8  # heads are cut by their queries: causal or not, shared by query heads or not, for few ranks or many
+    assert shared > 10
+
+
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "shared"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
     found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'traffic', 'pictures', 'uncovered'])", state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
@@ -571,7 +623,7 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     assert page.get_by_label("Query", exact=True).input_value() == "63"
 
 
-def test_whole_heads_show_what_else_travels(page: Any) -> None:
+def test_dealt_heads_show_what_else_travels(page: Any) -> None:
     opened(page, "#w=64&r=1&N=64&H=8&ranks=4&view=ranks")
     needed = page.locator(".conclusion").inner_text()
     page.get_by_label("Exchange").select_option("heads")

@@ -1,21 +1,21 @@
-// Whole heads instead of rows: of a cut segment where that is less, each head goes to one rank, which sends its outputs back. As the
-// exchange "heads" of flexdilated/distributed/plan.py counts it.
+// Heads instead of rows: of a cut segment where that is less, or shares out causal work, heads or parts of them go to the ranks that
+// compute them, which send the outputs back. As the exchange "heads" of flexdilated/distributed/plan.py counts it.
 "use strict";
 
 (() => {
-  const { ceilDiv, mod } = explorer;
   const LSE_BYTES = 4; // of the log-sum-exp that travels with an output
 
-  // What whole heads move: rows by kind, `rows[receiver][sender]`, and the bytes that each rank receives in a forward. Where they are
-  // nowhere less, the rows of `gather` itself.
-  function wholeHeads(state, limits, gather) {
+  // What dealt heads move: rows by kind, `rows[receiver][sender]`, and the bytes that each rank receives in a forward. Where heads are
+  // dealt of no segment, the rows of `gather` itself.
+  function trafficOfHeads(state, limits, gather) {
     const lonely = (rows) => rows.every((row) => row.every((count) => !count));
-    const branches = lonely(gather.kv) && lonely(gather.q) ? [] : explorer.branchesOf(state).map((branch) => dealt(branch, state, limits));
-    const pays = branches.some(({ segments }) => segments.length);
-    const none = limits.slice(1).map(() => limits.slice(1).map(() => 0));
-    const rows = pays ? moved(state, limits, branches) : { kv: gather.kv, q: gather.q, out: none };
+    const branches = lonely(gather.kv) && lonely(gather.q) ? [] : explorer.dealtHeads(state, limits);
+    const pays = branches.some(({ dealt }) => dealt.length);
+    const rows = pays ? moved(state, limits, branches) : { kv: gather.kv, q: gather.q, out: matrix(limits) };
     return { pays, ...rows, bytes: bytesOf(state, rows) };
   }
+
+  const matrix = (limits) => limits.slice(1).map(() => limits.slice(1).map(() => 0));
 
   function bytesOf({ num_heads: heads, num_kv_heads: kvHeads, head_dim: dim, itemsize }, { kv, q, out }) {
     const group = heads / kvHeads, sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -23,90 +23,65 @@
       sum(out[rank]) * group * (dim * itemsize + LSE_BYTES));
   }
 
-  const rankOf = (limits, token) => limits.findLastIndex((first) => first <= token);
-
-  // The tokens of a run that a rank holds, counted from its first.
-  const held = (limits, token, size, rank) =>
-    [limits[rank], limits[rank + 1]].map((limit) => Math.min(Math.max(limit - token, 0), size));
-
-  // Of a branch the cut segments where whole heads travel less than rows, each with the rank of every head.
-  function dealt({ index, length, rate }, state, limits) {
-    const n = state.seq_len, w = Math.min(length, n), out = state.zero_padding ? w + mod(-w, rate) : w;
-    const [first, end] = explorer.headRange(state, index);
-    const segments = cutSegments(limits, n, w, out).map((s) => {
-      const token = s * w, size = Math.min(w, n - token);
-      const slots = out !== w && n > w && size === w ? out : size;
-      const outputs = Math.min(Math.max(0, n - s * out), slots);
-      const ranks = Array.from({ length: end - first }, (_, place) =>
-        rankOf(limits, token + Math.floor(((2 * place + 1) * size) / Math.max(1, 2 * (end - first)))));
-      return { s, token, size, outputs, outToken: s * out, ranks };
-    });
-    return { index, rate, first, segments: segments.filter((segment) => isLess(segment, state, limits)) };
+  function moved(state, limits, branches) {
+    const rows = { kv: matrix(limits), q: matrix(limits), out: matrix(limits) };
+    const dealt = new Map(branches.map(({ index, dealt: segments }) => [index, new Set(segments.map(({ s }) => s))]));
+    const runs = { kv: limits.slice(1).map(() => new Map()), q: limits.slice(1).map(() => new Map()) };
+    for (const { heads, own, parts } of alike(state, branches)) {
+      for (const kind of ["kv", "q"]) {
+        const byRank = needs(parts, kind, state);
+        rows[kind].forEach((row, receiver) => {
+          const needed = explorer.neededRows(state, own, limits, receiver, kind, dealt, runs[kind][receiver]);
+          for (const run of byRank.get(receiver) || []) {
+            for (const [begin, end] of [[run.begin, Math.min(run.end, limits[receiver])], [Math.max(run.begin, limits[receiver + 1]), run.end]]) {
+              if (begin < end) needed.push({ ...run, begin, end });
+            }
+          }
+          if (needed.length) explorer.shareRows(row, needed, heads, limits);
+        });
+      }
+      for (const [sender, sent] of needs(parts, "out", state)) {
+        const row = limits.slice(1).map(() => 0);
+        explorer.shareRows(row, sent, heads, limits);
+        row.forEach((count, receiver) => (rows.out[receiver][sender] += receiver === sender ? 0 : count));
+      }
+    }
+    return rows;
   }
 
-  // The segments that hold, or write to, tokens of several shards.
-  function cutSegments(limits, n, w, out) {
+  // Heads that keep the same and are computed by the same ranks: how many, their `own` branches, and their parts of dealt segments.
+  function alike(state, branches) {
     const found = [];
-    for (const at of new Set(limits.slice(1, -1).filter((limit) => 0 < limit && limit < n))) {
-      for (let s = Math.max(Math.floor(at / out), found.length ? found.at(-1) + 1 : 0); s <= Math.floor((at - 1) / w); s++) found.push(s);
+    for (const { heads, branches: own } of explorer.headClasses(state)) {
+      const known = new Map();
+      for (const head of heads) {
+        const parts = own.flatMap(({ index, rate, offset }) => partsOf(branches[index], head - branches[index].first, rate, offset));
+        const key = parts.map(({ rank, low, high }) => `${rank},${low},${high}`).join(";");
+        if (known.has(key)) known.get(key).heads++;
+        else known.set(key, { heads: 1, own, parts });
+      }
+      found.push(...known.values());
     }
     return found;
   }
 
-  function isLess({ token, size, ranks }, state, limits) {
-    const first = rankOf(limits, token), last = rankOf(limits, token + size - 1);
-    if (first === last) return false;
-    let byRows = 0, byHeads = 0;
-    for (let rank = first; rank <= last; rank++) {
-      const [low, high] = held(limits, token, size, rank);
-      if (low < high) byRows += 2 * (state.is_causal ? low : size - (high - low)) * ranks.length;
+  // The parts of one head of a branch; an offset whose queries lie behind the others' asks for nothing.
+  const partsOf = ({ dealt }, at, rate, offset) => dealt.flatMap(({ parts, ...segment }) => parts
+    .filter(({ place, places, low, high }) => place <= at && at < place + places && offset < high - low)
+    .map(({ rank, low, high }) => ({ ...segment, rate, offset, rank, low, high })));
+
+  // What the ranks that compute parts need of them, or send back: progressions of tokens by rank.
+  function needs(parts, kind, { is_causal: isCausal }) {
+    const found = new Map();
+    for (const { token, outToken, size, rate, offset, rank, low, high } of parts) {
+      const origin = kind === "out" ? outToken : token;
+      const begin = kind === "kv" ? 0 : low;
+      const end = kind === "out" ? high : kind === "kv" && !isCausal ? size : Math.min(high, size);
+      if (!found.has(rank)) found.set(rank, []);
+      if (begin < end) found.get(rank).push({ first: origin + offset, rate, begin: origin + begin, end: origin + end });
     }
-    for (const rank of ranks) {
-      const [low, high] = held(limits, token, size, rank);
-      byHeads += (2 + (2 * state.num_heads) / state.num_kv_heads) * (size - (high - low));
-    }
-    return byHeads < byRows;
+    return found;
   }
 
-  function moved(state, limits, branches) {
-    const matrix = () => limits.slice(1).map(() => limits.slice(1).map(() => 0));
-    const kv = matrix(), q = matrix(), out = matrix();
-    const taken = new Map(branches.map(({ index, segments }) => [index, new Set(segments.map(({ s }) => s))]));
-    for (let head = 0; head < state.num_kv_heads; head++) {
-      const own = explorer.headBranches(state, head);
-      for (const [kind, rows] of [["kv", kv], ["q", q]]) {
-        rows.forEach((row, receiver) => {
-          const parts = explorer.neededRows(state, own, limits, receiver, kind, taken);
-          for (const run of dealtRuns(own, branches, head)) {
-            if (run.rank !== receiver) continue;
-            const end = run.token + (kind === "kv" && !state.is_causal ? run.size : Math.min(run.outputs, run.size));
-            for (const [a, b] of [[run.token, Math.min(end, limits[receiver])], [Math.max(run.token, limits[receiver + 1]), end]]) {
-              if (a < b) parts.push({ first: run.token + run.offset, rate: run.rate, begin: a, end: b });
-            }
-          }
-          if (parts.length) explorer.shareRows(row, parts, 1, limits);
-        });
-      }
-      const sent = new Map();
-      for (const run of dealtRuns(own, branches, head)) {
-        const { outToken: begin, outputs, rate, offset, rank } = run;
-        sent.set(rank, [...(sent.get(rank) || []), { first: begin + offset, rate, begin, end: begin + outputs }]);
-      }
-      for (const [sender, parts] of sent) {
-        const row = limits.slice(1).map(() => 0);
-        explorer.shareRows(row, parts, 1, limits);
-        row.forEach((count, receiver) => (out[receiver][sender] += receiver === sender ? 0 : count));
-      }
-    }
-    return { kv, q, out };
-  }
-
-  // The segments that one head's rank computes whole; an offset without outputs asks for nothing.
-  function dealtRuns(own, branches, head) {
-    return own.flatMap(({ index, rate, offset }) => branches[index].segments
-      .filter(({ outputs }) => offset < Math.min(outputs, rate))
-      .map((segment) => ({ ...segment, rate, offset, rank: segment.ranks[head - branches[index].first] })));
-  }
-
-  Object.assign(explorer, { wholeHeads });
+  Object.assign(explorer, { trafficOfHeads });
 })();

@@ -108,14 +108,14 @@
   }
 
   // Rows (token, key/value head) that each rank receives of each other: `rows[receiver][sender]`, keys with values and queries; and
-  // `heads`, the same where whole heads travel.
+  // `heads`, the same where heads are dealt to ranks.
   function traffic(state) {
     const limits = borders(state.seq_len, state.ranks);
     const classes = explorer.headClasses(state);
     const rows = (kind) => limits.slice(0, -1).map((_, receiver) => received(state, classes, limits, receiver, kind));
     const kv = rows("kv");
     const q = rows("q");
-    return { borders: limits, kv, q, heads: explorer.wholeHeads(state, limits, { kv, q }), ...summary(state, limits, kv, q) };
+    return { borders: limits, kv, q, heads: explorer.trafficOfHeads(state, limits, { kv, q }), ...summary(state, limits, kv, q) };
   }
 
   function received(state, classes, limits, receiver, kind) {

@@ -523,9 +523,9 @@
     parts: ["traffic"],
     markup: `<h2>Shards over ranks, and what travels</h2><p class="about">The sequence in equal contiguous shards. A segment inside one shard stays there; of a
       cut segment each rank receives the kept rows of keys and values that its own queries need, each once, whatever the number of branches. Or, where that is
-      less, each head of a cut segment goes to one rank whole, with its queries, and its outputs come back.</p>
+      less or shares out causal work, heads of a cut segment, or parts of heads, go to the ranks that compute them, and their outputs come back.</p>
       <div class="tools"><label>Exchange <select data-state="exchange"><option value="gather">rows that are needed</option>
-        <option value="heads">whole heads, where less</option></select></label>
+        <option value="heads">heads, where less</option></select></label>
         <label>Ranks <input inputmode="numeric" data-state="ranks" data-integer></label>
         <input type="range" data-state="ranks" aria-label="Ranks, slider" min="1" max="64">
         <label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label>
@@ -555,7 +555,7 @@
       const byHeads = state.exchange === "heads";
       this.found = byHeads ? traffic.heads : traffic;
       const most = Math.max(...this.found.bytes), ring = Math.max(...traffic.ring);
-      const same = byHeads && !traffic.heads.pays && most ? " Whole heads are less for no segment: the same rows travel as without them." : "";
+      const same = byHeads && !traffic.heads.pays && most ? " Heads are less for no segment: the same rows travel as without them." : "";
       el.querySelector(".conclusion").textContent = state.ranks === 1 ? "One rank: nothing travels." : !most
         ? `Nothing travels: no rank needs a row of another. A ring of everything would move ${bytes(ring)} to each rank.`
         : `The busiest rank receives ${bytes(most)} in a forward, ${percent(most, ring)} of the ${bytes(ring)} of a ring of everything.${same}`;
@@ -579,7 +579,7 @@
       ...kinds.map(([kind]) => number(sum(found[kind][rank]))),
       bytes(received[rank]), bytes(heads.bytes[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
     return table(`Received by each rank in a forward, over ${plural(state.num_kv_heads, "key/value head")}`,
-      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "whole heads", "full ring", "Ulysses"], rows);
+      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "heads, where less", "full ring", "Ulysses"], rows);
   }
 
   // Rows in equal steps up to the most.
