@@ -29,6 +29,7 @@ def one_by_one(pairs: list[int], most: list[int], total: int) -> list[int]:
     st.integers(1, 80),
 )
 @example([(0, 1), (0, 1), (0, 1)], 1)  # less than one unit each
+@example([(0, 9), (60, 1)], 40)  # all of it to the first
 @example([(0, 9), (50, 1)], 80)  # the one with the least takes no more than five quarters of its part
 def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: list[tuple[int, int]], total: int) -> None:
     pairs, tokens = (list(column) for column in zip(*ranks))
@@ -39,6 +40,10 @@ def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: lis
     filled = [min(limit, max(0, level - pair)) for pair, limit in zip(pairs, most)]
     assert shares._shares(np.array(pairs), np.array(tokens), total).tolist() == filled
     assert all(0 <= share - unit <= 1 for share, unit in zip(filled, expected))
+
+
+def test_a_rank_with_one_of_many_tokens_takes_a_unit_at_least() -> None:
+    assert shares._shares(np.array([0, 500]), np.array([1, 1 << 28]), 1000).tolist() == [1, 1000]
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
