@@ -68,7 +68,7 @@ class ContextPlan(CutSegments):
         return {offsets: tuple(heads) for offsets, heads in found.items()}
 
     def needs(self, head: int, spans: Spans) -> Needs:
-        """What travels of some spans for one head: the progressions of all branches, which may overlap."""
+        """What travels of some spans for one head, which some branch keeps: the progressions of all branches, which may overlap."""
         found = []
         for branch, (rate, heads) in enumerate(self.kept):
             place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
@@ -77,8 +77,6 @@ class ContextPlan(CutSegments):
             here = spans.where(spans.branch == branch)
             chosen, first, rows = rows_of(here, rate, heads[place][1], place)
             found.append(Needs(here.receiver[chosen], here.sender[chosen], first, np.full_like(first, rate), rows))
-        if not found:
-            return Needs(*(np.empty(0, np.int64) for _ in Needs._fields))
         return Needs(*(np.concatenate(parts) for parts in zip(*found)))
 
     def spans(self, exchange: str, kind: str, rank: int | None = None, *, sent: bool = False) -> Spans:
@@ -170,7 +168,7 @@ class ContextPlan(CutSegments):
             high = np.minimum(high, at.size)
         else:
             low, high = np.zeros_like(low), np.minimum(high, at.size) if self.is_causal else at.size
-        first, count = _among(self.rank_of(token + low), np.where(low < high, self.rank_of(token + high - 1), -1), ranks)
+        first, count = _among(self.rank_of(token + low), self.rank_of(token + high - 1), ranks)
         part, rank = expanded(first, count)
         begin, end = self.held(token[part], high[part], rank)
         begin = np.maximum(begin, low[part])

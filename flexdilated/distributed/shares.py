@@ -17,7 +17,7 @@ from flexdilated.distributed.segments import CutSegments
 from flexdilated.distributed.spans import Integers, expanded
 from flexdilated.distributed.work import Parts
 
-MOST = (5, 4)  # quarters of its part of the tokens are what a rank takes of a segment: more would travel than it saves
+MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
 UNITS = 1 << 28  # of pairs and tokens at most, larger ones where a segment has more: their products fit 64 bits
 

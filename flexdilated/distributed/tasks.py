@@ -54,10 +54,10 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
         parts = plan.parts[branch]
         here = np.flatnonzero(parts.executor == rank)
         for place, (head, offset) in enumerate(plan.kept[branch].heads):
-            of, _, _, _, *slots = (
-                x[here[(parts.place[here] <= place) & (place < (parts.place + parts.places)[here])]] for x in parts
-            )
-            for task, chosen in _alike(plan, branch, offset, of, (at.first_owner[of], at.last_owner[of]), slots):
+            its = here[(parts.place[here] <= place) & (place < (parts.place + parts.places)[here])]
+            of = parts.segment[its]
+            owners, slots = (at.first_owner[of], at.last_owner[of]), (parts.low[its], parts.high[its])
+            for task, chosen in _alike(plan, branch, offset, of, owners, slots):
                 found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], of[chosen]))
     for task, lanes in found.items():
         numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
