@@ -58,7 +58,7 @@ def _naming(peer: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{peer} must exchange rows with this rank; it ended, stopped or made other calls of dilated_attention: {error}"
+            f"{peer} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: {error}"
         ) from error
 
 

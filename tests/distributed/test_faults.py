@@ -175,7 +175,7 @@ def test_a_late_rank_is_named_to_all(ranks: Ranks) -> None:
 
 
 # By the transport; a rank that ends for this reason ends others.
-NAMED = r"^rank \d( or rank \d)* must exchange rows with this rank; it ended, stopped or made other calls of dilated_attention: "
+NAMED = r"^rank \d( or rank \d)* must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
 
 
 def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
