@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
-from flexdilated.distributed.segments import CutSegments, Segments
+from flexdilated.distributed.segments import CutSegments
 from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows, rows_of
 from flexdilated.distributed.work import Parts
 from flexdilated.pattern import DilatedPattern
@@ -117,7 +117,7 @@ class ContextPlan(CutSegments):
         chosen = chosen[(away & (owners > 0) & (sources > 0))[chosen]]
         which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
         of = chosen[which]
-        at = Segments(*(x[of] for x in at))
+        at = at.where(of)
         steps = sources[of]
         receiver, sender = first_owner[of] + number // steps, first_source[of] + number % steps
         low, high = self.held(at.out_token, at.outputs, receiver)  # the slots of the outputs there
@@ -157,8 +157,8 @@ class ContextPlan(CutSegments):
         executors, ranks = (senders, receivers) if kind == "out" else (receivers, senders)
         parts = self.parts[branch]
         here = np.flatnonzero((executors.start <= parts.executor) & (parts.executor < executors.stop))
-        of, place, places, executor, low, high = (x[here] for x in parts)
-        at = Segments(*(x[of] for x in self.segments[branch]))
+        of, place, places, executor, low, high = parts.where(here)
+        at = self.segments[branch].where(of)
         # An offset whose queries lie behind the others' asks for nothing.
         rate, residues = self.kept[branch].rate, high - low
         token = at.token

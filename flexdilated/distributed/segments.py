@@ -38,6 +38,9 @@ class Segments(NamedTuple):
     first_owner: Integers  # ranks that hold outputs; where there are none, the last comes before the first
     last_owner: Integers
 
+    def where(self, chosen: Integers) -> Segments:
+        return Segments(*(x[chosen] for x in self))
+
 
 @dataclass(frozen=True, eq=False)
 class CutSegments:
@@ -80,7 +83,8 @@ class CutSegments:
                 found[i] = self.documents[i]
         return tuple(found.values())
 
-    def stride_of_outputs(self, length: int, rate: int) -> int:
+    def stride_of_outputs(self, length: Any, rate: int) -> Any:
+        """How far the outputs of segments of such lengths lie apart: a number, or an array of them."""
         return length + -length % rate if self.pattern.zero_padding else length
 
     @cached_property
@@ -116,7 +120,7 @@ class CutSegments:
         length, rate = self.pattern.branches[branch]
         start, num_tokens, index, whole = self.cut[branch].T
         w = np.minimum(length, num_tokens)
-        out = w + -w % rate if self.pattern.zero_padding else w
+        out = self.stride_of_outputs(w, rate)
         token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
         # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.

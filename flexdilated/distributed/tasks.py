@@ -11,7 +11,7 @@ import numpy as np
 
 from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
 from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.segments import Segments, inside
+from flexdilated.distributed.segments import inside
 from flexdilated.distributed.spans import Integers, kept_below
 
 
@@ -51,13 +51,11 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
         for task, chosen in _alike(plan, branch, offset, near, alone, held):
             found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, near[chosen]))
     if whole.any():
-        parts = plan.parts[branch]
-        here = np.flatnonzero(parts.executor == rank)
+        mine = plan.parts[branch].where(plan.parts[branch].executor == rank)
         for place, (head, offset) in enumerate(plan.kept[branch].heads):
-            its = here[(parts.place[here] <= place) & (place < (parts.place + parts.places)[here])]
-            of = parts.segment[its]
-            owners, slots = (at.first_owner[of], at.last_owner[of]), (parts.low[its], parts.high[its])
-            for task, chosen in _alike(plan, branch, offset, of, owners, slots):
+            its = mine.of_head(place)
+            of = its.segment
+            for task, chosen in _alike(plan, branch, offset, of, (at.first_owner[of], at.last_owner[of]), (its.low, its.high)):
                 found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], of[chosen]))
     for task, lanes in found.items():
         numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
@@ -81,7 +79,7 @@ def _alike(
     Their outputs are those of the slots that lie between two, and at the ranks from an owner to another.
     """
     rate = plan.kept[branch].rate
-    at = Segments(*(x[of] for x in plan.segments[branch]))
+    at = plan.segments[branch].where(of)
     rows, kept = kept_below(at.size, rate, offset), kept_below(at.slots, rate, offset)
     columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept, at.first_source, at.last_source, *owners]
     spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexdilated.distributed.segments import CutSegments, inside
-from flexdilated.distributed.spans import Integers, expanded, kept_below
+from flexdilated.distributed.spans import Booleans, Integers, expanded, kept_below
 
 
 class Parts(NamedTuple):
@@ -24,6 +24,13 @@ class Parts(NamedTuple):
     executor: Integers  # a rank
     low: Integers
     high: Integers
+
+    def of_head(self, place: int) -> Parts:
+        """Those of one head of the branch."""
+        return self.where((self.place <= place) & (place < self.place + self.places))
+
+    def where(self, chosen: Booleans | Integers) -> Parts:
+        return Parts(*(x[chosen] for x in self))
 
 
 def scored(rows: Integers, low: Integers, high: Integers, *, is_causal: bool) -> Integers:
@@ -70,12 +77,11 @@ def of_rows(cut: CutSegments, branch: int, chosen: Integers) -> Integers:
 def of_parts(cut: CutSegments, branch: int, parts: Parts) -> Integers:
     """`(num_ranks,)` pairs of parts of heads."""
     work, (rate, heads) = np.zeros(cut.num_ranks, np.int64), cut.kept[branch]
-    size = cut.segments[branch].size[parts.segment]
     for place, (_, offset) in enumerate(heads):
-        here = np.flatnonzero((parts.place <= place) & (place < parts.place + parts.places))
-        rows = kept_below(size[here], rate, offset)
-        low, high = (np.minimum(kept_below(slot[here], rate, offset), rows) for slot in (parts.low, parts.high))
-        np.add.at(work, parts.executor[here], scored(rows, low, high, is_causal=cut.is_causal))
+        its = parts.of_head(place)
+        rows = kept_below(cut.segments[branch].size[its.segment], rate, offset)
+        low, high = (np.minimum(kept_below(slot, rate, offset), rows) for slot in (its.low, its.high))
+        np.add.at(work, its.executor, scored(rows, low, high, is_causal=cut.is_causal))
     return work
 
 
@@ -88,7 +94,7 @@ def _local_sizes(cut: CutSegments, branch: int) -> tuple[Integers, tuple[tuple[I
     which, rank = expanded(first, count)
     start, num_tokens = start[which], num_tokens[which]
     w = np.minimum(length, num_tokens)
-    out = w + -w % rate if cut.pattern.zero_padding else w
+    out = cut.stride_of_outputs(w, rate)
     a, b = inside(cut.limits[rank] - start, cut.limits[rank + 1] - start, num_tokens, w, out)
     whole, shown = num_tokens // w, num_tokens // out  # segments with all of their tokens, and with all of their outputs
     full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
