@@ -74,7 +74,7 @@ class ContextPlan(CutSegments):
             place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
             if place is None:
                 continue
-            here = spans.where(spans.branch == branch)
+            here = spans.where(spans.branch == branch).alone(rate)
             chosen, first, rows = rows_of(here, rate, heads[place][1], place)
             found.append(Needs(here.receiver[chosen], here.sender[chosen], first, np.full_like(first, rate), rows))
         return Needs(*(np.concatenate(parts) for parts in zip(*found)))
@@ -127,12 +127,26 @@ class ContextPlan(CutSegments):
         elif self.is_causal:
             end = np.minimum(end, high)
         some = np.flatnonzero((receiver != sender) & (low < high) & (first < end))
-        receiver, sender, token, low, high, first, end = (x[some] for x in (receiver, sender, at.token, low, high, first, end))
+        at = at.where(some)
+        receiver, sender, low, high, first, end = (x[some] for x in (receiver, sender, low, high, first, end))
         # Few outputs are those of some offsets alone; and each slot of queries has but one.
         few = (high - low < rate) & (kind != "q")
         residue, residues = np.where(few, low % rate, 0), np.where(few, high - low, rate)
-        everyone = np.zeros_like(low), np.full_like(low, len(heads))
-        return Spans(np.full_like(low, branch), receiver, sender, token + first, token + end, token, residue, residues, *everyone)
+        # Neighbours that look alike are one span.
+        first, end = at.token + first, at.token + end + (at.repeats - 1) * at.size
+        return Spans(
+            branch=np.full_like(low, branch),
+            receiver=receiver,
+            sender=sender,
+            first=first,
+            end=end,
+            origin=at.token,
+            residue=residue,
+            residues=residues,
+            place=np.zeros_like(low),
+            places=np.full_like(low, len(heads)),
+            period=np.where(at.repeats > 1, at.size, rate),
+        )
 
     def taken(self, exchange: str) -> tuple[NDArray[np.bool_], ...]:
         """Per branch, the cut segments whose heads are dealt to ranks; of the others every rank computes its own outputs."""
@@ -184,6 +198,7 @@ class ContextPlan(CutSegments):
             residues=np.minimum(residues[part], rate),
             place=place[part],
             places=places[part],
+            period=np.full_like(part, rate),
         )
         return spans.where((begin < end) & (receiver != sender))
 

@@ -25,6 +25,9 @@ class Segments(NamedTuple):
 
     Slot `j < size` is token `token + j`, and its output that of token `out_token + j`, for `j < outputs`. Slots from `size` on are
     queries of zeros, where `outputs` reaches beyond it. With `padded` slots of keys, those from `slots` on hold zeros.
+
+    An entry may stand for several neighbours, of which it is the first, if all are whole with their tokens at one rank and their
+    outputs, if any, at one other: torchscale's rules move the outputs of narrow segments far, many at once.
     """
 
     token: Integers
@@ -37,9 +40,18 @@ class Segments(NamedTuple):
     last_source: Integers
     first_owner: Integers  # ranks that hold outputs; where there are none, the last comes before the first
     last_owner: Integers
+    repeats: Integers
 
     def where(self, chosen: Integers) -> Segments:
         return Segments(*(x[chosen] for x in self))
+
+    def alone(self) -> Segments:
+        """Each segment by itself."""
+        which, number = expanded(np.zeros_like(self.repeats), self.repeats)
+        each = self.where(which)
+        # The outputs of neighbours lie as far apart as a whole segment has slots.
+        token, out_token = each.token + number * each.size, each.out_token + number * each.slots
+        return each._replace(token=token, out_token=out_token, repeats=np.ones_like(number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +101,7 @@ class CutSegments:
 
     @cached_property
     def cut(self) -> tuple[Integers, ...]:
-        """Per branch, `(segments, 4)`: document start, document tokens, index and whether it is whole, of every cut segment."""
+        """Per branch, `(entries, 5)` of its cut segments: document start, document tokens, index, whether whole, how many alike."""
         return tuple(self._cut_of(branch) for branch in range(len(self.pattern.branches)))
 
     def _cut_of(self, branch: int) -> Integers:
@@ -100,13 +112,18 @@ class CutSegments:
             w = min(length, num_tokens)
             out = self.stride_of_outputs(w, rate)
             at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
-            # Border by border, the segments that begin before it and end, or write, behind it, but for those of earlier borders.
-            end = (at - 1) // w + 1
-            first = np.maximum(at // out, np.concatenate([[0], end[:-1]]))
-            _, index = expanded(first, np.maximum(end - first, 0))
+            # Where tokens or outputs reach a border or the end. Segments between two such places look alike.
+            ends = np.append(at, num_tokens)
+            index = np.unique(np.concatenate([[0], *(x for step in (w, out) for x in (ends // step, -(-ends // step)))]))
+            index = index[index * w < num_tokens]
+            repeats = np.diff(index, append=-(-num_tokens // w))
+            # Those that begin before a border and end, or write, behind it.
+            cut = np.searchsorted(at, index * w, side="right") < np.searchsorted(at, (index + 1) * out)
+            index, repeats = index[cut], repeats[cut]
             whole = ((index + 1) * w <= num_tokens).astype(np.int64)
-            tables.append(np.stack([np.full_like(index, start), np.full_like(index, num_tokens), index, whole], axis=1))
-        return np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
+            document = np.full_like(index, start), np.full_like(index, num_tokens)
+            tables.append(np.stack([*document, index, whole, repeats], axis=1))
+        return np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
 
     def rank_of(self, tokens: Integers) -> Integers:
         return np.searchsorted(self.limits, tokens, side="right") - 1
@@ -118,7 +135,7 @@ class CutSegments:
 
     def _segments_of(self, branch: int) -> Segments:
         length, rate = self.pattern.branches[branch]
-        start, num_tokens, index, whole = self.cut[branch].T
+        start, num_tokens, index, whole, repeats = self.cut[branch].T
         w = np.minimum(length, num_tokens)
         out = self.stride_of_outputs(w, rate)
         token, out_token = start + index * w, start + index * out
@@ -130,7 +147,7 @@ class CutSegments:
         first_owner = self.rank_of(out_token)
         last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
         padded = out if self.pattern.zero_padding and not self.is_causal else slots
-        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner)
+        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner, repeats)
 
     def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
         """The slots that a rank holds of those that begin at a token."""

@@ -26,8 +26,9 @@ class Kept(NamedTuple):
 class Spans(NamedTuple):
     """Tokens that `receiver` gets from `sender`, one array entry per span, branch by branch and ascending in each pair of ranks.
 
-    Of token `t` the offset is `(t - origin) % rate`. Not all offsets need take part, but `residues` from `residue` on, modulo the
-    rate; nor all heads of the branch, but `places` from `place` on.
+    Of token `t` the offset is `(t - origin) % period % rate`. Not all offsets need take part, but `residues` from `residue` on,
+    modulo the rate; nor all heads of the branch, but `places` from `place` on. The period is the rate. But a span may hold several
+    whole segments, from `origin` on, which all heads keep: then it is their length, which the rate does not divide.
     """
 
     branch: Integers
@@ -40,9 +41,20 @@ class Spans(NamedTuple):
     residues: Integers
     place: Integers
     places: Integers
+    period: Integers
 
     def where(self, chosen: Booleans | Integers | slice) -> Spans:
         return Spans(*(x[chosen] for x in self))
+
+    def alone(self, rate: int) -> Spans:
+        """Of spans of one branch, each segment by itself."""
+        several = np.where(self.period == rate, 1, (self.end - self.first) // self.period)
+        which, number = expanded(np.zeros_like(several), several)
+        each = self.where(which)
+        moved = each._replace(
+            first=each.first + number * each.period, origin=each.origin + number * each.period, period=np.full_like(number, rate)
+        )
+        return moved._replace(end=np.where(several[which] > 1, moved.first + each.period, each.end))
 
     @classmethod
     def joined(cls, parts: Sequence[Spans]) -> Spans:
@@ -89,7 +101,7 @@ def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
 
 
 def rows_of(spans: Spans, rate: int, offset: int, place: int) -> Rows:
-    """The rows of one head in spans of one branch: its offset, and its place among the heads of the branch."""
+    """The rows of one head in spans of one segment each, of one branch: its offset, and its place among the heads of the branch."""
     first = spans.first + (offset - (spans.first - spans.origin)) % rate
     takes_part = (offset - spans.residue) % rate < spans.residues
     takes_part &= (spans.place <= place) & (place < spans.place + spans.places)

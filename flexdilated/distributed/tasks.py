@@ -11,7 +11,7 @@ import numpy as np
 
 from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
 from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.segments import inside
+from flexdilated.distributed.segments import Segments, inside
 from flexdilated.distributed.spans import Integers, kept_below
 
 
@@ -45,41 +45,39 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator[Task]:
     whole, at = plan.taken(exchange)[branch], plan.segments[branch]
     found: dict[Task, list[Integers]] = {}
-    near = np.flatnonzero(plan.near(branch, rank) & ~whole)
-    alone, held = [np.full_like(near, rank)] * 2, plan.held(at.out_token[near], at.outputs[near], rank)
+    near = at.where(np.flatnonzero(plan.near(branch, rank) & ~whole)).alone()
+    alone, held = [np.full_like(near.token, rank)] * 2, plan.held(near.out_token, near.outputs, rank)
     for offset, heads in plan.offsets_of(branch).items():
         for task, chosen in _alike(plan, branch, offset, near, alone, held):
-            found.setdefault(task, []).append(_lanes(plan, branch, offset, heads, near[chosen]))
+            found.setdefault(task, []).append(_lanes(offset, heads, near.where(chosen)))
     if whole.any():
         mine = plan.parts[branch].where(plan.parts[branch].executor == rank)
         for place, (head, offset) in enumerate(plan.kept[branch].heads):
             its = mine.of_head(place)
-            of = its.segment
-            for task, chosen in _alike(plan, branch, offset, of, (at.first_owner[of], at.last_owner[of]), (its.low, its.high)):
-                found.setdefault(task, []).append(_lanes(plan, branch, offset, [head], of[chosen]))
+            of = at.where(its.segment)
+            for task, chosen in _alike(plan, branch, offset, of, (of.first_owner, of.last_owner), (its.low, its.high)):
+                found.setdefault(task, []).append(_lanes(offset, [head], of.where(chosen)))
     for task, lanes in found.items():
         numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
         yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
 
 
-def _lanes(plan: ContextPlan, branch: int, offset: int, heads: list[int], chosen: Integers) -> Integers:
-    """`(3, lanes)`: head, token and output token of row 0, for some heads of some segments."""
-    at = plan.segments[branch]
-    first = np.stack([np.zeros_like(chosen), at.token[chosen] + offset, at.out_token[chosen] + offset])
+def _lanes(offset: int, heads: list[int], at: Segments) -> Integers:
+    """`(3, lanes)`: head, token and output token of row 0, for some heads of segments."""
+    first = np.stack([np.zeros_like(at.token), at.token + offset, at.out_token + offset])
     lanes = np.repeat(first, len(heads), axis=1)
-    lanes[0] = np.tile(np.array(heads, np.int64), len(chosen))
+    lanes[0] = np.tile(np.array(heads, np.int64), len(at.token))
     return lanes
 
 
 def _alike(
-    plan: ContextPlan, branch: int, offset: int, of: Integers, owners: Sequence[Integers], slots: Sequence[Integers]
+    plan: ContextPlan, branch: int, offset: int, at: Segments, owners: Sequence[Integers], slots: Sequence[Integers]
 ) -> Iterator[tuple[Task, Integers]]:
-    """Of some segments those whose tasks at one offset are equal but for the lane, which the task lacks.
+    """Of segments those whose tasks at one offset are equal but for the lane, which the task lacks.
 
     Their outputs are those of the slots that lie between two, and at the ranks from an owner to another.
     """
     rate = plan.kept[branch].rate
-    at = plan.segments[branch].where(of)
     rows, kept = kept_below(at.size, rate, offset), kept_below(at.slots, rate, offset)
     columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept, at.first_source, at.last_source, *owners]
     spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1

@@ -70,7 +70,8 @@ def of_rows(cut: CutSegments, branch: int, chosen: Integers) -> Integers:
     for offset, members in cut.offsets_of(branch).items():
         rows = kept_below(at.size[which], rate, offset)
         low, high = (np.minimum(kept_below(slot, rate, offset), rows) for slot in held)
-        np.add.at(work, rank, len(members) * scored(rows, low, high, is_causal=cut.is_causal))
+        pairs = at.repeats[which] * scored(rows, low, high, is_causal=cut.is_causal)
+        np.add.at(work, rank, len(members) * pairs)
     return work
 
 

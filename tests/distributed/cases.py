@@ -162,11 +162,18 @@ def grid(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
 
 
+def cut_segments(plan: ContextPlan, branch: int) -> list[tuple[int, int, int]]:
+    """Each cut segment alone: its entry in the plan, its number in the entry, and its index in the document."""
+    entries = enumerate(plan.cut[branch][:, [2, 4]].tolist())
+    return [(entry, number, index + number) for entry, (index, repeats) in entries for number in range(repeats)]
+
+
 def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
-    """Of each cut segment the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
+    """Of each cut segment, alone, the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
     place = [each for each, _ in plan.kept[branch].heads].index(head)
-    found: list[list[tuple[int, int, int]]] = [[] for _ in plan.cut[branch]]
+    entries = [entry for entry, *_ in cut_segments(plan, branch)]
+    found: list[list[tuple[int, int, int]]] = [[] for _ in entries]
     for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts[branch])):
         if first <= place < first + places:
-            found[segment].append((rank, low, high))
+            found[entries.index(segment)].append((rank, low, high))
     return found

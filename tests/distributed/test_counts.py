@@ -1,6 +1,7 @@
 """Rows between ranks against a set of every token of every head, and how much is looked at for them."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -9,33 +10,39 @@ import pytest
 from hypothesis import example, given
 
 from flexdilated.distributed import counts as counting
-from flexdilated.distributed.counts import Counter, _Line, _names
+from flexdilated.distributed import lines, progressions
+from flexdilated.distributed.counts import Counter, _names
+from flexdilated.distributed.lines import Line
 from flexdilated.distributed.spans import Kept, Spans
 
 NUM_RANKS = 3
 HEADS = (0, 1, 7, 8, 15, 16, 40, 63, 64, 65, 130)
 
-Span = tuple[int, ...]  # as the fields of `Spans`
+Span = tuple[int, ...]  # as the fields of `Spans`; without a period, it is the rate
 
 
-def spans_of(found: list[Span]) -> Spans:
-    return Spans(*np.array(found, np.int64).reshape(-1, 10).T)
+def complete(found: list[Span], kept: list[Kept]) -> list[Span]:
+    return [span if len(span) == 11 else (*span, kept[span[0]].rate) for span in found]
+
+
+def spans_of(found: list[Span], kept: list[Kept]) -> Spans:
+    return Spans(*np.array(complete(found, kept), np.int64).reshape(-1, 11).T)
 
 
 def definition(found: list[Span], kept: list[Kept]) -> list[tuple[int, int, int]]:
     """(receiver, sender, rows) of the pairs of ranks that exchange any, ascending."""
     sets: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for branch, receiver, sender, first, end, origin, residue, residues, place, places in found:
+    for branch, receiver, sender, first, end, origin, residue, residues, place, places, period in complete(found, kept):
         rate, heads = kept[branch]
         for head, offset in heads[place : place + places]:
-            tokens = (token for token in range(first, end) if (token - origin) % rate == offset)
+            tokens = (token for token in range(first, end) if (token - origin) % period % rate == offset)
             if (offset - residue) % rate < residues:
                 sets.setdefault((receiver, sender), set()).update((head, token) for token in tokens)
     return sorted((*pair, len(members)) for pair, members in sets.items() if members)
 
 
 def count(counter: Counter, found: list[Span]) -> list[tuple[int, int, int]]:
-    return list(zip(*(x.tolist() for x in counter.count(spans_of(found)))))
+    return list(zip(*(x.tolist() for x in counter.count(spans_of(found, list(counter.kept))))))
 
 
 @st.composite
@@ -58,6 +65,11 @@ def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
                 place = draw(st.integers(0, len(heads) - places))
                 residue = draw(st.integers(0, rate - 1))
                 origin = draw(st.integers(-5, first))
+                period = rate * draw(st.integers(1, 3)) + draw(st.integers(1, rate - 1)) if rate > 1 else end
+                if 2 * period <= end - first and draw(st.booleans()):  # several whole segments
+                    end -= (end - first) % period
+                    found.append((branch, *pair, first, end, first, 0, rate, 0, len(heads), period))
+                    continue
                 if places == 1 or draw(st.booleans()):
                     found.append((branch, *pair, first, end, origin, residue, residues, place, places))
                     continue
@@ -69,17 +81,29 @@ def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
     return found, kept
 
 
-@pytest.mark.parametrize(
-    ("few", "block", "tile", "keep"),
-    [(4, 1 << 18, 1 << 15, 1 << 26), (4, 1 << 18, 12, 40), (0, 1 << 18, 12, 40), (0, 7, 0, 0), (1, 7, 1 << 15, 0)],
-    ids=["cells", "tiles", "whole", "blocks", "both"],
-)
+SETS = {"SPREAD": 0}
+WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int]]] = {  # constants of counts, of progressions, of lines
+    "as it is": ({}, {}, {}),
+    "heads": ({"SPREAD": 99}, {}, {}),
+    "some heads": ({"SPREAD": 1}, {"TERMS": 2}, {}),
+    "short spans alone": ({}, {"LONGEST": 9}, {}),
+    "one by one": (SETS, {}, {}),
+    "cells": (SETS, {}, {"DIRECT": 0}),
+    "tiles": (SETS, {}, {"DIRECT": 0, "TILE": 12, "KEEP": 40}),
+    "one block": (SETS | {"FEW": 0}, {}, {"MANY": 0, "TILE": 12, "KEEP": 40}),
+    "blocks": (SETS, {}, {"MANY": 0, "BLOCK": 7, "TILE": 0, "KEEP": 0}),
+    "cells or blocks": (SETS, {}, {"DIRECT": 20, "FEW": 1, "BLOCK": 7, "KEEP": 0}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @given(case=cases())
-def test_rows_are_the_different_tokens_of_heads_between_two_ranks(
-    case: tuple[list[Span], list[Kept]], few: int, block: int, tile: int, keep: int
-) -> None:
+def test_rows_are_the_different_tokens_of_heads_between_two_ranks(case: tuple[list[Span], list[Kept]], way: str) -> None:
     found, kept = case
-    with mock.patch.multiple(counting, FEW=few, BLOCK=block, TILE=tile, KEEP=keep):
+    with ExitStack() as stack:
+        for module, constants in zip((counting, progressions, lines), WAYS[way]):
+            if constants:
+                stack.enter_context(mock.patch.multiple(module, **constants))
         assert count(Counter(kept, NUM_RANKS), found) == definition(found, kept)
 
 
@@ -103,8 +127,12 @@ KEPT = [Kept(4, ((0, 0), (1, 3))), Kept(6, ((0, 5), (1, 2)))]
 
 
 def looked_at(found: list[Span], counter: Counter) -> Iterator[int]:
-    """The tokens of every set that is made."""
-    with mock.patch.object(counting, "_num_members", side_effect=counting._num_members) as members:
+    """The tokens of every set that is made, where only periods of spans are looked at."""
+    with (
+        mock.patch.object(counting, "SPREAD", 0),
+        mock.patch.object(lines, "DIRECT", 0),
+        mock.patch.object(lines, "_num_members", side_effect=lines._num_members) as members,
+    ):
         assert count(counter, found) == definition(found, KEPT)
     return (len(call.args[0]) for call in members.call_args_list)
 
@@ -121,7 +149,7 @@ def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
     counter = Counter(KEPT, NUM_RANKS)
     for tokens in (5, 6, 7):
         found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2)]
-        assert count(counter, found) == definition(found, KEPT)
+        assert len(list(looked_at(found, counter))) == 1
         (tile,) = counter._lines[0]._tiles.values()
         assert len(tile) <= 2 * 4 + tokens
 
@@ -129,14 +157,14 @@ def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
 def test_tiles_are_forgotten_before_they_hold_more_than_is_kept() -> None:
     """Of 8 entries for a rate of 2; a second branch's stand beside them, a third's does not."""
     kept = [Kept(2, ((0, branch % 2), (1, 0))) for branch in range(3)]
-    line = _Line(kept, 0, 2)
-    with mock.patch.object(counting, "KEEP", 17):
+    line = Line(kept, 0, 2)
+    with mock.patch.object(lines, "KEEP", 17):
         line._room = 17
-        tiles = [line._tile(branch, 0, 2, 4) for branch in (0, 1)]
-        assert all(line._tile(branch, 0, 2, 4) is tiles[branch] for branch in (1, 0))
+        tiles = [line._tile(branch, 0, 2, 2, 4) for branch in (0, 1)]
+        assert all(line._tile(branch, 0, 2, 2, 4) is tiles[branch] for branch in (1, 0))
         assert all(len(tile) == 8 for tile in tiles)
-        assert line._tile(2, 0, 2, 4) is line._tile(2, 0, 2, 3)
-        assert list(line._tiles) == [(2, 0, 2)]
+        assert line._tile(2, 0, 2, 2, 4) is line._tile(2, 0, 2, 2, 3)
+        assert list(line._tiles) == [(2, 0, 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +180,11 @@ def test_tiles_are_forgotten_before_they_hold_more_than_is_kept() -> None:
     ],
 )
 def test_neighbouring_heads_of_one_segment_are_looked_at_together(change: dict[str, int], joined: int) -> None:
-    span = counting._Span(branch=0, first=0, end=9, origin=0, residue=0, residues=4, place=0, places=2)
+    span = lines._Span(branch=0, first=0, end=9, origin=0, residue=0, residues=4, place=0, places=2, period=4)
     other = span._replace(**{"place": 2, "places": 3, **change})
-    found = counting._joined([span, other])
+    found = lines._joined([span, other])
     assert found == ([span._replace(places=5)] if joined == 1 else [span, other])
-    assert counting._joined([]) == []
+    assert lines._joined([]) == []
 
 
 def test_pairs_whose_spans_lie_alike_are_counted_once() -> None:
@@ -199,10 +227,10 @@ def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None
 @pytest.mark.parametrize("tokens", [7, 8, 21])
 def test_a_block_of_tokens_holds_what_lies_in_it(tokens: int) -> None:
     found = [(0, 1, 2, 3, 3 + tokens, 3, 0, 4, 0, 2)]
-    block = _Line._block
+    block = Line._block
     with (
-        mock.patch.multiple(counting, FEW=0, BLOCK=7),
-        mock.patch.object(_Line, "_block", autospec=True, side_effect=block) as blocks,
+        mock.patch.multiple(lines, MANY=0, BLOCK=7),
+        mock.patch.object(Line, "_block", autospec=True, side_effect=block) as blocks,
     ):
         assert count(Counter(KEPT, NUM_RANKS), found) == definition(found, KEPT)
     assert [call.args[2:] for call in blocks.call_args_list] == [(3 + i, min(7, tokens - i)) for i in range(0, tokens, 7)]

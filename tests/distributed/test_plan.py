@@ -18,16 +18,17 @@ from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
-from flexdilated.distributed import cost
+from flexdilated.distributed import cost, lines
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
+from flexdilated.distributed.lines import Line
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.segments import inside
 from flexdilated.distributed.spans import Kept, Spans
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
 from flexdilated.reference import _rows
 from tests.cases import least_heads
-from tests.distributed.cases import executors
+from tests.distributed.cases import cut_segments, executors
 
 # -- the definition -----------------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ def placed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, Softmax]]:
                 takers = [rank for rank, low, high in parts if low <= slot < high]
                 assert len(takers) == (len(parts) > 0)
                 yield takers[0] if takers else owner(plan, softmax.out), softmax
-        assert all(len(plan.cut[branch]) == count for count in turn.values())
+        assert all(len(cut_segments(plan, branch)) == count for count in turn.values())
 
 
 Rows = dict[tuple[int, int], set[tuple[int, int]]]  # (receiver, sender): (head, token)
@@ -251,7 +252,7 @@ def test_heads_are_dealt_where_they_travel_less_and_where_late_tokens_would_wait
         for segment in segments:
             if is_cut(plan, segment):
                 by_place.setdefault(segment.out, []).append(segment)
-        whole = plan.taken("heads")[branch].tolist()
+        whole = [bool(plan.taken("heads")[branch][entry]) for entry, *_ in cut_segments(plan, branch)]
         assert not any(plan.taken("gather")[branch])
         if not by_place:
             assert not any(whole)
@@ -261,7 +262,8 @@ def test_heads_are_dealt_where_they_travel_less_and_where_late_tokens_would_wait
 
 def heads_pay(plan: ContextPlan, branch: int, index: int) -> bool:
     """The rule of `by_heads`, token by token."""
-    start, num_tokens, segment, _ = plan.cut[branch][index].tolist()
+    entry, _, segment = cut_segments(plan, branch)[index]
+    start, num_tokens, *_ = plan.cut[branch][entry].tolist()
     length = plan.pattern.segment_lengths[branch]
     tokens = range(start + segment * min(length, num_tokens), start + min(num_tokens, (segment + 1) * min(length, num_tokens)))
     owners = [owner(plan, token) for token in tokens]
@@ -287,7 +289,7 @@ def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
     shared = [(start, n) for start, n in plan.documents if len(set(ranks[start : start + n])) > 1]
     assert list(plan._crossing) == shared
     for branch, (length, rate) in enumerate(plan.pattern.branches):
-        at, found = plan.segments[branch], []
+        at, found = plan.segments[branch].alone(), []
         for start, n in shared:
             w = min(length, n)
             out = -(-w // rate) * rate if plan.pattern.zero_padding else w
@@ -297,7 +299,9 @@ def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
                 if len(set(ranks[tokens.start : max(tokens.stop, outputs.stop)])) > 1:
                     slots = out if len(tokens) == w < n else len(tokens)
                     found.append((start, n, index, len(tokens) == w, slots, tokens, outputs))
-        assert plan.cut[branch].tolist() == [list(row[:4]) for row in found]
+        entries = plan.cut[branch].tolist()
+        alone = [[*entries[entry][:2], index, entries[entry][3]] for entry, _, index in cut_segments(plan, branch)]
+        assert alone == [list(row[:4]) for row in found]
         for i, (*_, slots, tokens, outputs) in enumerate(found):
             assert (at.token[i], at.size[i]) == (tokens.start, len(tokens))
             assert (at.out_token[i], at.outputs[i]) == (outputs.start, len(outputs))
@@ -310,7 +314,8 @@ def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
             for rank in range(plan.num_ranks):
                 low, high = plan.held(at.token[i], at.size[i], rank)
                 assert [j for j, token in enumerate(tokens) if ranks[token] == rank] == list(range(low, high))
-                assert plan.near(branch, rank)[i] == (bool(outputs) and ranks[outputs[0]] <= rank <= ranks[outputs[-1]])
+                near = plan.near(branch, rank)[cut_segments(plan, branch)[i][0]]
+                assert near == (bool(outputs) and ranks[outputs[0]] <= rank <= ranks[outputs[-1]])
 
 
 @given(st.integers(-5, 15), st.integers(0, 15), st.integers(1, 15), st.integers(1, 7), st.integers(0, 3))
@@ -507,12 +512,13 @@ def wild_plans(draw: st.DrawFn) -> ContextPlan:
 @pytest.mark.slow
 @settings(max_examples=25)
 @pytest.mark.parametrize("exchange", ["gather", "heads"])
-@pytest.mark.parametrize("few", [0, 4], ids=["blocks", "cells"])
+@pytest.mark.parametrize("way", [{"DIRECT": 99}, {"DIRECT": 0}, {"MANY": 0, "BLOCK": 11}], ids=["direct", "cells", "blocks"])
+@pytest.mark.parametrize("spread", [0, 4], ids=["sets", "heads"])
 @given(plan=wild_plans())
-def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, few: int, exchange: str) -> None:
-    """Both ways to count, against the definition, and the work that ranks do against it."""
+def test_many_branches_that_drift_are_counted_as_listed(plan: ContextPlan, spread: int, way: dict[str, int], exchange: str) -> None:
+    """All ways to count, against the definition, and the work that ranks do against it."""
     takers = expected_rows(plan, exchange)
-    with mock.patch.object(counting, "FEW", few), mock.patch.object(counting, "BLOCK", 11):
+    with mock.patch.object(counting, "SPREAD", spread), mock.patch.multiple(lines, **way):
         for kind, expected in takers.items():
             traffic = counting.Counter(plan.kept, plan.num_ranks).count(plan.spans(exchange, kind))
             assert {(int(a), int(b)): int(n) for a, b, n in zip(*traffic)} == {pair: len(rows) for pair, rows in expected.items()}
@@ -541,8 +547,9 @@ def test_long_spans_are_counted_by_their_period(branches: list[tuple[int, int]],
     same = np.zeros_like(numbers)
     rates = np.array([k.rate for k in kept], np.int64)
     begins, origins = first + numbers * 7, numbers * 3
-    spans = Spans(numbers, same, same + 1, begins, begins + tokens, origins, same, rates, same, same + 2)
-    found = counting.Counter(kept, num_ranks=2).count(spans)
+    spans = Spans(numbers, same, same + 1, begins, begins + tokens, origins, same, rates, same, same + 2, rates)
+    with mock.patch.object(lines, "DIRECT", 0):
+        found = counting.Counter(kept, num_ranks=2).count(spans)
     expected = {
         (head, t)
         for i, k in enumerate(kept)
@@ -585,8 +592,8 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
         looked[1] += 1
         original_add(line, seen, span, first)
 
-    original_block, original_add = counting._Line._block, counting._Line._add
-    with mock.patch.object(counting._Line, "_block", block), mock.patch.object(counting._Line, "_add", add):
+    original_block, original_add = Line._block, Line._add
+    with mock.patch.object(Line, "_block", block), mock.patch.object(Line, "_add", add):
         assert not plan.is_local
         assert looked == [0, 0]  # no unions
         for exchange, kind in (("gather", "kv"), ("gather", "q"), ("heads", "kv"), ("heads", "q"), ("heads", "out")):
@@ -603,7 +610,7 @@ def test_a_million_pairs_of_ranks_are_few_kinds() -> None:
     """GigaPath over 1,024 ranks: spans that lie alike are counted once, and never all made at once."""
     plan = plan_of(DilatedPattern.gigapath(), 1 << 20, 1024, 16)
     looked, made = [0], [0]
-    count, spans_of = counting._Line.count_cells, ContextPlan.received
+    count, spans_of = Line.count, ContextPlan.received
 
     def counted(line: Any, here: Spans) -> int:
         looked[0] += 1
@@ -614,7 +621,7 @@ def test_a_million_pairs_of_ranks_are_few_kinds() -> None:
         made[0] = max(made[0], len(spans.first))
         return spans
 
-    with mock.patch.object(counting._Line, "count_cells", counted), mock.patch.object(ContextPlan, "received", received):
+    with mock.patch.object(Line, "count", counted), mock.patch.object(ContextPlan, "received", received):
         assert not plan.is_local
         assert looked == [0]
         traffic = plan.traffic("gather", "kv")

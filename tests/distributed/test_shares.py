@@ -12,6 +12,7 @@ from hypothesis import example, given
 from flexdilated import DilatedPattern
 from flexdilated.distributed import cost, shares
 from flexdilated.distributed.plan import ContextPlan, context_plan
+from tests.distributed.cases import cut_segments
 from tests.distributed.test_plan import MILLION, definition, is_cut, owner, placed, plan_of, plans
 
 
@@ -96,6 +97,7 @@ def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for index, place, places, rank, low, high in zip(*(x.tolist() for x in parts)):
             assert plan.by_heads[branch][index]
+            assert plan.segments[branch].repeats[index] == 1
             outputs = int(plan.segments[branch].outputs[index])
             assert places == 1 or (low, high) == (0, outputs)
             start, tokens = int(plan.segments[branch].token[index]), int(plan.segments[branch].size[index])
@@ -104,9 +106,10 @@ def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan
                 found.setdefault((index, heads[each][0]), []).append((low, high))
         for head, alike in cut.items():
             for index in range(len(alike)):
-                slots = sorted(found.pop((index, head), []))
-                outputs = int(plan.segments[branch].outputs[index])
-                if plan.by_heads[branch][index] and outputs:
+                entry, number, _ = cut_segments(plan, branch)[index]
+                slots = sorted(found.pop((entry, head), []) if number == 0 else [])
+                outputs = int(plan.segments[branch].outputs[entry])
+                if plan.by_heads[branch][entry] and outputs:
                     assert slots[0][0] == 0
                     assert slots[-1][1] == outputs
                     assert all(a[1] == b[0] for a, b in pairwise(slots))

@@ -13,11 +13,12 @@ from flexdilated.distributed.spans import Kept, Spans, has_rows, kept_below, row
 Span = tuple[int, int, int, int, int, int, int]  # branch, first, tokens, residue, residues, place, places
 
 
-def spans_of(found: list[Span]) -> Spans:
+def spans_of(found: list[Span], kept: list[Kept]) -> Spans:
     """Spans of segments that begin at token 3."""
     branch, first, tokens, residue, residues, place, places = np.array(found, np.int64).reshape(-1, 7).T
     ranks = np.zeros_like(branch)
-    return Spans(branch, ranks, ranks + 1, first, first + tokens, ranks + 3, residue, residues, place, places)
+    period = np.array([each.rate for each in kept], np.int64)[branch]
+    return Spans(branch, ranks, ranks + 1, first, first + tokens, ranks + 3, residue, residues, place, places, period)
 
 
 def rows(found: list[Span], kept: list[Kept]) -> list[list[int]]:
@@ -57,7 +58,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
 @given(cases())
 def test_spans_have_rows_where_a_head_keeps_a_token(case: tuple[list[Span], list[Kept]]) -> None:
     found, kept = case
-    assert has_rows(spans_of(found), kept) == any(rows(found, kept))
+    assert has_rows(spans_of(found, kept), kept) == any(rows(found, kept))
 
 
 @given(cases())
@@ -65,10 +66,32 @@ def test_rows_of_a_head_are_the_tokens_that_it_keeps(case: tuple[list[Span], lis
     found, (kept, _) = case
     found = [span for span in found if span[0] == 0]
     for place, (_, offset) in enumerate(kept.heads):
-        chosen, first, count = rows_of(spans_of(found), kept.rate, offset, place)
+        chosen, first, count = rows_of(spans_of(found, [kept]), kept.rate, offset, place)
         listed = {int(i): [*range(a, a + kept.rate * n, kept.rate)] for i, a, n in zip(chosen, first, count)}
         alone = Kept(kept.rate, tuple(head if at == place else (-1, -1) for at, head in enumerate(kept.heads)))
         assert listed == {i: tokens for i, tokens in enumerate(rows(found, [alone])) if tokens}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4), st.integers(4, 9))), st.integers(2, 7))
+def test_whole_segments_in_one_span_are_taken_apart(found: list[tuple[int, int, int]], rate: int) -> None:
+    """Beside a span of one segment that ends before it does."""
+    found = [(first, several, period) for first, several, period in found if several == 1 or (period > rate and period % rate)]
+    columns = [[], [], [], [], []]
+    for number, (first, several, period) in enumerate(found):
+        middle = period // 2 if several == 1 else 0
+        for column, x in zip(columns, (number, first + middle, first + several * period, first, rate if several == 1 else period)):
+            column.append(x)
+    place, first, end, origin, period = (np.array(x, np.int64) for x in columns)
+    same = np.zeros_like(place)
+    made = Spans(same, same, same + 1, first, end, origin, same, same + rate, place, same + 1, period)
+    alone = made.alone(rate)
+    assert alone.period.tolist() == [rate] * len(alone.first)
+    expected = [
+        (number, start + (step // 2 if several == 1 else 0), start + step, start)
+        for number, (begin, several, step) in enumerate(found)
+        for start in range(begin, begin + several * step, step)
+    ]
+    assert list(zip(alone.place.tolist(), alone.first.tolist(), alone.end.tolist(), alone.origin.tolist())) == expected
 
 
 @given(st.lists(st.integers(0, 43), min_size=1), st.integers(1, 7), st.data())
@@ -95,5 +118,5 @@ SHORT, LONG = (0, 3, 2, 0, 5, 0, 4), (0, 8, 5, 0, 5, 0, 4)  # tokens 3 and 4, of
 def test_few_offsets_are_looked_for(found: list[Span], expected: bool, looks: int) -> None:
     assert any(rows(found, HEADS)) == expected
     with mock.patch.object(spans, "rows_of", side_effect=rows_of) as looked:
-        assert has_rows(spans_of(found), HEADS) == expected
+        assert has_rows(spans_of(found, HEADS), HEADS) == expected
     assert looked.call_count == looks

@@ -48,6 +48,8 @@ TESTS = {
     "flexdilated/distributed/work.py": ("tests/distributed/test_plan.py", "tests/distributed/test_shares.py"),
     "flexdilated/distributed/shares.py": ("tests/distributed/test_shares.py", "tests/distributed/test_plan.py"),
     "flexdilated/distributed/spans.py": ("tests/distributed/test_spans.py", "tests/distributed/test_plan.py"),
+    "flexdilated/distributed/progressions.py": ("tests/distributed/test_progressions.py",),
+    "flexdilated/distributed/lines.py": ("tests/distributed/test_counts.py", "tests/distributed/test_plan.py"),
     "flexdilated/distributed/counts.py": ("tests/distributed/test_counts.py", "tests/distributed/test_plan.py"),
     "flexdilated/masks/blocks.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
