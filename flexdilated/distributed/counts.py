@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexdilated.distributed import progressions
-from flexdilated.distributed.lines import WORD, Line
+from flexdilated.distributed.lines import Lines
 from flexdilated.distributed.progressions import Progressions, num_different
 from flexdilated.distributed.spans import Booleans, Integers, Kept, Spans, Traffic, expanded
 
@@ -27,7 +27,7 @@ class Counter:
     def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
         self.kept, self.num_ranks = kept, num_ranks
         self.num_heads = max((head + 1 for _, heads in kept for head, _ in heads), default=0)
-        self._lines = [Line(kept, low, min(self.num_heads, low + WORD)) for low in range(0, self.num_heads, WORD)]
+        self._lines = Lines(kept)
         self._known: dict[bytes, int] = {}  # by what `_shapes` says of a pair
 
     def count(self, spans: Spans) -> Traffic:
@@ -38,7 +38,7 @@ class Counter:
         if by_head.any():
             chosen = np.repeat(by_head, size)
             rows[by_head], left = self._count_heads(spans.where(chosen), size[by_head])
-            spans, others, size = self._by_pair(Spans.joined([spans.where(~chosen), left]))
+            spans, others, size = self._by_pair(Spans.joined([spans.where(~chosen), left.merged()]))
             rows[np.searchsorted(pairs, others)] += self._count_sets(spans, size)
         else:
             rows = self._count_sets(spans, size)
@@ -84,9 +84,7 @@ class Counter:
         np.add.at(rows, owner[order[(np.cumsum(several) - several)[counted]]], different[counted])
         rest = np.sort(order[np.repeat(~counted, several)])
         of, place = of[rest], place[rest]
-        # Neighbouring heads of one span in one piece.
-        first = np.flatnonzero((np.diff(of, prepend=-1) != 0) | (np.diff(place, prepend=-1) != 1))
-        return rows, spans.where(of[first])._replace(place=place[first], places=np.diff(np.append(first, len(of))))
+        return rows, spans.where(of)._replace(place=place, places=np.ones_like(rest))
 
     def _count_sets(self, spans: Spans, size: Integers) -> Integers:
         """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
@@ -95,12 +93,8 @@ class Counter:
         few = size <= FEW * len(self.kept)
         rows[few] = self._count_few(spans if few.all() else spans.where(np.repeat(few, size)), size[few])
         for i in np.flatnonzero(~few).tolist():
-            rows[i] = self._count_one(spans.where(slice(start[i], start[i] + size[i])))
+            rows[i] = self._lines.count(spans.where(slice(start[i], start[i] + size[i])))
         return rows
-
-    def _count_one(self, spans: Spans) -> int:
-        """Rows of one pair of ranks."""
-        return sum(line.count(spans) for line in self._lines)
 
     def _count_few(self, spans: Spans, size: Integers) -> Integers:
         """The same; pairs whose spans lie alike are counted once."""
@@ -119,7 +113,7 @@ class Counter:
                 found = self._known.get(key)
                 if found is None:
                     here = slice(start[chosen[at]], start[chosen[at]] + many)
-                    found = self._known[key] = self._count_one(spans.where(here))
+                    found = self._known[key] = self._lines.count(spans.where(here))
                 counts[i] = found
             rows[chosen] = counts[group.reshape(-1)]
         return rows

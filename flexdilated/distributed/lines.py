@@ -6,8 +6,8 @@ An entry is a set of heads, one bit each: what a branch adds is its spans, or, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from flexdilated.distributed.spans import Kept, Spans, expanded
 
 Sets = NDArray[np.unsignedinteger]
 
-WORD = 64  # heads that a set can hold
+WORDS = (8, 16, 32, 64)  # heads that a set can hold
 BLOCK = 1 << 18  # tokens counted at once: a line of sets stays in a cache
 TILE = 1 << 15  # tokens along which sets of heads are kept
 DIRECT = 1 << 16  # tokens between two ranks that are always looked at
@@ -56,19 +56,69 @@ def _joined(spans: list[_Span]) -> list[_Span]:
     return found
 
 
+class Lines:
+    """Counts rows along lines of sets, each of so many heads as some spans have."""
+
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self.kept, self._tiles = kept, Tiles()
+        self._heads = np.array([head for each in kept for head, _ in each.heads], np.int64)
+        self._start = np.cumsum([0, *(len(each.heads) for each in kept)])
+        self._lines: dict[tuple[int, int], Line] = {}
+
+    def count(self, spans: Spans) -> int:
+        """Rows of spans, between two ranks."""
+        place = self._start[spans.branch] + spans.place
+        low, high = int(self._heads[place].min()), int(self._heads[place + spans.places - 1].max()) + 1
+        return sum(self._line(*window).count(spans) for window in _windows(low, high))
+
+    def _line(self, low: int, high: int) -> Line:
+        if (low, high) not in self._lines:
+            self._lines[low, high] = Line(self.kept, low, high, self._tiles)
+        return self._lines[low, high]
+
+
+def _windows(low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Heads `low ... high` in as few and as narrow words as hold them; few different ones."""
+    for bits in WORDS:
+        first = low - low % (bits // 2)
+        if high <= first + bits:
+            yield first, first + bits
+            return
+    for first in range(low - low % WORDS[-1], high, WORDS[-1]):
+        yield first, first + WORDS[-1]
+
+
+class Tiles:
+    """Sets of heads along some tokens, kept to be looked at again."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, ...], Sets] = {}
+        self._room = KEEP
+
+    def get(self, key: tuple[int, ...], tokens: int, table: Callable[[], Sets]) -> Sets:
+        """At least so many entries, of a table over and over."""
+        tile = self._found.get(key)
+        if tile is None or len(tile) < tokens:
+            entries = table()
+            tile = np.tile(entries, -(-tokens // len(entries)))
+            if tile.nbytes > self._room:
+                self._found, self._room = {}, KEEP
+            self._room -= tile.nbytes
+            self._found[key] = tile
+        return tile
+
+
 class Line:
     """Sets of heads along a line of tokens; heads `low ... high`, a bit each."""
 
-    def __init__(self, kept: Sequence[Kept], low: int, high: int) -> None:
-        self.kept = kept
+    def __init__(self, kept: Sequence[Kept], low: int, high: int, tiles: Tiles) -> None:
+        self.kept, self._window, self._tiles = kept, (low, high), tiles
         dtypes: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
         self.dtype = next(t for t in dtypes if np.dtype(t).itemsize * 8 >= high - low)
         self._heads = [
             [(place, offset, head - low) for place, (head, offset) in enumerate(heads) if low <= head < high] for _, heads in kept
         ]
         self._kinds: dict[tuple[int, ...], list[tuple[int, np.unsignedinteger[Any]]]] = {}
-        self._tiles: dict[tuple[int, ...], Sets] = {}
-        self._room = KEEP
 
     def count(self, spans: Spans) -> int:
         """Rows of spans, between two ranks."""
@@ -82,9 +132,8 @@ class Line:
         """Rows of spans that lie close, one by one."""
         low, high = min(span.first for span in found), max(span.end for span in found)
         seen = np.zeros(high - low, self.dtype)
-        for (first, end), alike in groupby(found, lambda span: (span.first, span.end)):
-            for span in _joined(list(alike)):
-                self._add(seen[first - low : end - low], span, first)
+        for span in found:
+            self._add(seen[span.first - low : span.end - low], span, span.first)
         return _num_members(seen)
 
     def _count_cells(self, found: Sequence[_Span]) -> int:
@@ -113,25 +162,14 @@ class Line:
         rate = self.kept[span.branch].rate
         phase = (first - span.origin) % span.period
         if span.residues == rate and (rate + len(seen) <= TILE or span.period != rate):
-            tile = self._tile(span.branch, span.place, span.places, span.period, len(seen))
+            whose = span.branch, span.place, span.places
+            key = *self._window, *whose, span.period
+            tile = self._tiles.get(key, span.period + len(seen), lambda: np.resize(self._table(*whose), span.period))
             seen |= tile[phase : phase + len(seen)]
             return
         for offset, members in self._kind(span.branch, span.place, span.places):
             if (offset - span.residue) % rate < span.residues:
                 seen[(offset - phase) % rate :: rate] |= members
-
-    def _tile(self, branch: int, place: int, places: int, period: int, tokens: int) -> Sets:
-        """The sets of some heads along so many tokens from anywhere in a period on."""
-        key = branch, place, places, period
-        tile = self._tiles.get(key)
-        if tile is None or len(tile) < period + tokens:
-            table = np.resize(self._table(branch, place, places), period)
-            tile = np.tile(table, 2 + tokens // period)
-            if tile.nbytes > self._room:
-                self._tiles, self._room = {}, KEEP
-            self._room -= tile.nbytes
-            self._tiles[key] = tile
-        return tile
 
     def _table(self, branch: int, place: int, places: int) -> Sets:
         """`(rate,)`: the heads, of some, that keep each residue."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexdilated.distributed.spans import Booleans, Integers
 
-TERMS = 256  # of the union of several
+TERMS = 32  # of the union of several
 LONGEST = 1 << 30  # tokens from the first to the last: products of two fit 64 bits
 
 

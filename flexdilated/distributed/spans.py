@@ -46,6 +46,16 @@ class Spans(NamedTuple):
     def where(self, chosen: Booleans | Integers | slice) -> Spans:
         return Spans(*(x[chosen] for x in self))
 
+    def merged(self) -> Spans:
+        """The same, of neighbouring heads that take part in the same way one span."""
+        same = np.ones(len(self.place), bool)
+        for column in self._replace(place=self.branch, places=self.branch):
+            same[1:] &= column[1:] == column[:-1]
+        same &= self.place == np.append(-1, (self.place + self.places)[:-1])
+        first = np.flatnonzero(~same)
+        places = np.add.reduceat(self.places, first) if len(first) else first
+        return self.where(first)._replace(places=places)
+
     def alone(self, rate: int) -> Spans:
         """Of spans of one branch, each segment by itself."""
         several = np.where(self.period == rate, 1, (self.end - self.first) // self.period)

@@ -111,14 +111,35 @@ def test_rows_are_the_different_tokens_of_heads_between_two_ranks(case: tuple[li
 def test_any_number_of_heads_is_counted_in_the_least_words(num_heads: int) -> None:
     kept = [Kept(3, tuple((head, head % 3) for head in range(num_heads)))]
     found = [(0, 1, 2, 0, 20, 0, 0, 3, 0, num_heads)]
-    assert count(Counter(kept, NUM_RANKS), found) == definition(found, kept)
-    bits = [8 * line.dtype().itemsize for line in Counter(kept, NUM_RANKS)._lines]
-    rest = num_heads % 64
-    assert bits == [64] * (num_heads // 64) + [next(n for n in (8, 16, 32, 64) if n >= rest)] * (rest > 0)
+    counter = Counter(kept, NUM_RANKS)
+    assert count(counter, found) == definition(found, kept)
+    bits = [8 * line.dtype().itemsize for line in counter._lines._lines.values()]
+    assert bits == ([64] * -(-num_heads // 64) if num_heads > 64 else [next(n for n in (8, 16, 32, 64) if n >= num_heads)])
+
+
+@given(st.integers(0, 200), st.integers(1, 200))
+@example(4, 9)
+@example(63, 2)
+@example(64, 65)
+def test_words_hold_all_heads_once_and_few_words_are_different(low: int, several: int) -> None:
+    windows = list(lines._windows(low, low + several))
+    heads = [head for first, end in windows for head in range(first, end)]
+    assert len(heads) == len(set(heads))
+    assert set(heads) >= set(range(low, low + several))
+    widths = {end - first for first, end in windows}
+    assert len(widths) == 1
+    (width,) = widths
+    assert width in (8, 16, 32, 64)
+    assert all(first % (width // 2) == 0 for first, _ in windows)
+    assert len(windows) == 1 or width == 64
+    assert all(first < low + several and low < end for first, end in windows)
+    # No narrower word from a half of it on would hold them.
+    if width > 8:
+        half = width // 2
+        assert low + several > low - low % (half // 2) + half
 
 
 def test_no_spans_and_no_heads_are_no_rows() -> None:
-    assert Counter([Kept(3, ())], NUM_RANKS)._lines == []
     assert count(Counter([Kept(3, ())], NUM_RANKS), []) == []
     assert count(Counter([Kept(3, ((0, 1),))], NUM_RANKS), [(0, 1, 2, 0, 1, 0, 0, 3, 0, 1)]) == []
 
@@ -150,21 +171,28 @@ def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
     for tokens in (5, 6, 7):
         found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2)]
         assert len(list(looked_at(found, counter))) == 1
-        (tile,) = counter._lines[0]._tiles.values()
-        assert len(tile) <= 2 * 4 + tokens
+        (tile,) = counter._lines._tiles._found.values()
+        assert 4 + tokens <= len(tile) < 2 * 4 + tokens
 
 
 def test_tiles_are_forgotten_before_they_hold_more_than_is_kept() -> None:
-    """Of 8 entries for a rate of 2; a second branch's stand beside them, a third's does not."""
-    kept = [Kept(2, ((0, branch % 2), (1, 0))) for branch in range(3)]
-    line = Line(kept, 0, 2)
+    """Of 8 entries each; a second one's stand beside them, a third's do not."""
+    made: list[int] = []
+
+    def table(number: int) -> np.ndarray:
+        made.append(number)
+        return np.array([number, 0], np.uint8)
+
     with mock.patch.object(lines, "KEEP", 17):
-        line._room = 17
-        tiles = [line._tile(branch, 0, 2, 2, 4) for branch in (0, 1)]
-        assert all(line._tile(branch, 0, 2, 2, 4) is tiles[branch] for branch in (1, 0))
-        assert all(len(tile) == 8 for tile in tiles)
-        assert line._tile(2, 0, 2, 2, 4) is line._tile(2, 0, 2, 2, 3)
-        assert list(line._tiles) == [(2, 0, 2, 2)]
+        tiles = lines.Tiles()
+        for number in (0, 1, 1, 0, 2, 2):
+            tile = tiles.get((number,), 7, lambda number=number: table(number))
+            assert tile.tolist() == [number, 0] * 4
+        assert tiles.get((2,), 8, lambda: table(2)).tolist() == [2, 0] * 4
+        assert made == [0, 1, 2]
+        assert tiles.get((2,), 9, lambda: table(2)).tolist() == [2, 0] * 5
+        assert tiles.get((0,), 1, lambda: table(0)).tolist() == [0, 0]
+        assert made == [0, 1, 2, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,23 @@ def test_whole_segments_in_one_span_are_taken_apart(found: list[tuple[int, int, 
     assert list(zip(alone.place.tolist(), alone.first.tolist(), alone.end.tolist(), alone.origin.tolist())) == expected
 
 
+def test_neighbouring_heads_of_the_same_tokens_are_one_span() -> None:
+    span = Spans(*(np.array([number], np.int64) for number in range(11)))  # places 9 from place 8 on
+    others = [span._replace(place=np.array([17]), places=np.array([several])) for several in (1, 5)]
+    columns = set(Spans._fields) - {"place", "places"}
+    changed = [others[0]._replace(**{column: getattr(span, column) + 1}) for column in columns]
+    apart = [span._replace(place=np.array([place])) for place in (7, 8, 16, 18, 26)]
+    for other in others:
+        (merged,) = zip(*Spans.joined([span, other]).merged())
+        assert merged == (*range(9), 9 + int(other.places[0]), 10)
+    third = others[1]._replace(place=np.array([18]))
+    assert Spans.joined([span, others[0], third]).merged().places.tolist() == [15]
+    for other in (*changed, *apart):
+        both = Spans.joined([span, other])
+        assert [x.tolist() for x in both.merged()] == [x.tolist() for x in both]
+    assert len(Spans.joined([]).merged().first) == 0
+
+
 @given(st.lists(st.integers(0, 43), min_size=1), st.integers(1, 7), st.data())
 def test_kept_below_counts(lengths: list[int], rate: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, rate - 1))
