@@ -33,8 +33,8 @@ from flexdilated.cli.slide_run import Job, Ranks, run
 from flexdilated.hub.gigapath import LongNetViT, load_weights
 from flexdilated.hub.slides.formats import DAMAGED, list_slides
 from flexdilated.hub.slides.source import digest_of
-from flexdilated.training.options import UserError
-from flexdilated.training.ranks import started
+from flexdilated.training.options import RankLostError, UserError
+from flexdilated.training.ranks import losses_of_ranks, started
 
 COMPUTED, STORED = ("float32", "bfloat16", "float16"), ("float32", "float16")
 RANKS_WAIT = 7 * 24 * 3600  # seconds: one rank may be done long before the others; torchrun ends those of a run that lost one
@@ -158,11 +158,15 @@ def encode_slides(
             "shared_cells": shared_cells,
             "table": table,
         }
-        with started(count, rank, place, RANKS_WAIT) as (mesh, counters):
+        with started(count, rank, place, RANKS_WAIT) as (mesh, counters), losses_of_ranks(mesh, _lost):
             code = run(job, settings, Ranks(rank, mesh, counters), resume=resume, overwrite=overwrite)
     except (UserError, ValueError, TypeError, NotImplementedError) as error:
         refuse(error)
     raise typer.Exit(code)
+
+
+def _lost(cause: str) -> RankLostError:
+    return RankLostError(f"while slides were encoded: {cause}; what is done is kept: the same command with --resume goes on")
 
 
 def _check_output(output: Path, folder: Path) -> None:

@@ -124,10 +124,11 @@ def run(job: Job, settings: Mapping[str, Any], ranks: Ranks, *, resume: bool, ov
                     kept.add(result)
                 if result.note is not None:
                     typer.echo(f"note: '{result.path}': {result.note}", err=True)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RuntimeError, TimeoutError) as error:  # the latter of a rank that is lost, or of a defect
             with _writing(job.output):
                 kept.write()
-            typer.echo("what is done is kept: the same command with --resume goes on", err=True)
+            if isinstance(error, KeyboardInterrupt):
+                typer.echo("what is done is kept: the same command with --resume goes on", err=True)
             raise
         with _writing(job.output):
             kept.write()

@@ -49,7 +49,7 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     rounds, if this rank caught its error.
     """
     if group.size() > 1:
-        with suppress(TimeoutError):  # of a store that is gone: this rank has its own error to tell
+        with suppress(TimeoutError, dist.DistNetworkError):  # of a store that is gone: this rank has its own error to tell
             _ledger(group).withdraw(reason)
 
 

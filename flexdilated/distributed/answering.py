@@ -1,4 +1,4 @@
-"""A store whose silence has an end, and how long a group waits."""
+"""A store whose silence has an end, as its own end has words; and how long a group waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class AnsweringStore:
     """
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
-        self.store, self.timeout, self.is_gone = store, timeout, False
+        self.store, self.timeout = store, timeout
+        self.gone: TimeoutError | dist.DistNetworkError | None = None
 
     def add(self, key: str, amount: int) -> int:
         """The counter after adding."""
@@ -62,16 +63,22 @@ class AnsweringStore:
             except BaseException as error:
                 told.append((None, error))
 
-        if not self.is_gone:
+        if self.gone is None:
             thread = threading.Thread(target=call, daemon=True)
             thread.start()
             thread.join(self.timeout.total_seconds())
-        if not told:
-            self.is_gone = True
-            raise TimeoutError(
-                f"the store of the ranks must answer within {self.timeout.total_seconds():g} s, it did not: the process that hosts "
-                "it is stopped, or its host is"
-            )
+            if not told:
+                self.gone = TimeoutError(
+                    f"the store of the ranks must answer within {self.timeout.total_seconds():g} s, it did not: the process that "
+                    "hosts it is stopped, or its host is"
+                )
+            elif isinstance(told[0][1], dist.DistNetworkError):  # its text is of addresses and places in torch's sources
+                self.gone = dist.DistNetworkError(
+                    "the store of the ranks must answer, it is gone: the process that hosts it, rank 0 unless torchrun does, has "
+                    "ended or cannot be reached"
+                )
+        if self.gone is not None:
+            raise type(self.gone)(*self.gone.args)
         answer, error = told[0]
         if error is not None:
             raise error

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import Ledger, agree, withdraw
 from flexdilated.distributed.answering import AnsweringStore
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import Ranks, run_ranks
 
 PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
 LONG = timedelta(seconds=600)  # never waited for: a test that does fails by its error
@@ -153,21 +154,78 @@ def test_a_rank_that_withdraws_from_a_silent_store_has_its_own_error_to_tell(mon
         def size(self) -> int:
             return 2
 
-    store = AnsweringStore(dist.HashStore(), SHORT)
-    ledger, store.is_gone = Ledger(store, 0, 2), True
-    monkeypatch.setattr("flexdilated.distributed.agreement._ledger", lambda group: ledger)
-    withdraw(Group(), "é must be e")  # type: ignore[arg-type]
-    with pytest.raises(TimeoutError):
-        ledger.withdraw("é must be e")
+    for gone in (TimeoutError("silent"), dist.DistNetworkError("ended")):
+        store = AnsweringStore(dist.HashStore(), SHORT)
+        ledger, store.gone = Ledger(store, 0, 2), gone
+        monkeypatch.setattr("flexdilated.distributed.agreement._ledger", lambda group, ledger=ledger: ledger)
+        withdraw(Group(), "é must be e")  # type: ignore[arg-type]
+        with pytest.raises(type(gone), match=str(gone)):
+            ledger.withdraw("é must be e")
 
 
-def test_errors_of_a_store_pass() -> None:
-    class Broken:
-        def add(self, key: str, amount: int) -> int:
-            raise dist.DistNetworkError("no route")
+class Broken:
+    def __init__(self, error: Exception) -> None:
+        self.error, self.calls = error, 0
 
-    with pytest.raises(dist.DistNetworkError, match="no route"):
-        AnsweringStore(Broken(), LONG).add("x", 1)  # type: ignore[arg-type]
+    def add(self, key: str, amount: int) -> int:
+        self.calls += 1
+        raise self.error
+
+
+def test_a_store_that_has_ended_is_named_and_not_asked_again() -> None:
+    broken = Broken(dist.DistNetworkError("Connection reset by peer\nC++ CapturedTraceback:\n#4 std::function"))
+    store = AnsweringStore(broken, LONG)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(dist.DistNetworkError, match=r"^the store of the ranks must answer, it is gone: [^\n]* rank 0 [^\n]*$"):
+            store.add("x", 1)
+    assert broken.calls == 1
+
+
+@pytest.mark.parametrize("error", [dist.DistStoreError("wait timeout"), ValueError("x")])
+def test_other_errors_of_a_store_pass(error: Exception) -> None:
+    store = AnsweringStore(Broken(error), LONG)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error)):
+            store.add("x", 1)
+
+
+def leave_with_the_store(rank: int, _: None, folder: Path) -> tuple[str, str]:
+    """Rank 0 hosts the store and ends; what rank 1 then says of a plan of its own, and rank 2 of wrong arguments."""
+    found = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.part").write_text(str(store.port))
+        (folder / "port.part").rename(found)
+    else:
+        while not found.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(found.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LONG)
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    q, pattern = torch.zeros(1, 20, 1, 4), DilatedPattern((8, 64), (1, 2))
+    dilated_attention(q, q, q, pattern, mesh=mesh)
+    dist.barrier()
+    if rank == 0:
+        os._exit(0)
+    time.sleep(1.0)
+    try:
+        dilated_attention(q, q, q, pattern, mesh=mesh, is_causal=True, scale=math.nan if rank == 2 else None)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("a call without rank 0 must fail")
+
+
+@pytest.mark.ranks
+def test_where_the_store_ends_with_its_rank_the_others_say_so_or_tell_their_own_error(tmp_path: Path) -> None:
+    ranks = Ranks(3, tmp_path, timeout=None)
+    try:
+        found = ranks.run(leave_with_the_store, tmp_path, ending=(0,))
+    finally:
+        ranks.kill()
+    name, told = found[1]
+    assert name == "DistNetworkError"
+    assert told.startswith("the store of the ranks must answer, it is gone: the process that hosts it")
+    assert found[2] == ("ValueError", "scale must be finite, got nan")
 
 
 @pytest.mark.parametrize(

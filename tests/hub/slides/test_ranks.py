@@ -1,12 +1,17 @@
 """Slides over processes: who encodes which, and the same numbers as one process gives."""
 
+import os
+import signal
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from flexdilated.hub.gigapath import ARCHITECTURES, Architecture, create_model
 from flexdilated.hub.slides.ranks import spread
@@ -31,6 +36,44 @@ def test_spread_gives_each_slide_to_one_rank_and_balances_them() -> None:
 
 def name_an_architecture(_: int) -> None:
     ARCHITECTURES["tiny"] = Architecture(64, 2)
+
+
+def lose_one(call: int, rank: int) -> None:
+    """Rank 1 is killed when it comes to so many a collective of objects."""
+    name_an_architecture(rank)
+    calls, gather = [0], dist.all_gather_object
+
+    def gathered(*arguments: Any, **options: Any) -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gather(*arguments, **options)
+
+    dist.all_gather_object = gathered
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_lost_rank_is_named_once_and_what_is_done_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "tiny", Architecture(64, 2))
+    monkeypatch.chdir(tmp_path)
+    for i in range(4):
+        write_trident(tmp_path / "slides", f"s{i}", *draw_tiles(131, seed=i))
+    torch.save({"model": create_model(None, "tiny", IN_CHANS, slide_ngrids=GRIDS).state_dict()}, tmp_path / "weights.pth")
+    command = ["encode-slides", "slides", "--arch=tiny", f"--in-chans={IN_CHANS}", f"--slide-ngrids={GRIDS}", "--device=cpu"]
+    command += ["--weights=weights.pth", "--output=two.h5", "--split-above=100"]
+    found = invoke_ranks(3, tmp_path, *command, prepare=partial(lose_one, 3), ending=(1,))
+    assert found[1] is None
+    assert [found[rank][0] for rank in (0, 2)] == [2, 2]
+    told = [line for rank in (0, 2) for line in found[rank][2].splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert told[0].startswith("error: rank 1 was lost while slides were encoded: ")
+    assert told[0].endswith("; what is done is kept: the same command with --resume goes on")
+    assert list(tmp_path.glob("two.h5.parts/part-*"))
+    again = invoke_ranks(3, tmp_path, *command, "--resume", prepare=name_an_architecture)
+    assert [code for code, _, _ in again] == [0, 0, 0]
+    assert "wrote 4 slides to 'two.h5'" in again[0][1]
+    assert "encoded 4 slides" not in again[0][1]
 
 
 @pytest.mark.slow
