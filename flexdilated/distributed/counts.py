@@ -8,6 +8,7 @@ alike are counted once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,15 +19,21 @@ from flexdilated.distributed.spans import Booleans, Integers, Kept, Spans, Traff
 
 LIMIT = 1 << 62  # of what 64 bits hold
 FEW = 16  # spans of a branch between two ranks, to look for pairs alike
-SPREAD = 4  # progressions of each head, on average, between two ranks that are counted head by head
+SPREAD = 4  # progressions of each head of the model, on average, between two ranks that are counted head by head
+MOST = 5  # progressions of a head there that are counted by what they share
+PROGRESSIONS = 1 << 17  # that are looked at together
 
 
 class Counter:
     """Counts the different (token, head) of pairs of ranks, the union over branches."""
 
     def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
-        self.kept, self.num_ranks = kept, num_ranks
-        self.num_heads = max((head + 1 for _, heads in kept for head, _ in heads), default=0)
+        self.num_ranks = num_ranks
+        self._rates = np.array([each.rate for each in kept], np.int64)
+        # Branch by branch its heads and their offsets, and where those of each branch stand.
+        self._heads, self._offsets = np.array([one for each in kept for one in each.heads], np.int64).reshape(-1, 2).T
+        self._start = np.cumsum([0, *(len(each.heads) for each in kept)])
+        self._num_heads = int(self._heads.max(initial=-1)) + 1
         self._lines = Lines(kept)
         self._known: dict[bytes, int] = {}  # by what `_shapes` says of a pair
 
@@ -37,8 +44,16 @@ class Counter:
         by_head = self._are_of_few_heads(spans, size)
         if by_head.any():
             chosen = np.repeat(by_head, size)
-            rows[by_head], left = self._count_heads(spans.where(chosen), size[by_head])
-            spans, others, size = self._by_pair(Spans.joined([spans.where(~chosen), left.merged()]))
+            left = [spans.where(~chosen)]
+            spans, ends = spans.where(chosen), np.append(0, np.cumsum(size[by_head]))
+            # Some pairs at a time: of each head of a span there is a progression.
+            some = np.append(0, np.cumsum(spans.places))[ends] // PROGRESSIONS
+            borders = [0, *(np.flatnonzero(np.diff(some)) + 1).tolist(), len(ends) - 1]
+            for a, b in pairwise(borders):
+                here, rest = self._count_heads(spans.where(slice(ends[a], ends[b])), np.diff(ends[a : b + 1]))
+                rows[np.flatnonzero(by_head)[a:b]] = here
+                left.append(rest.merged())
+            spans, others, size = self._by_pair(Spans.joined(left))
             rows[np.searchsorted(pairs, others)] += self._count_sets(spans, size)
         else:
             rows = self._count_sets(spans, size)
@@ -57,40 +72,36 @@ class Counter:
         if not len(size):
             return np.zeros(0, bool)
         start = np.cumsum(size) - size
-        heads = np.array([len(each.heads) for each in self.kept], np.int64)[spans.branch]
-        dealt = np.logical_or.reduceat(spans.places < heads, start)
-        rates = np.array([each.rate for each in self.kept], np.int64)[spans.branch]
-        fits = (spans.end - spans.first <= progressions.LONGEST) & (spans.period == rates)
-        return dealt & np.logical_and.reduceat(fits, start) & (np.add.reduceat(spans.places, start) <= SPREAD * self.num_heads)
+        dealt = spans.places < np.diff(self._start)[spans.branch]
+        fits = (spans.end - spans.first <= progressions.LONGEST) & (spans.period == self._rates[spans.branch])
+        some, every = np.logical_or.reduceat(dealt, start), np.logical_and.reduceat(fits, start)
+        return some & every & (np.add.reduceat(spans.places, start) <= SPREAD * self._num_heads)
 
     def _count_heads(self, spans: Spans, size: Integers) -> tuple[Integers, Spans]:
         """Rows of pairs of ranks that have so many spans each, and the spans of the heads that are not counted so."""
-        heads, offsets = (np.array([one[i] for each in self.kept for one in each.heads], np.int64) for i in range(2))
-        ends = np.cumsum([len(each.heads) for each in self.kept])
-        rates = np.array([each.rate for each in self.kept], np.int64)
         of, place = expanded(spans.place, spans.places)
-        rate, at = rates[spans.branch[of]], place + np.append(0, ends)[spans.branch[of]]
-        first = spans.first[of]
-        first = first + (offsets[at] - (first - spans.origin[of])) % rate
-        takes_part = (offsets[at] - spans.residue[of]) % rate < spans.residues[of]
+        branch, first = spans.branch[of], spans.first[of]
+        rate, at = self._rates[branch], self._start[branch] + place
+        first = first + (self._offsets[at] - (first - spans.origin[of])) % rate
+        takes_part = (self._offsets[at] - spans.residue[of]) % rate < spans.residues[of]
         some, found = Progressions.within(first, np.where(takes_part, spans.end[of], first), rate)
         of, place = of[some], place[some]
-        owner = np.repeat(np.arange(len(size)), size)[of]  # pair of ranks
-        name = owner * self.num_heads + heads[at[some]]
+        pair = np.repeat(np.arange(len(size)), size)[of]
+        name = pair * self._num_heads + self._heads[at[some]]
         order = np.argsort(name, kind="stable")
         _, several = np.unique(name, return_counts=True)
-        different, counted = num_different(found.where(order), several)
+        few = several <= MOST
         rows = np.zeros(len(size), np.int64)
-        np.add.at(rows, owner[order[(np.cumsum(several) - several)[counted]]], different[counted])
-        rest = np.sort(order[np.repeat(~counted, several)])
-        of, place = of[rest], place[rest]
-        return rows, spans.where(of)._replace(place=place, places=np.ones_like(rest))
+        first_of = order[np.cumsum(several) - several]
+        np.add.at(rows, pair[first_of[few]], num_different(found.where(order[np.repeat(few, several)]), several[few]))
+        rest = np.sort(order[np.repeat(~few, several)])
+        return rows, spans.where(of[rest])._replace(place=place[rest], places=np.ones_like(rest))
 
     def _count_sets(self, spans: Spans, size: Integers) -> Integers:
         """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
         start = np.cumsum(size) - size
         rows = np.zeros(len(size), np.int64)
-        few = size <= FEW * len(self.kept)
+        few = size <= FEW * len(self._rates)
         rows[few] = self._count_few(spans if few.all() else spans.where(np.repeat(few, size)), size[few])
         for i in np.flatnonzero(~few).tolist():
             rows[i] = self._lines.count(spans.where(slice(start[i], start[i] + size[i])))

@@ -17,7 +17,8 @@ from flexdilated.distributed.spans import Kept, Spans, expanded
 
 Sets = NDArray[np.unsignedinteger]
 
-WORDS = (8, 16, 32, 64)  # heads that a set can hold
+WORDS: dict[int, type[np.unsignedinteger[Any]]] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # by heads of a set
+WIDEST = max(WORDS)
 BLOCK = 1 << 18  # tokens counted at once: a line of sets stays in a cache
 TILE = 1 << 15  # tokens along which sets of heads are kept
 DIRECT = 1 << 16  # tokens between two ranks that are always looked at
@@ -84,8 +85,8 @@ def _windows(low: int, high: int) -> Iterator[tuple[int, int]]:
         if high <= first + bits:
             yield first, first + bits
             return
-    for first in range(low - low % WORDS[-1], high, WORDS[-1]):
-        yield first, first + WORDS[-1]
+    for first in range(low - low % WIDEST, high, WIDEST):
+        yield first, first + WIDEST
 
 
 class Tiles:
@@ -113,8 +114,7 @@ class Line:
 
     def __init__(self, kept: Sequence[Kept], low: int, high: int, tiles: Tiles) -> None:
         self.kept, self._window, self._tiles = kept, (low, high), tiles
-        dtypes: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
-        self.dtype = next(t for t in dtypes if np.dtype(t).itemsize * 8 >= high - low)
+        self.dtype = WORDS[high - low]
         self._heads = [
             [(place, offset, head - low) for place, (head, offset) in enumerate(heads) if low <= head < high] for _, heads in kept
         ]
@@ -161,15 +161,18 @@ class Line:
         """Add to each of the tokens from `first` on the heads of a span that keep it."""
         rate = self.kept[span.branch].rate
         phase = (first - span.origin) % span.period
-        if span.residues == rate and (rate + len(seen) <= TILE or span.period != rate):
+        if span.residues == rate and (rate + len(seen) <= TILE or rate != span.period <= TILE):
             whose = span.branch, span.place, span.places
             key = *self._window, *whose, span.period
             tile = self._tiles.get(key, span.period + len(seen), lambda: np.resize(self._table(*whose), span.period))
             seen |= tile[phase : phase + len(seen)]
             return
-        for offset, members in self._kind(span.branch, span.place, span.places):
-            if (offset - span.residue) % rate < span.residues:
-                seen[(offset - phase) % rate :: rate] |= members
+        length = phase + len(seen) if span.period == rate else span.period
+        for begin in range(-phase, len(seen), length):
+            segment, skipped = seen[max(0, begin) : begin + length], max(0, -begin)
+            for offset, members in self._kind(span.branch, span.place, span.places):
+                if (offset - span.residue) % rate < span.residues:
+                    segment[(offset - skipped) % rate :: rate] |= members
 
     def _table(self, branch: int, place: int, places: int) -> Sets:
         """`(rate,)`: the heads, of some, that keep each residue."""

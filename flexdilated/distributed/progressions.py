@@ -8,7 +8,6 @@ import numpy as np
 
 from flexdilated.distributed.spans import Booleans, Integers
 
-TERMS = 32  # of the union of several
 LONGEST = 1 << 30  # tokens from the first to the last: products of two fit 64 bits
 
 
@@ -66,18 +65,18 @@ def _inverse(number: Integers, modulus: Integers) -> Integers:
     return last % modulus
 
 
-def num_different(progressions: Progressions, size: Integers) -> tuple[Integers, Booleans]:
-    """`(groups,)` tokens that the progressions of a group hold, each token once; and which groups were counted.
+def num_different(progressions: Progressions, size: Integers) -> Integers:
+    """`(groups,)` tokens that the progressions of a group hold, each token once; one group of `size` lies behind another.
 
-    One group of `size` lies behind another. By inclusion and exclusion: a group that takes more than `TERMS` terms is given up.
+    By inclusion and exclusion: `n` progressions may have `2 ** n` terms.
     """
     start = np.cumsum(size) - size
-    total, counted = np.zeros(len(size), np.int64), np.ones(len(size), bool)
+    total = np.zeros(len(size), np.int64)
     of = sign = np.empty(0, np.int64)
     terms = Progressions(of, of, of)
     for number in range(int(size.max(initial=0))):
-        here = np.flatnonzero(counted & (size > number))
-        active = np.flatnonzero((counted & (size > number))[of])
+        here = np.flatnonzero(size > number)
+        active = np.flatnonzero(size[of] > number)
         terms, of, sign = terms.where(active), of[active], sign[active]
         chosen, shared = common(terms, progressions.where(start[of] + number))
         new = Progressions(*(np.concatenate(x) for x in zip(progressions.where(start[here] + number), shared)))
@@ -85,5 +84,4 @@ def num_different(progressions: Progressions, size: Integers) -> tuple[Integers,
         np.add.at(total, new_of, new_sign * new.tokens)
         terms = Progressions(*(np.concatenate(x) for x in zip(terms, new)))
         of, sign = np.concatenate([of, new_of]), np.concatenate([sign, new_sign])
-        counted &= np.bincount(of, minlength=len(size)) <= TERMS
-    return total, counted
+    return total

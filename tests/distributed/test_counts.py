@@ -42,7 +42,7 @@ def definition(found: list[Span], kept: list[Kept]) -> list[tuple[int, int, int]
 
 
 def count(counter: Counter, found: list[Span]) -> list[tuple[int, int, int]]:
-    return list(zip(*(x.tolist() for x in counter.count(spans_of(found, list(counter.kept))))))
+    return list(zip(*(x.tolist() for x in counter.count(spans_of(found, list(counter._lines.kept))))))
 
 
 @st.composite
@@ -83,9 +83,11 @@ def cases(draw: st.DrawFn) -> tuple[list[Span], list[Kept]]:
 
 SETS = {"SPREAD": 0}
 WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int]]] = {  # constants of counts, of progressions, of lines
+    "some pairs at a time": ({"SPREAD": 99, "PROGRESSIONS": 3}, {}, {}),
     "as it is": ({}, {}, {}),
     "heads": ({"SPREAD": 99}, {}, {}),
-    "some heads": ({"SPREAD": 1}, {"TERMS": 2}, {}),
+    "some heads": ({"SPREAD": 99, "MOST": 1}, {}, {}),
+    "none": ({"SPREAD": 99, "MOST": 0, "PROGRESSIONS": 1}, {}, {}),
     "short spans alone": ({}, {"LONGEST": 9}, {}),
     "one by one": (SETS, {}, {}),
     "cells": (SETS, {}, {"DIRECT": 0}),
@@ -131,7 +133,7 @@ def test_words_hold_all_heads_once_and_few_words_are_different(low: int, several
     (width,) = widths
     assert width in (8, 16, 32, 64)
     assert all(first % (width // 2) == 0 for first, _ in windows)
-    assert len(windows) == 1 or width == 64
+    assert len(windows) == 1 or all((end - first, first % 64) == (64, 0) for first, end in windows)
     assert all(first < low + several and low < end for first, end in windows)
     # No narrower word from a half of it on would hold them.
     if width > 8:
@@ -250,6 +252,39 @@ def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None
     names = _names(np.array(columns, np.int64)).tolist()
     entries = list(zip(*columns))
     assert [[a == b for a in names] for b in names] == [[a == b for a in entries] for b in entries]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "several", "way"),
+    [
+        (9, 1, "_count_directly"),
+        (10, 6, "_count_directly"),
+        (10, 7, "_count_blocks"),  # 3 of each branch are looked at one by one
+        (11, 2, "_count_cells"),
+        (11, 3, "_count_blocks"),  # of 1 of each branch a period is looked for
+    ],
+)
+def test_how_spans_are_counted_depends_on_their_tokens_and_their_number(tokens: int, several: int, way: str) -> None:
+    first = (0, 1, 2, 100, 101, 100, 0, 4, 0, 2)
+    last = (1, 1, 2, 99 + tokens, 100 + tokens, 99 + tokens, 0, 6, 0, 2)
+    found = [first] * (several - 1) + [last if several > 1 else (0, 1, 2, 100, 100 + tokens, 100, 0, 4, 0, 2)]
+    line = Line(KEPT, 0, 8, lines.Tiles())
+    with mock.patch.multiple(lines, DIRECT=10, FEW=1, MANY=3), mock.patch.object(line, way, return_value=5):
+        assert line.count(spans_of(found, KEPT)) == 5
+
+
+@pytest.mark.parametrize(("period", "tokens", "made"), [(13, 90, 0), (13, 5, 1), (11, 90, 1)])
+def test_segments_longer_than_a_tile_are_added_one_by_one(period: int, tokens: int, made: int) -> None:
+    """Of several whole segments in one span, seen from anywhere in one of them."""
+    line = Line(KEPT, 0, 8, lines.Tiles())
+    span = lines._Span(branch=0, first=0, end=999, origin=2, residue=0, residues=4, place=0, places=2, period=period)
+    for begin in range(2, 30):
+        seen = np.zeros(tokens, np.uint8)
+        with mock.patch.object(lines, "TILE", 20 if tokens == 5 else 12):
+            line._add(seen, span, begin)
+        offsets = [(token - 2) % period % 4 for token in range(begin, begin + tokens)]
+        assert seen.tolist() == [{0: 1, 3: 2}.get(offset, 0) for offset in offsets]
+    assert len(line._tiles._found) == made
 
 
 @pytest.mark.parametrize("tokens", [7, 8, 21])
