@@ -24,6 +24,7 @@ TILE = 1 << 15  # tokens along which sets of heads are kept
 DIRECT = 1 << 16  # tokens between two ranks that are always looked at
 FEW = 4  # spans of a branch between two ranks, of which periods are looked for
 MANY = 64  # that are looked at one by one
+KINDS = 3  # offsets of heads that are added one by one
 KEEP = 1 << 26  # bytes of them
 
 
@@ -159,10 +160,10 @@ class Line:
 
     def _add(self, seen: Sets, span: _Span, first: int) -> None:
         """Add to each of the tokens from `first` on the heads of a span that keep it."""
-        rate = self.kept[span.branch].rate
-        phase = (first - span.origin) % span.period
-        if span.residues == rate and (rate + len(seen) <= TILE or rate != span.period <= TILE):
-            whose = span.branch, span.place, span.places
+        rate, whose = self.kept[span.branch].rate, (span.branch, span.place, span.places)
+        phase, kinds = (first - span.origin) % span.period, self._kind(*whose)
+        often = len(kinds) > KINDS and rate + len(seen) <= TILE if span.period == rate else span.period <= TILE
+        if often and span.residues == rate:
             key = *self._window, *whose, span.period
             tile = self._tiles.get(key, span.period + len(seen), lambda: np.resize(self._table(*whose), span.period))
             seen |= tile[phase : phase + len(seen)]
@@ -170,7 +171,7 @@ class Line:
         length = phase + len(seen) if span.period == rate else span.period
         for begin in range(-phase, len(seen), length):
             segment, skipped = seen[max(0, begin) : begin + length], max(0, -begin)
-            for offset, members in self._kind(span.branch, span.place, span.places):
+            for offset, members in kinds:
                 if (offset - span.residue) % rate < span.residues:
                     segment[(offset - skipped) % rate :: rate] |= members
 

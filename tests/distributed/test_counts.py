@@ -90,8 +90,9 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int]]] = {  # co
     "none": ({"SPREAD": 99, "MOST": 0, "PROGRESSIONS": 1}, {}, {}),
     "short spans alone": ({}, {"LONGEST": 9}, {}),
     "one by one": (SETS, {}, {}),
+    "tiles of all": (SETS, {}, {"KINDS": 0}),
     "cells": (SETS, {}, {"DIRECT": 0}),
-    "tiles": (SETS, {}, {"DIRECT": 0, "TILE": 12, "KEEP": 40}),
+    "tiles": (SETS, {}, {"DIRECT": 0, "TILE": 12, "KEEP": 40, "KINDS": 0}),
     "one block": (SETS | {"FEW": 0}, {}, {"MANY": 0, "TILE": 12, "KEEP": 40}),
     "blocks": (SETS, {}, {"MANY": 0, "BLOCK": 7, "TILE": 0, "KEEP": 0}),
     "cells or blocks": (SETS, {}, {"DIRECT": 20, "FEW": 1, "BLOCK": 7, "KEEP": 0}),
@@ -172,7 +173,8 @@ def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
     counter = Counter(KEPT, NUM_RANKS)
     for tokens in (5, 6, 7):
         found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2)]
-        assert len(list(looked_at(found, counter))) == 1
+        with mock.patch.object(lines, "KINDS", 1):
+            assert len(list(looked_at(found, counter))) == 1
         (tile,) = counter._lines._tiles._found.values()
         assert 4 + tokens <= len(tile) < 2 * 4 + tokens
 
