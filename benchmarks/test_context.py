@@ -232,6 +232,7 @@ HARD = {
     "tiny": DilatedPattern(COPRIME, tuple(w - 1 for w in COPRIME), offsets="interleaved", zero_padding=True),
     "wide": DilatedPattern(tuple(MILLION - 1001 * i for i in range(12)), COPRIME, offsets="interleaved"),
     "whole": DilatedPattern(tuple(MILLION - 1009 * i for i in range(24)), (1,) * 24),
+    "whole, odd": DilatedPattern(tuple(MILLION - 1009 * i for i in range(24)), 2 * COPRIME, offsets="interleaved"),
     **{f"drawn {number}": drawn_pattern(number) for number in range(4)},
 }
 
