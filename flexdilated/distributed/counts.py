@@ -30,11 +30,8 @@ class Counter:
     def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rates = np.array([each.rate for each in kept], np.int64)
-        # Branch by branch its heads and their offsets, and where those of each branch stand.
-        self._heads, self._offsets = np.array([one for each in kept for one in each.heads], np.int64).reshape(-1, 2).T
-        self._start = np.cumsum([0, *(len(each.heads) for each in kept)])
-        self._num_heads = int(self._heads.max(initial=-1)) + 1
         self._lines = Lines(kept)
+        self._num_heads = int(self._lines.heads.max(initial=-1)) + 1
         self._known: dict[bytes, int] = {}  # by what `_shapes` says of a pair
 
     def count(self, spans: Spans) -> Traffic:
@@ -49,9 +46,9 @@ class Counter:
             # Some pairs at a time: of each head of a span there is a progression.
             some = np.append(0, np.cumsum(spans.places))[ends] // PROGRESSIONS
             borders = [0, *(np.flatnonzero(np.diff(some)) + 1).tolist(), len(ends) - 1]
+            which = np.flatnonzero(by_head)
             for a, b in pairwise(borders):
-                here, rest = self._count_heads(spans.where(slice(ends[a], ends[b])), np.diff(ends[a : b + 1]))
-                rows[np.flatnonzero(by_head)[a:b]] = here
+                rows[which[a:b]], rest = self._count_heads(spans.where(slice(ends[a], ends[b])), np.diff(ends[a : b + 1]))
                 left.append(rest.merged())
             spans, others, size = self._by_pair(Spans.joined(left))
             rows[np.searchsorted(pairs, others)] += self._count_sets(spans, size)
@@ -72,7 +69,7 @@ class Counter:
         if not len(size):
             return np.zeros(0, bool)
         start = np.cumsum(size) - size
-        dealt = spans.places < np.diff(self._start)[spans.branch]
+        dealt = spans.places < np.diff(self._lines.start)[spans.branch]
         fits = (spans.end - spans.first <= progressions.LONGEST) & (spans.period == self._rates[spans.branch])
         some, every = np.logical_or.reduceat(dealt, start), np.logical_and.reduceat(fits, start)
         return some & every & (np.add.reduceat(spans.places, start) <= SPREAD * self._num_heads)
@@ -81,13 +78,13 @@ class Counter:
         """Rows of pairs of ranks that have so many spans each, and the spans of the heads that are not counted so."""
         of, place = expanded(spans.place, spans.places)
         branch, first = spans.branch[of], spans.first[of]
-        rate, at = self._rates[branch], self._start[branch] + place
-        first = first + (self._offsets[at] - (first - spans.origin[of])) % rate
-        takes_part = (self._offsets[at] - spans.residue[of]) % rate < spans.residues[of]
+        rate, at = self._rates[branch], self._lines.start[branch] + place
+        first = first + (self._lines.offsets[at] - (first - spans.origin[of])) % rate
+        takes_part = (self._lines.offsets[at] - spans.residue[of]) % rate < spans.residues[of]
         some, found = Progressions.within(first, np.where(takes_part, spans.end[of], first), rate)
         of, place = of[some], place[some]
         pair = np.repeat(np.arange(len(size)), size)[of]
-        name = pair * self._num_heads + self._heads[at[some]]
+        name = pair * self._num_heads + self._lines.heads[at[some]]
         order = np.argsort(name, kind="stable")
         _, several = np.unique(name, return_counts=True)
         few = several <= MOST

@@ -63,14 +63,15 @@ class Lines:
 
     def __init__(self, kept: Sequence[Kept]) -> None:
         self.kept, self._tiles = kept, Tiles()
-        self._heads = np.array([head for each in kept for head, _ in each.heads], np.int64)
-        self._start = np.cumsum([0, *(len(each.heads) for each in kept)])
+        # Branch by branch its heads and their offsets, and where those of each branch stand.
+        self.heads, self.offsets = np.array([one for each in kept for one in each.heads], np.int64).reshape(-1, 2).T
+        self.start = np.cumsum([0, *(len(each.heads) for each in kept)])
         self._lines: dict[tuple[int, int], Line] = {}
 
     def count(self, spans: Spans) -> int:
         """Rows of spans, between two ranks."""
-        place = self._start[spans.branch] + spans.place
-        low, high = int(self._heads[place].min()), int(self._heads[place + spans.places - 1].max()) + 1
+        place = self.start[spans.branch] + spans.place
+        low, high = int(self.heads[place].min()), int(self.heads[place + spans.places - 1].max()) + 1
         return sum(self._line(*window).count(spans) for window in _windows(low, high))
 
     def _line(self, low: int, high: int) -> Line:
