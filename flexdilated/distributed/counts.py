@@ -95,36 +95,34 @@ class Counter:
         return rows, spans.where(of[rest])._replace(place=place[rest], places=np.ones_like(rest))
 
     def _count_sets(self, spans: Spans, size: Integers) -> Integers:
-        """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
-        start = np.cumsum(size) - size
-        rows = np.zeros(len(size), np.int64)
-        few = size <= FEW * len(self._rates)
-        rows[few] = self._count_few(spans if few.all() else spans.where(np.repeat(few, size)), size[few])
-        for i in np.flatnonzero(~few).tolist():
-            rows[i] = self._lines.count(spans.where(slice(start[i], start[i] + size[i])))
-        return rows
+        """Rows of pairs of ranks that have so many spans each, one pair's after another's; alike ones are counted once."""
+        one, names, group = self._alike(spans, size)
+        new: dict[bytes, int] = {}
+        for pair, name in zip(one, names):
+            if name not in self._known:
+                new.setdefault(name, pair)
+        pairs = np.array(list(new.values()), np.int64)
+        chosen = expanded((np.cumsum(size) - size)[pairs], size[pairs])[1]
+        self._known.update(zip(new, self._lines.count(spans.where(chosen), size[pairs]).tolist()))
+        return np.array([self._known[name] for name in names], np.int64)[group]
 
-    def _count_few(self, spans: Spans, size: Integers) -> Integers:
-        """The same; pairs whose spans lie alike are counted once."""
+    def _alike(self, spans: Spans, size: Integers) -> tuple[list[int], list[bytes], Integers]:
+        """Pairs of ranks of which each stands for those whose spans lie alike, its name, and by which each pair is stood for."""
         start = np.cumsum(size) - size
-        rows = np.zeros(len(size), np.int64)
         shapes = _shapes(spans, start, size)
+        standing: list[int] = []
+        names: list[bytes] = []
+        groups = np.zeros(len(size), np.int64)
         for many in np.unique(size):
             chosen = np.flatnonzero(size == many)
             tables = shapes[:, start[chosen][:, None] + np.arange(many)].transpose(1, 0, 2).reshape(len(chosen), -1)
             one = group = np.arange(len(chosen))
             if many < len(chosen):  # else names take longer than a look at each
                 _, one, group = np.unique(_names(tables.T), return_index=True, return_inverse=True)
-            counts = np.empty(len(one), np.int64)
-            for i, at in enumerate(one.tolist()):
-                key = tables[at].tobytes()
-                found = self._known.get(key)
-                if found is None:
-                    here = slice(start[chosen[at]], start[chosen[at]] + many)
-                    found = self._known[key] = self._lines.count(spans.where(here))
-                counts[i] = found
-            rows[chosen] = counts[group.reshape(-1)]
-        return rows
+            groups[chosen] = group.reshape(-1) + len(standing)
+            standing += chosen[one].tolist()
+            names += [tables[at].tobytes() for at in one.tolist()]
+        return standing, names, groups
 
 
 def _shapes(spans: Spans, start: Integers, size: Integers) -> Integers:

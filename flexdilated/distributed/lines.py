@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.spans import Kept, Spans, expanded
+from flexdilated.distributed.spans import Integers, Kept, Spans, expanded
 
 Sets = NDArray[np.unsignedinteger]
 
 WORDS: dict[int, type[np.unsignedinteger[Any]]] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # by heads of a set
 WIDEST = max(WORDS)
-BLOCK = 1 << 18  # tokens counted at once: a line of sets stays in a cache
-TILE = 1 << 15  # tokens along which sets of heads are kept
+BLOCK = 1 << 18  # tokens looked at together: a line of sets stays in a cache
+TILE = 1 << 15  # tokens of a period along which sets of heads are kept
 DIRECT = 1 << 16  # tokens between two ranks that are always looked at
 FEW = 4  # spans of a branch between two ranks, of which periods are looked for
-MANY = 64  # that are looked at one by one
-KINDS = 3  # offsets of heads that are added one by one
-KEEP = 1 << 26  # bytes of them
+SHORT = 256  # tokens of spans, on average, that are looked at together
+DENSE = 12  # heads' offsets for each byte and residue that are added one by one
+PIECE = 1 << 13  # tokens of a tile, where several periods are no more
+KEEP = 1 << 26  # bytes of tiles
 
 
 class _Span(NamedTuple):
@@ -66,44 +67,77 @@ class Lines:
         # Branch by branch its heads and their offsets, and where those of each branch stand.
         self.heads, self.offsets = np.array([one for each in kept for one in each.heads], np.int64).reshape(-1, 2).T
         self.start = np.cumsum([0, *(len(each.heads) for each in kept)])
-        self._lines: dict[tuple[int, int], Line] = {}
+        self._lines: dict[tuple[int, ...], Line] = {}
 
-    def count(self, spans: Spans) -> int:
-        """Rows of spans, between two ranks."""
-        place = self.start[spans.branch] + spans.place
-        low, high = int(self.heads[place].min()), int(self.heads[place + spans.places - 1].max()) + 1
-        return sum(self._line(*window).count(spans) for window in _windows(low, high))
+    def count(self, spans: Spans, size: Integers) -> Integers:
+        """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
+        rows, start = np.zeros(len(size), np.int64), np.cumsum(size) - size
+        if not len(size):
+            return rows
+        low, high = np.minimum.reduceat(spans.first, start), np.maximum.reduceat(spans.end, start)
+        near = high - low <= DIRECT
+        for i in np.flatnonzero(~near).tolist():
+            here = spans.where(slice(start[i], start[i] + size[i]))
+            rows[i] = sum(line.count(here) for line in self._of_heads(here))
+        ranks = (rank[start] for rank in (spans.receiver, spans.sender))
+        # A rank receives of several, or sends to several, tokens that lie one behind another.
+        for chosen in min((_behind(rank, low, high, np.flatnonzero(near)) for rank in ranks), key=len):
+            here = spans.where(expanded(start[chosen], size[chosen])[1])
+            here = _continued(here) if len(chosen) > 1 else here
+            rows[chosen] = sum(line.count_between(here, np.append(low[chosen], high[chosen[-1]])) for line in self._of_heads(here))
+        return rows
 
-    def _line(self, low: int, high: int) -> Line:
-        if (low, high) not in self._lines:
-            self._lines[low, high] = Line(self.kept, low, high, self._tiles)
-        return self._lines[low, high]
+    def _of_heads(self, spans: Spans) -> Iterator[Line]:
+        """Lines that hold all heads of some spans, as few and as narrow ones as do."""
+        taken = np.zeros(int(self.heads.max()) + 1, bool)
+        for place, places in set(zip((self.start[spans.branch] + spans.place).tolist(), spans.places.tolist())):
+            taken[self.heads[place : place + places]] = True
+        heads = np.flatnonzero(taken).tolist()
+        for some in (tuple(heads[first : first + WIDEST]) for first in range(0, len(heads), WIDEST)):
+            if some not in self._lines:
+                self._lines[some] = Line(self.kept, some, self._tiles)
+            yield self._lines[some]
 
 
-def _windows(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Heads `low ... high` in as few and as narrow words as hold them; few different ones."""
-    for bits in WORDS:
-        first = low - low % (bits // 2)
-        if high <= first + bits:
-            yield first, first + bits
-            return
-    for first in range(low - low % WIDEST, high, WIDEST):
-        yield first, first + WIDEST
+def _behind(rank: Integers, low: Integers, high: Integers, chosen: Integers) -> list[Integers]:
+    """Pairs of ranks, some together: of one rank, with tokens one behind another's, and no farther than it has tokens."""
+    order = chosen[np.lexsort((low[chosen], rank[chosen]))]
+    rank, low, high = rank[order], low[order], high[order]
+    gap = low[1:] - high[:-1]
+    far = np.append(True, (rank[1:] != rank[:-1]) | (gap < 0) | (gap > (high - low)[1:]))
+    found: list[list[int]] = []
+    first = 0
+    for pair, apart, begin, end in zip(order.tolist(), far.tolist(), low.tolist(), high.tolist()):
+        if apart or end - first > BLOCK:
+            found.append([])
+            first = begin
+        found[-1].append(pair)
+    return [np.array(pairs, np.int64) for pairs in found]
+
+
+def _continued(spans: Spans) -> Spans:
+    """The same tokens of the same heads, branch by branch; spans that continue others are one with them."""
+    spans = spans.where(np.lexsort((spans.first, *spans[5:], spans.branch)))
+    same = spans.first[1:] == spans.end[:-1]
+    for column in (spans.branch, *spans[5:]):
+        same &= column[1:] == column[:-1]
+    first = np.flatnonzero(np.append(True, ~same))
+    return spans.where(first)._replace(end=spans.end[np.append(first[1:], len(spans.first)) - 1])
 
 
 class Tiles:
     """Sets of heads along some tokens, kept to be looked at again."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], Sets] = {}
+        self._found: dict[tuple[object, ...], Sets] = {}
         self._room = KEEP
 
-    def get(self, key: tuple[int, ...], tokens: int, table: Callable[[], Sets]) -> Sets:
-        """At least so many entries, of a table over and over."""
+    def get(self, key: tuple[object, ...], period: Callable[[], Sets]) -> Sets:
+        """A period over and over: as often as fits `PIECE` tokens or once, and once more."""
         tile = self._found.get(key)
-        if tile is None or len(tile) < tokens:
-            entries = table()
-            tile = np.tile(entries, -(-tokens // len(entries)))
+        if tile is None:
+            entries = period()
+            tile = np.tile(entries, max(1, PIECE // len(entries)) + 1)
             if tile.nbytes > self._room:
                 self._found, self._room = {}, KEEP
             self._room -= tile.nbytes
@@ -112,31 +146,33 @@ class Tiles:
 
 
 class Line:
-    """Sets of heads along a line of tokens; heads `low ... high`, a bit each."""
+    """Sets of heads along a line of tokens: a bit for each of some heads."""
 
-    def __init__(self, kept: Sequence[Kept], low: int, high: int, tiles: Tiles) -> None:
-        self.kept, self._window, self._tiles = kept, (low, high), tiles
-        self.dtype = WORDS[high - low]
-        self._heads = [
-            [(place, offset, head - low) for place, (head, offset) in enumerate(heads) if low <= head < high] for _, heads in kept
-        ]
-        self._kinds: dict[tuple[int, ...], list[tuple[int, np.unsignedinteger[Any]]]] = {}
+    def __init__(self, kept: Sequence[Kept], heads: Sequence[int], tiles: Tiles) -> None:
+        self.kept, self._tiles = kept, tiles
+        self.dtype = next(word for bits, word in WORDS.items() if len(heads) <= bits)
+        self._rates = np.array([rate for rate, _ in kept], np.int64)
+        self._places = np.array([len(heads) for _, heads in kept], np.int64)
+        self._bits = {head: bit for bit, head in enumerate(heads)}
+        self._kinds: dict[tuple[int, ...], tuple[tuple[int, np.unsignedinteger[Any]], ...]] = {}
+
+    def count_between(self, spans: Spans, borders: Integers) -> Integers:
+        """Rows of spans, from each border to the next; all spans lie between the first and the last."""
+        begin = int(borders[0])
+        return _num_members(self._seen(spans, begin, int(borders[-1]) - begin), borders[:-1] - begin)
 
     def count(self, spans: Spans) -> int:
-        """Rows of spans, between two ranks."""
-        tokens, several = int(spans.end.max() - spans.first.min()), len(spans.first)
-        if several > MANY * len(self.kept) or (tokens > DIRECT and several > FEW * len(self.kept)):
-            return self._count_blocks(spans)
-        found = [_Span(*values) for values in zip(*(x.tolist() for x in (spans.branch, *spans[3:])))]
-        return self._count_directly(found) if tokens <= DIRECT else self._count_cells(found)
-
-    def _count_directly(self, found: Sequence[_Span]) -> int:
-        """Rows of spans that lie close, one by one."""
-        low, high = min(span.first for span in found), max(span.end for span in found)
-        seen = np.zeros(high - low, self.dtype)
-        for span in found:
-            self._add(seen[span.first - low : span.end - low], span, span.first)
-        return _num_members(seen)
+        """Rows of spans that reach far."""
+        if len(spans.first) <= FEW * len(self.kept):
+            return self._count_cells([_Span(*values) for values in zip(*(x.tolist() for x in (spans.branch, *spans[3:])))])
+        total = 0
+        low, high = int(spans.first.min()), int(spans.end.max())
+        for begin in range(low, high, BLOCK):
+            stop = min(high, begin + BLOCK)
+            here = spans.where((spans.end > begin) & (spans.first < stop))
+            here = here._replace(first=np.maximum(here.first, begin), end=np.minimum(here.end, stop))
+            total += int(_num_members(self._seen(here, begin, stop - begin))[0])
+        return total
 
     def _count_cells(self, found: Sequence[_Span]) -> int:
         """Rows of a few spans: between two neighbouring ends of spans, a common period of what covers them is enough."""
@@ -156,18 +192,44 @@ class Line:
             seen = np.zeros(min(BLOCK, end - begin), self.dtype)
             for span in covering:
                 self._add(seen, span, begin)
-            total += _num_members(seen)
+            total += int(_num_members(seen)[0])
         return total
+
+    def _seen(self, spans: Spans, begin: int, tokens: int) -> Sets:
+        """The sets of heads of some tokens, in which all spans lie."""
+        seen = np.zeros(tokens, self.dtype)
+        whole = (spans.residues == self._rates[spans.branch]) & (spans.places == self._places[spans.branch])
+        of, tokens_of = spans.branch[whole], (spans.end - spans.first)[whole]
+        short = np.bincount(of, tokens_of, len(self.kept)) < SHORT * np.bincount(of, minlength=len(self.kept))
+        together = whole & short[spans.branch]
+        if together.any():
+            for branch in np.unique(spans.branch[together]):
+                self._add_whole(seen, spans.where(together & (spans.branch == branch)), begin)
+            spans = spans.where(~together)
+        for values in zip(*(x.tolist() for x in (spans.branch, *spans[3:]))):
+            span = _Span(*values)
+            self._add(seen[span.first - begin : span.end - begin], span, span.first)
+        return seen
+
+    def _add_whole(self, seen: Sets, spans: Spans, begin: int) -> None:
+        """Add to the tokens from `begin` on all heads that keep them, of spans of one branch in which all take part."""
+        branch = int(spans.branch[0])
+        rate, heads = self.kept[branch]
+        run, at = expanded(spans.first, spans.end - spans.first)
+        # Spans of one branch are disjoint: no token is written twice.
+        seen[at - begin] |= self._table(branch, 0, len(heads))[(at - spans.origin[run]) % spans.period[run] % rate]
 
     def _add(self, seen: Sets, span: _Span, first: int) -> None:
         """Add to each of the tokens from `first` on the heads of a span that keep it."""
         rate, whose = self.kept[span.branch].rate, (span.branch, span.place, span.places)
         phase, kinds = (first - span.origin) % span.period, self._kind(*whose)
-        often = len(kinds) > KINDS and rate + len(seen) <= TILE if span.period == rate else span.period <= TILE
-        if often and span.residues == rate:
-            key = *self._window, *whose, span.period
-            tile = self._tiles.get(key, span.period + len(seen), lambda: np.resize(self._table(*whose), span.period))
-            seen |= tile[phase : phase + len(seen)]
+        dense = span.period != rate or (rate > 1 and len(kinds) * DENSE > rate * seen.itemsize)
+        if dense and span.period <= TILE and span.residues == rate:
+            tile = self._tiles.get((seen.itemsize, rate, span.period, *kinds), lambda: np.resize(self._table(*whose), span.period))
+            tile = tile[phase : phase + len(tile) - span.period]
+            rows, rest = divmod(len(seen), len(tile))
+            seen[: len(seen) - rest].reshape(rows, len(tile))[...] |= tile
+            seen[len(seen) - rest :] |= tile[:rest]
             return
         length = phase + len(seen) if span.period == rate else span.period
         for begin in range(-phase, len(seen), length):
@@ -183,64 +245,27 @@ class Line:
             table[offset] = members
         return table
 
-    def _kind(self, branch: int, place: int, places: int) -> list[tuple[int, np.unsignedinteger[Any]]]:
+    def _kind(self, branch: int, place: int, places: int) -> tuple[tuple[int, np.unsignedinteger[Any]], ...]:
         """Different offsets of some heads of a branch, and who has them."""
         key = (branch, place, places)
         if key not in self._kinds:
             found: dict[int, int] = {}
-            for at, offset, bit in self._heads[branch]:
-                if place <= at < place + places:
-                    found[offset] = found.get(offset, 0) | 1 << bit
-            self._kinds[key] = [(offset, self.dtype(members)) for offset, members in found.items()]
+            for head, offset in self.kept[branch].heads[place : place + places]:
+                if head in self._bits:
+                    found[offset] = found.get(offset, 0) | 1 << self._bits[head]
+            self._kinds[key] = tuple((offset, self.dtype(members)) for offset, members in found.items())
         return self._kinds[key]
-
-    def _count_blocks(self, spans: Spans) -> int:
-        """Rows of any number of spans, a block of tokens at a time."""
-        low, high = int(spans.first.min()), int(spans.end.max())
-        total = 0
-        for begin in range(low, high, BLOCK):
-            stop = min(high, begin + BLOCK)
-            here = spans
-            if high - low > BLOCK:
-                here = spans.where((spans.end > begin) & (spans.first < stop))
-                here = here._replace(first=np.maximum(here.first, begin), end=np.minimum(here.end, stop))
-            total += self._block(here, begin, stop - begin) if len(here.first) else 0
-        return total
-
-    def _block(self, spans: Spans, begin: int, tokens: int) -> int:
-        seen = np.zeros(tokens, self.dtype)
-        edges = [0, *(np.flatnonzero(np.diff(spans.branch)) + 1).tolist(), len(spans.branch)]
-        for here in (spans.where(slice(*ends)) for ends in pairwise(edges)):
-            branch = int(here.branch[0])
-            rate, heads = self.kept[branch]
-            whole = (here.residues == rate) & (here.places == len(heads))
-            if whole.all():
-                self._add_whole(seen, here, branch, begin)
-                continue
-            self._add_whole(seen, here.where(whole), branch, begin)
-            rest = here.where(~whole)
-            for values in zip(*(x.tolist() for x in (rest.branch, *rest[3:]))):
-                span = _Span(*values)
-                self._add(seen[span.first - begin : span.end - begin], span, span.first)
-        return _num_members(seen)
-
-    def _add_whole(self, seen: Sets, spans: Spans, branch: int, begin: int) -> None:
-        """Add to the tokens from `begin` on all heads that keep them, of spans of one branch in which all take part."""
-        run, at = expanded(spans.first, spans.end - spans.first)
-        rate, heads = self.kept[branch]
-        # Spans of one branch are disjoint: no token is written twice.
-        seen[at - begin] |= self._table(branch, 0, len(heads))[(at - spans.origin[run]) % spans.period[run] % rate]
 
 
 if hasattr(np, "bitwise_count"):
 
-    def _num_members(sets: Sets) -> int:
-        """How many heads all sets hold together."""
-        return int(np.bitwise_count(sets).sum(dtype=np.int64))
+    def _num_members(sets: Sets, borders: Sequence[int] | Integers = (0,)) -> Integers:
+        """How many heads the sets from each border to the next hold together."""
+        return np.add.reduceat(np.bitwise_count(sets), borders, dtype=np.int64)
 
 else:  # numpy before 2.0
     _MEMBERS = np.array([bin(x).count("1") for x in range(256)], np.uint8)
 
-    def _num_members(sets: Sets) -> int:
-        """How many heads all sets hold together."""
-        return int(_MEMBERS[np.ascontiguousarray(sets).view(np.uint8)].sum(dtype=np.int64))
+    def _num_members(sets: Sets, borders: Sequence[int] | Integers = (0,)) -> Integers:
+        """How many heads the sets from each border to the next hold together."""
+        return np.add.reduceat(_MEMBERS[sets.view(np.uint8)], np.multiply(borders, sets.itemsize), dtype=np.int64)

@@ -1,7 +1,9 @@
 """Rows between ranks against a set of every token of every head, and how much is looked at for them."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -17,6 +19,8 @@ from flexdilated.distributed.spans import Kept, Spans
 
 NUM_RANKS = 3
 HEADS = (0, 1, 7, 8, 15, 16, 40, 63, 64, 65, 130)
+
+WAYS_OF_LINES = ("count_between", "_count_cells", "_seen")
 
 Span = tuple[int, ...]  # as the fields of `Spans`; without a period, it is the rate
 
@@ -89,12 +93,15 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int]]] = {  # co
     "some heads": ({"SPREAD": 99, "MOST": 1}, {}, {}),
     "none": ({"SPREAD": 99, "MOST": 0, "PROGRESSIONS": 1}, {}, {}),
     "short spans alone": ({}, {"LONGEST": 9}, {}),
-    "one by one": (SETS, {}, {}),
-    "tiles of all": (SETS, {}, {"KINDS": 0}),
-    "cells": (SETS, {}, {"DIRECT": 0}),
-    "tiles": (SETS, {}, {"DIRECT": 0, "TILE": 12, "KEEP": 40, "KINDS": 0}),
-    "one block": (SETS | {"FEW": 0}, {}, {"MANY": 0, "TILE": 12, "KEEP": 40}),
-    "blocks": (SETS, {}, {"MANY": 0, "BLOCK": 7, "TILE": 0, "KEEP": 0}),
+    "one by one": (SETS, {}, {"DENSE": 0, "SHORT": 0}),
+    "together": (SETS, {}, {"SHORT": 99}),
+    "some together": (SETS, {}, {"SHORT": 9, "BLOCK": 20}),
+    "tiles": (SETS, {}, {"DENSE": 99, "SHORT": 0, "PIECE": 12}),
+    "few tiles": (SETS, {}, {"DENSE": 99, "SHORT": 0, "PIECE": 1, "TILE": 5, "KEEP": 40}),
+    "cells": (SETS, {}, {"DIRECT": 0, "FEW": 99}),
+    "cells of tiles": (SETS, {}, {"DIRECT": 0, "FEW": 99, "DENSE": 99, "TILE": 12, "KEEP": 40, "BLOCK": 7}),
+    "blocks": (SETS, {}, {"DIRECT": 0, "FEW": 0, "BLOCK": 7}),
+    "blocks of tiles": (SETS, {}, {"DIRECT": 0, "FEW": 0, "BLOCK": 20, "DENSE": 99, "SHORT": 5}),
     "cells or blocks": (SETS, {}, {"DIRECT": 20, "FEW": 1, "BLOCK": 7, "KEEP": 0}),
 }
 
@@ -117,29 +124,86 @@ def test_any_number_of_heads_is_counted_in_the_least_words(num_heads: int) -> No
     counter = Counter(kept, NUM_RANKS)
     assert count(counter, found) == definition(found, kept)
     bits = [8 * line.dtype().itemsize for line in counter._lines._lines.values()]
-    assert bits == ([64] * -(-num_heads // 64) if num_heads > 64 else [next(n for n in (8, 16, 32, 64) if n >= num_heads)])
+    assert bits == [64] * (num_heads // 64) + [next(n for n in (8, 16, 32, 64) if n >= num_heads % 64)] * (num_heads % 64 > 0)
 
 
-@given(st.integers(0, 200), st.integers(1, 200))
-@example(4, 9)
-@example(63, 2)
-@example(64, 65)
-def test_words_hold_all_heads_once_and_few_words_are_different(low: int, several: int) -> None:
-    windows = list(lines._windows(low, low + several))
-    heads = [head for first, end in windows for head in range(first, end)]
-    assert len(heads) == len(set(heads))
-    assert set(heads) >= set(range(low, low + several))
-    widths = {end - first for first, end in windows}
-    assert len(widths) == 1
-    (width,) = widths
-    assert width in (8, 16, 32, 64)
-    assert all(first % (width // 2) == 0 for first, _ in windows)
-    assert len(windows) == 1 or all((end - first, first % 64) == (64, 0) for first, end in windows)
-    assert all(first < low + several and low < end for first, end in windows)
-    # No narrower word from a half of it on would hold them.
-    if width > 8:
-        half = width // 2
-        assert low + several > low - low % (half // 2) + half
+def test_a_set_has_bits_for_the_heads_that_are_looked_at_alone() -> None:
+    kept = [Kept(3, tuple((head, head % 3) for head in range(200))), Kept(4, ((7, 0), (99, 1), (150, 2)))]
+    found = [(0, 1, 2, 0, 20, 0, 0, 3, 5, 4), (1, 1, 2, 0, 20, 0, 0, 4, 1, 2), (0, 1, 2, 4, 9, 0, 0, 3, 0, 1)]
+    counter = Counter(kept, NUM_RANKS)
+    with mock.patch.object(counting, "SPREAD", 0):
+        assert count(counter, found) == definition(found, kept)
+    assert list(counter._lines._lines) == [(0, 5, 6, 7, 8, 99, 150)]
+
+
+def cut(found: list[Span], kept: list[Kept], borders: list[int], *, is_sent: bool) -> list[Span]:
+    """The spans as those of one rank, cut where others' tokens begin; several whole segments stay with the first one's rank."""
+    pieces = []
+    for branch, _, _, first, end, *rest in complete(found, kept):
+        edges = [first, *(edge for edge in borders if first < edge < end and rest[-1] == kept[branch].rate), end]
+        for begin, stop in pairwise(edges):
+            other = 1 + bisect_right(borders, begin)
+            pieces.append((branch, *((other, 0) if is_sent else (0, other)), begin, stop, *rest))
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "constants", [{"SHORT": 256}, {"BLOCK": 20}, {"DIRECT": 20, "SHORT": 0}, {"DENSE": 99, "SHORT": 0, "PIECE": 5}], ids=str
+)
+@given(case=cases(), borders=st.sets(st.integers(1, 69), max_size=8), is_sent=st.booleans())
+def test_tokens_of_several_ranks_one_behind_another_are_looked_at_together(
+    case: tuple[list[Span], list[Kept]], borders: set[int], is_sent: bool, constants: dict[str, int]
+) -> None:
+    found, kept = case
+    found = cut([span for span in found if span[1:3] == found[0][1:3]], kept, sorted(borders), is_sent=is_sent)
+    with mock.patch.object(counting, "SPREAD", 0), mock.patch.multiple(lines, **constants):
+        assert count(Counter(kept, 10), found) == definition(found, kept)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_span_of_many_ranks_is_added_once(is_sent: bool) -> None:
+    found = cut([(0, 1, 2, 3, 90, 3, 0, 4, 0, 2), (1, 1, 2, 3, 90, 3, 0, 6, 0, 1)], KEPT, [20, 31, 45, 60, 75], is_sent=is_sent)
+    with mock.patch.object(lines.Line, "_add", autospec=True, side_effect=lines.Line._add) as add:
+        assert len(list(looked_at(found, Counter(KEPT, 10), DIRECT=99, SHORT=0))) == 1
+    assert add.call_count == 2
+
+
+def pairs_of(ranges: list[tuple[int, int, int]]) -> tuple[np.ndarray, ...]:
+    rank, low, high = np.array(ranges, np.int64).T
+    return rank, low, high, np.arange(len(ranges))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "together"),
+    [
+        ([(0, 0, 9), (0, 9, 20)], [[0, 1]]),
+        ([(0, 9, 20), (0, 0, 9)], [[1, 0]]),
+        ([(0, 0, 9), (1, 9, 20)], [[0], [1]]),
+        ([(0, 0, 9), (0, 8, 20)], [[0], [1]]),  # one token of both
+        ([(0, 0, 9), (0, 18, 27)], [[0, 1]]),
+        ([(0, 0, 9), (0, 18, 26)], [[0], [1]]),  # more between them than there is
+        ([(0, 0, 15), (0, 15, 30)], [[0, 1]]),
+        ([(0, 0, 15), (0, 15, 31)], [[0], [1]]),  # longer than a block
+        ([(0, 0, 15), (0, 15, 31), (0, 31, 45)], [[0], [1, 2]]),
+    ],
+)
+def test_ranks_are_looked_at_together_where_little_lies_between(
+    ranges: list[tuple[int, int, int]], together: list[list[int]]
+) -> None:
+    with mock.patch.object(lines, "BLOCK", 30):
+        assert [pairs.tolist() for pairs in lines._behind(*pairs_of(ranges))] == together
+
+
+@pytest.mark.parametrize("field", ["branch", "origin", "residue", "residues", "place", "places", "period"])
+def test_spans_that_differ_are_not_one(field: str) -> None:
+    first = (0, 0, 1, 3, 9, 3, 0, 4, 0, 2, 4)
+    then = (0, 0, 2, 9, 15, 3, 0, 4, 0, 2, 4)
+    both = spans_of([first, then], KEPT)
+    assert [x.tolist() for x in lines._continued(both)[3:5]] == [[3], [15]]
+    other = both._replace(**{field: both._asdict()[field] + [0, 1]})
+    assert [x.tolist() for x in lines._continued(other)[3:5]] == [[3, 9], [9, 15]]
+    apart = both._replace(first=np.array([3, 10]))
+    assert [x.tolist() for x in lines._continued(apart)[3:5]] == [[3, 10], [9, 15]]
 
 
 def test_no_spans_and_no_heads_are_no_rows() -> None:
@@ -150,11 +214,11 @@ def test_no_spans_and_no_heads_are_no_rows() -> None:
 KEPT = [Kept(4, ((0, 0), (1, 3))), Kept(6, ((0, 5), (1, 2)))]
 
 
-def looked_at(found: list[Span], counter: Counter) -> Iterator[int]:
+def looked_at(found: list[Span], counter: Counter, **constants: int) -> Iterator[int]:
     """The tokens of every set that is made, where only periods of spans are looked at."""
     with (
         mock.patch.object(counting, "SPREAD", 0),
-        mock.patch.object(lines, "DIRECT", 0),
+        mock.patch.multiple(lines, **{"DIRECT": 0, **constants}),
         mock.patch.object(lines, "_num_members", side_effect=lines._num_members) as members,
     ):
         assert count(counter, found) == definition(found, KEPT)
@@ -169,34 +233,39 @@ def test_of_a_long_span_one_period_is_looked_at_and_its_rest() -> None:
     assert list(looked_at([(0, 1, 2, 3, 11, 3, 0, 4, 0, 2)], Counter(KEPT, NUM_RANKS))) == [4]
 
 
-def test_a_tile_is_at_most_two_rates_longer_than_what_it_covers() -> None:
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 200])
+def test_a_tile_is_of_periods_that_fit_a_piece_and_one_more(tokens: int) -> None:
     counter = Counter(KEPT, NUM_RANKS)
-    for tokens in (5, 6, 7):
-        found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2)]
-        with mock.patch.object(lines, "KINDS", 1):
-            assert len(list(looked_at(found, counter))) == 1
-        (tile,) = counter._lines._tiles._found.values()
-        assert 4 + tokens <= len(tile) < 2 * 4 + tokens
+    found = [(0, 1, 2, 3, 3 + tokens, 1, 0, 4, 0, 2), (1, 1, 2, 3, 3 + tokens, 0, 0, 6, 0, 2)]
+    looked_at(found, counter, PIECE=11, DENSE=99, DIRECT=999, SHORT=0)
+    assert sorted(len(tile) for tile in counter._lines._tiles._found.values()) == [12, 12]
 
 
 def test_tiles_are_forgotten_before_they_hold_more_than_is_kept() -> None:
     """Of 8 entries each; a second one's stand beside them, a third's do not."""
     made: list[int] = []
 
-    def table(number: int) -> np.ndarray:
+    def period(number: int) -> np.ndarray:
         made.append(number)
         return np.array([number, 0], np.uint8)
 
-    with mock.patch.object(lines, "KEEP", 17):
+    with mock.patch.multiple(lines, KEEP=17, PIECE=7):
         tiles = lines.Tiles()
-        for number in (0, 1, 1, 0, 2, 2):
-            tile = tiles.get((number,), 7, lambda number=number: table(number))
+        for number in (0, 1, 1, 0, 2, 2, 0):
+            tile = tiles.get((number,), lambda number=number: period(number))
             assert tile.tolist() == [number, 0] * 4
-        assert tiles.get((2,), 8, lambda: table(2)).tolist() == [2, 0] * 4
-        assert made == [0, 1, 2]
-        assert tiles.get((2,), 9, lambda: table(2)).tolist() == [2, 0] * 5
-        assert tiles.get((0,), 1, lambda: table(0)).tolist() == [0, 0]
-        assert made == [0, 1, 2, 2, 0]
+        assert made == [0, 1, 2, 0]
+
+
+def test_heads_that_lie_alike_share_a_tile() -> None:
+    """Whichever heads they are: the first of each set, with the same offset."""
+    kept = [Kept(4, tuple((head, 1) for head in range(90)))]
+    counter = Counter(kept, NUM_RANKS)
+    found = [(0, 0, 1, 0, 50, 0, 0, 4, 3, 1), (0, 1, 2, 0, 60, 0, 0, 4, 70, 1), (0, 2, 0, 0, 60, 0, 0, 4, 0, 70)]
+    with mock.patch.object(counting, "SPREAD", 0), mock.patch.multiple(lines, SHORT=0, DENSE=99):
+        assert count(counter, found) == definition(found, kept)
+    assert len(counter._lines._lines) == 4
+    assert len(counter._lines._tiles._found) == 3
 
 
 @pytest.mark.parametrize(
@@ -259,30 +328,56 @@ def test_names_are_equal_where_all_columns_are(columns: list[list[int]]) -> None
 @pytest.mark.parametrize(
     ("tokens", "several", "way"),
     [
-        (9, 1, "_count_directly"),
-        (10, 6, "_count_directly"),
-        (10, 7, "_count_blocks"),  # 3 of each branch are looked at one by one
+        (9, 1, "count_between"),
+        (10, 9, "count_between"),
         (11, 2, "_count_cells"),
-        (11, 3, "_count_blocks"),  # of 1 of each branch a period is looked for
+        (11, 3, "_seen"),  # of 1 of each branch a period is looked for
     ],
 )
 def test_how_spans_are_counted_depends_on_their_tokens_and_their_number(tokens: int, several: int, way: str) -> None:
     first = (0, 1, 2, 100, 101, 100, 0, 4, 0, 2)
     last = (1, 1, 2, 99 + tokens, 100 + tokens, 99 + tokens, 0, 6, 0, 2)
     found = [first] * (several - 1) + [last if several > 1 else (0, 1, 2, 100, 100 + tokens, 100, 0, 4, 0, 2)]
-    line = Line(KEPT, 0, 8, lines.Tiles())
-    with mock.patch.multiple(lines, DIRECT=10, FEW=1, MANY=3), mock.patch.object(line, way, return_value=5):
-        assert line.count(spans_of(found, KEPT)) == 5
+    ways = {each: mock.patch.object(Line, each, autospec=True, side_effect=getattr(Line, each)) for each in WAYS_OF_LINES}
+    with mock.patch.multiple(lines, DIRECT=10, FEW=1), ExitStack() as stack:
+        called = {each: stack.enter_context(patch) for each, patch in ways.items()}
+        lines.Lines(KEPT).count(spans_of(found, KEPT), np.array([several]))
+    assert {each for each, call in called.items() if call.called} == {"count_between", "_seen"} if way == "count_between" else {way}
 
 
-@pytest.mark.parametrize(("period", "tokens", "made"), [(13, 90, 0), (13, 5, 1), (11, 90, 1)])
+@pytest.mark.parametrize(("lengths", "whole", "together"), [((3, 4), True, 1), ((4, 4), True, 0), ((3, 4), False, 0)])
+def test_short_spans_of_all_heads_are_added_together(lengths: tuple[int, int], whole: bool, together: int) -> None:
+    """Below 4 tokens on average."""
+    first = (0, 1, 2, 3, 3 + lengths[0], 3, 0, 4, 0, 2 if whole else 1)
+    found = [first, (0, 1, 2, 20, 20 + lengths[1], 20, 0, 4 if whole else 3, 0, 2), (1, 1, 2, 0, 30, 0, 0, 6, 0, 2)]
+    with mock.patch.object(Line, "_add_whole", autospec=True, side_effect=Line._add_whole) as add:
+        list(looked_at(found, Counter(KEPT, NUM_RANKS), DIRECT=99, SHORT=4))
+    assert add.call_count == together
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rate", "itemsize", "made"), [(2, 5, 1, 1), (2, 6, 1, 0), (1, 2, 1, 1), (1, 3, 1, 0), (3, 4, 2, 1), (3, 5, 2, 0)]
+)
+def test_tiles_are_made_where_heads_have_many_offsets_for_their_rate(kinds: int, rate: int, itemsize: int, made: int) -> None:
+    heads = tuple((head, head) for head in range(kinds))
+    kept = [Kept(rate, heads), Kept(1, tuple((head, 0) for head in range(100, 100 + 8 * itemsize - kinds)))]
+    line = Line(kept, [head for each in kept for head, _ in each.heads], lines.Tiles())
+    seen = np.zeros(50, line.dtype)
+    assert seen.itemsize == itemsize
+    with mock.patch.object(lines, "DENSE", 3):
+        line._add(seen, lines._Span(0, 0, 50, 0, 0, rate, 0, kinds, rate), 0)
+    assert len(line._tiles._found) == made
+    assert seen.tolist() == [1 << token % rate if token % rate < kinds else 0 for token in range(50)]
+
+
+@pytest.mark.parametrize(("period", "tokens", "made"), [(13, 90, 0), (13, 5, 0), (12, 5, 1), (11, 90, 1)])
 def test_segments_longer_than_a_tile_are_added_one_by_one(period: int, tokens: int, made: int) -> None:
     """Of several whole segments in one span, seen from anywhere in one of them."""
-    line = Line(KEPT, 0, 8, lines.Tiles())
+    line = Line(KEPT, (0, 1), lines.Tiles())
     span = lines._Span(branch=0, first=0, end=999, origin=2, residue=0, residues=4, place=0, places=2, period=period)
     for begin in range(2, 30):
         seen = np.zeros(tokens, np.uint8)
-        with mock.patch.object(lines, "TILE", 20 if tokens == 5 else 12):
+        with mock.patch.object(lines, "TILE", 12):
             line._add(seen, span, begin)
         offsets = [(token - 2) % period % 4 for token in range(begin, begin + tokens)]
         assert seen.tolist() == [{0: 1, 3: 2}.get(offset, 0) for offset in offsets]
@@ -292,10 +387,5 @@ def test_segments_longer_than_a_tile_are_added_one_by_one(period: int, tokens: i
 @pytest.mark.parametrize("tokens", [7, 8, 21])
 def test_a_block_of_tokens_holds_what_lies_in_it(tokens: int) -> None:
     found = [(0, 1, 2, 3, 3 + tokens, 3, 0, 4, 0, 2)]
-    block = Line._block
-    with (
-        mock.patch.multiple(lines, MANY=0, BLOCK=7),
-        mock.patch.object(Line, "_block", autospec=True, side_effect=block) as blocks,
-    ):
-        assert count(Counter(KEPT, NUM_RANKS), found) == definition(found, KEPT)
-    assert [call.args[2:] for call in blocks.call_args_list] == [(3 + i, min(7, tokens - i)) for i in range(0, tokens, 7)]
+    sizes = list(looked_at(found, Counter(KEPT, NUM_RANKS), DIRECT=0, FEW=0, BLOCK=7))
+    assert sizes == [min(7, tokens - i) for i in range(0, tokens, 7)]
