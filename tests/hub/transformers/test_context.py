@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra: pip 
 
 from flexdilated.hub import transformers as hub  # noqa: E402
 from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, longnet  # noqa: E402
+from tests.hub.transformers.test_sinks import gpt_oss  # noqa: E402
 
 TOKENS, BATCH, VOCAB = 34, 2, 31
 IGNORED = -100
@@ -121,6 +122,19 @@ def compare_shards(rank: int) -> None:
         model.train()(tokens).logits.sin().sum().backward()
         sharded(tokens[:, 17 * rank :][:, :17]).logits.sin().sum().backward()
         check_gradients(sharded, gradients(model), summed, SINGLE)
+    # Learned sinks, of which each rank's rows give a part of the gradient, beside experts.
+    if hasattr(transformers, "GptOssConfig"):
+        for exchange in ("gather", "heads"):
+            torch.manual_seed(15)
+            model = gpt_oss(RAGGED)  # in float32: its experts take no float64
+            sharded = hub.shard_context(copy.deepcopy(model), mesh, exchange=exchange).train()
+            expected = model.train()(tokens, use_cache=False).logits
+            expected.sin().sum().backward()
+            out = sharded(tokens[:, 17 * rank :][:, :17], use_cache=False).logits
+            torch.testing.assert_close(out, expected[:, 17 * rank :][:, :17], **SINGLE)
+            out.sin().sum().backward()
+            assert model.model.layers[0].self_attn.sinks.grad.abs().min() > 1e-6
+            check_gradients(sharded, gradients(model), summed, SINGLE)
     # A window must hold the tokens of all ranks, not those of one.
     for window in (TOKENS, TOKENS - 1):
         torch.manual_seed(13)
