@@ -114,7 +114,7 @@ class CutSegments:
             at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
             # Where tokens or outputs reach a border or the end. Segments between two such places look alike.
             ends = np.append(at, num_tokens)
-            index = np.unique(np.concatenate([[0], *(x for step in (w, out) for x in (ends // step, -(-ends // step)))]))
+            index = np.unique(np.concatenate([x for step in (w, out) for x in (ends // step, -(-ends // step))]))
             index = index[index * w < num_tokens]
             repeats = np.diff(index, append=-(-num_tokens // w))
             # Those that begin before a border and end, or write, behind it.

@@ -48,11 +48,10 @@ class Spans(NamedTuple):
 
     def merged(self) -> Spans:
         """The same, of neighbouring heads that take part in the same way one span."""
-        same = np.ones(len(self.place), bool)
+        same = self.place[1:] == (self.place + self.places)[:-1]
         for column in self._replace(place=self.branch, places=self.branch):
-            same[1:] &= column[1:] == column[:-1]
-        same &= self.place == np.append(-1, (self.place + self.places)[:-1])
-        first = np.flatnonzero(~same)
+            same &= column[1:] == column[:-1]
+        first = np.flatnonzero(np.append(True, ~same)[: len(self.place)])
         places = np.add.reduceat(self.places, first) if len(first) else first
         return self.where(first)._replace(places=places)
 

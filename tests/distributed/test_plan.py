@@ -283,6 +283,8 @@ def heads_pay(plan: ContextPlan, branch: int, index: int) -> bool:
 
 
 @given(plans())
+@example(shifted((60, 60, 60), 5, 3, 2))  # many neighbours with tokens at one rank and outputs at another
+@example(shifted((0, 61, 0, 59, 7), 7, 4, 2))
 def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
     """Documents, segments and their ranks, as the fields of `Segments` are documented, by a look at every token."""
     ranks = [rank for rank, length in enumerate(plan.shard_lengths) for _ in range(length)]
