@@ -210,6 +210,7 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
 @example(plan=shifted((12, 11, 11, 4), 16, 6, 8, is_causal=False))  # whole heads, whose outputs stand on other ranks
 @example(plan=shifted((9, 5, 5, 10), 9, 7, 3, is_causal=False))  # whole heads of a segment of one output
 @example(plan=shifted((3, 8, 11, 9, 3), 5, 2, 4, is_causal=False))  # and of none
+@example(plan=shifted((30, 30, 30), 5, 4, 2))  # two, and three, neighbours whose outputs stand on another rank
 def test_rows_that_travel_are_those_that_outputs_need_and_their_rank_lacks(plan: ContextPlan, exchange: str) -> None:
     for kind, expected in expected_rows(plan, exchange).items():
         assert counts(plan, exchange, kind) == {pair: len(rows) for pair, rows in expected.items()}
