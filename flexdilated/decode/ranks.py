@@ -23,7 +23,7 @@ from flexdilated.distributed.agreement import agree, in_turn, number_of_call
 from flexdilated.distributed.attention import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
-from flexdilated.distributed.telling import all_know
+from flexdilated.distributed.telling import all_know, calls_of
 
 
 class Ranks:
@@ -184,9 +184,10 @@ def _call_of(described: str, shape: Sequence[int], scale: float | None) -> dict[
 
 def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Messages that are never taken for those of another call: that of a collective would be, where it is as long."""
-    tag = (zlib.crc32(call.encode()) + number_of_call(group)) % TAGS
+    number = number_of_call(group)
+    tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    GroupTransport(group, device, 2 * tag).swap(sends, receives).wait()
+    GroupTransport(group, device, 2 * tag, calls_of(group, f"call {number}, of a cache")).swap(sends, receives).wait()
 
 
 @all_know

@@ -81,6 +81,13 @@ def number_of_call(group: dist.ProcessGroup) -> int:
     return _ledger(group).number()
 
 
+def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:
+    """The store of a group, which is asked for so long, and what the keys of these processes begin with there."""
+    ledger = _ledger(group)
+    store = ledger.store.store if isinstance(ledger.store, AnsweringStore) else ledger.store
+    return AnsweringStore(store, timeout), str(ledger.life)
+
+
 class Ledger:
     """One rank's side of the rounds of one group, and the plans that they settled.
 

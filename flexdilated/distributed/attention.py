@@ -6,7 +6,7 @@ Both directions are opaque custom operators, communication included: the compile
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
-from flexdilated.distributed.exchange import GroupTransport, Transport
+from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, tell
+from flexdilated.distributed.telling import all_know, calls_of, tell
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
@@ -116,7 +116,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
         number = 0 if plan.is_local else number_of_call(group)
 
         def transport(backward: bool) -> Transport:
-            return _transport(group, plan, q.device, _tag(contract, number, backward=backward))
+            return _transport(group, plan, q.device, contract, number, backward=backward)
 
         return functions.attend(q, k, v, call, share, transport)
 
@@ -222,7 +222,7 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
         agree(group, described)
         # A call that moves nothing has no number: a rank may make it alone.
         number = 0 if plan.is_local else number_of_call(group)
-        transport = _transport(group, plan, device, _tag(contract, number, backward=False))
+        transport = _transport(group, plan, device, contract, number, backward=False)
         out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
     return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)
 
@@ -258,8 +258,8 @@ def _backward(
     out, lse, received, number = outputs
     plan, chosen = _plan(inputs, flat, place)
     share = _share(plan, chosen, inputs, flat, place)
-    tag = _tag(_contract(plan, _Terms.of(inputs, flat, place))[1], int(number.item()), backward=True)
-    transport = _transport(_resolve(place.group_name), plan, dout.device, tag)
+    contract = _contract(plan, _Terms.of(inputs, flat, place))[1]
+    transport = _transport(_resolve(place.group_name), plan, dout.device, contract, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
     with without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
@@ -285,16 +285,10 @@ def _resolve(group_name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
 
 
-class _Silence:
-    """The transport of a plan that moves nothing."""
-
-    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Silence:
-        assert not {**sends, **receives}
-        return self
-
-    def wait(self) -> None:
-        """At once."""
-
-
-def _transport(group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, tag: int) -> Transport:
-    return _Silence() if plan.is_local else GroupTransport(group, device, tag)
+def _transport(
+    group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, contract: int, number: int, *, backward: bool
+) -> Transport:
+    if plan.is_local:
+        return Silence()
+    call = f"{'the backward of ' if backward else ''}call {number} with {plan.pattern}, {contract:x} of plan and options"
+    return GroupTransport(group, device, _tag(contract, number, backward=backward), calls_of(group, call))

@@ -32,7 +32,7 @@ class Counter:
         self._rates = np.array([each.rate for each in kept], np.int64)
         self._lines = Lines(kept)
         self._num_heads = int(self._lines.heads.max(initial=-1)) + 1
-        self._known: dict[bytes, int] = {}  # by what `_shapes` says of a pair
+        self._known: dict[bytes | int, int] = {}  # by what `_shapes` says of a pair
 
     def count(self, spans: Spans) -> Traffic:
         """The rows of some pairs of ranks, of which these are all spans."""
@@ -97,24 +97,33 @@ class Counter:
     def _count_sets(self, spans: Spans, size: Integers) -> Integers:
         """Rows of pairs of ranks that have so many spans each, one pair's after another's; alike ones are counted once."""
         one, names, group = self._alike(spans, size)
-        new: dict[bytes, int] = {}
+        new: dict[bytes | int, int] = {}
         for pair, name in zip(one, names):
             if name not in self._known:
                 new.setdefault(name, pair)
         pairs = np.array(list(new.values()), np.int64)
         chosen = expanded((np.cumsum(size) - size)[pairs], size[pairs])[1]
-        self._known.update(zip(new, self._lines.count(spans.where(chosen), size[pairs]).tolist()))
-        return np.array([self._known[name] for name in names], np.int64)[group]
+        found = dict(zip(new, self._lines.count(spans.where(chosen), size[pairs]).tolist()))
+        self._known.update((name, rows) for name, rows in found.items() if isinstance(name, bytes))
+        return np.array([found[name] if name in found else self._known[name] for name in names], np.int64)[group]
 
-    def _alike(self, spans: Spans, size: Integers) -> tuple[list[int], list[bytes], Integers]:
-        """Pairs of ranks of which each stands for those whose spans lie alike, its name, and by which each pair is stood for."""
+    def _alike(self, spans: Spans, size: Integers) -> tuple[list[int], list[bytes | int], Integers]:
+        """Pairs of ranks of which each stands for those whose spans lie alike, its name, and by which each pair is stood for.
+
+        Pairs of many spans stand for themselves, by their number.
+        """
         start = np.cumsum(size) - size
         shapes = _shapes(spans, start, size)
         standing: list[int] = []
-        names: list[bytes] = []
+        names: list[bytes | int] = []
         groups = np.zeros(len(size), np.int64)
         for many in np.unique(size):
             chosen = np.flatnonzero(size == many)
+            if many > FEW * len(self._rates):
+                groups[chosen] = np.arange(len(chosen)) + len(standing)
+                standing += chosen.tolist()
+                names += chosen.tolist()
+                continue
             tables = shapes[:, start[chosen][:, None] + np.arange(many)].transpose(1, 0, 2).reshape(len(chosen), -1)
             one = group = np.arange(len(chosen))
             if many < len(chosen):  # else names take longer than a look at each

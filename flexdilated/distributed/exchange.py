@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -32,15 +32,18 @@ class Transport(Protocol):
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
 
 
+Telling = Callable[[Sequence[int], bool], str]  # of ranks of the group, and whether time is over
+
+
 class _Works:
-    def __init__(self, works: list[dist.Work], names: list[str], kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
-        self._works, self._names, self._kept, self._headers, self._tag = works, names, kept, headers, tag
+    def __init__(self, works: list[dist.Work], naming: _Naming, kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
+        self._works, self._naming, self._kept, self._headers, self._tag = works, naming, kept, headers, tag
 
     def wait(self) -> None:
         # A backend that joins all operations to one cannot tell which of them failed.
-        names = self._names if len(self._names) == len(self._works) else ["its peers"] * len(self._works)
-        for work, name in zip(self._works, names):
-            with _naming(name):
+        each = self._naming.peers if len(self._naming.peers) == len(self._works) else [None] * len(self._works)
+        for work, peer in zip(self._works, each):
+            with self._naming.of(peer):
                 work.wait()
         self._kept = []
         if self._headers:
@@ -51,15 +54,27 @@ class _Works:
             self._headers = []
 
 
-@contextmanager
-def _naming(peer: str) -> Iterator[None]:
-    """Say whose rows did not come; what a transport says of it names addresses at best."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{peer} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: {error}"
-        ) from error
+@dataclass(frozen=True)
+class _Naming:
+    """Says whose rows did not come, and in which calls: what a transport says of it names addresses at best."""
+
+    group: dist.ProcessGroup
+    peers: list[int]  # of the messages of one swap
+    telling: Telling
+
+    @contextmanager
+    def of(self, peer: int | None) -> Iterator[None]:
+        """Of one peer, or of any."""
+        try:
+            yield
+        except RuntimeError as error:
+            peers = list(dict.fromkeys(self.peers)) if peer is None else [peer]
+            names = " or ".join(f"rank {dist.get_global_rank(self.group, each)}" for each in peers)
+            told = self.telling(peers, "timed out" in str(error).lower() or "timeout" in str(error).lower())
+            raise RuntimeError(
+                f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
+                f"{error}; {told}"
+            ) from error
 
 
 def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -78,12 +93,13 @@ class GroupTransport:
         tag: Of the plan, the number of the call and the direction, in [0, 2 ** 31). Messages of another tag are not taken for
             these: ranks that mix up two calls wait for each other until the timeout instead of reading wrong rows. Only gloo has
             tags: elsewhere each message is followed by its tag, and an assertion on the device fails where another one came.
+        telling: What this rank and others were in, as words of an error.
     """
 
     _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
-        self._group, self._tag, self._device = group, tag, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int, telling: Telling) -> None:
+        self._group, self._tag, self._device, self._telling = group, tag, device, telling
         self._is_tagged = has_tags(group, device)
         if device.type == "cuda" and group not in self._connected:
             # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
@@ -92,20 +108,33 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
-        operations, names, headers = [], [], []
+        operations, peers, headers = [], [], []
         for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
             for peer, message in messages.items():
                 if message.numel():
                     assert message.is_contiguous()
                     rank = dist.get_global_rank(self._group, peer)
                     operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
-                    names.append(f"rank {rank}")
+                    peers.append(peer)
                     if not self._is_tagged:
                         headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        with _naming(" or ".join(dict.fromkeys(names))):
+        naming = _Naming(self._group, peers, self._telling)
+        with naming.of(None):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, names, [*sends.values(), *receives.values()], headers, self._tag)
+        return _Works(works, naming, [*sends.values(), *receives.values()], headers, self._tag)
+
+
+class Silence:
+    """The transport of a plan that moves nothing."""
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Silence:
+        """Nothing, which has arrived."""
+        assert not {**sends, **receives}
+        return self
+
+    def wait(self) -> None:
+        """At once."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import agreement, exchange
+from flexdilated.distributed import agreement, exchange, telling
 from flexdilated.distributed.agreement import _ledger
+from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.attention import TAGS, _tag
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
@@ -80,24 +81,35 @@ def exchanged(mesh: DeviceMesh) -> int:
 # -- mixed up -----------------------------------------------------------------------------------------------------------------
 
 
+OUT_OF_STEP = r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"
+PATIENT = mock.patch.object(telling, "MOMENT", 30.0)  # both times end at about one moment, but for a busy machine
+
+
 def backwards_in_another_order(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     inputs = [shard(rank, seed) for seed in (1, 2)]
     outs = [dilated_attention(*x, PATTERN, mesh=mesh, exchange=exchange) for x in inputs]
     for out, x, seed in zip(outs, inputs, (1, 2)):
         assert_right(out, x, rank, seed)
-    with pytest.raises(RuntimeError, match=r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"):
+    with PATIENT, pytest.raises(RuntimeError, match=OUT_OF_STEP) as caught:
         outs[rank].square().sum().backward()
+    for each in (0, 1):
+        assert f"rank {each} waited in the backward of call {1 + each} with DilatedPattern(" in str(caught.value)
 
 
 def one_call_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     inputs = shard(rank, 1)
     first = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange)
-    if rank == 0:  # a layer that the other rank skips
-        with pytest.raises(RuntimeError, match=r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"):
+
+    def goes_on() -> None:
+        if rank == 0:  # a layer that the other rank skips
             dilated_attention(*shard(rank, 2), PATTERN, mesh=mesh, exchange=exchange)
-    else:
-        with pytest.raises(RuntimeError, match=r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"):
+        else:
             first.square().sum().backward()
+
+    with PATIENT, pytest.raises(RuntimeError, match=OUT_OF_STEP) as caught:
+        goes_on()
+    assert "rank 0 waited in call 2 with DilatedPattern(" in str(caught.value)
+    assert "rank 1 waited in the backward of call 1 with DilatedPattern(" in str(caught.value)
 
 
 def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> None:
@@ -106,7 +118,7 @@ def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> Non
     if rank == 1:
         with pytest.raises(ValueError, match="scale must be finite"):
             dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=float("nan"))
-    with pytest.raises(RuntimeError, match=r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"):
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
         dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
 
 
@@ -307,3 +319,23 @@ def test_tags_differ_between_calls_and_directions() -> None:
     assert min(tags) >= 0
     assert max(_tag(c, n, backward=True) for c in (0, TAGS - 1) for n in (0, TAGS - 1, TAGS)) < 1 << 31
     assert _tag(5, TAGS + 7, backward=True) == _tag(5, 7, backward=True)  # a billion calls later
+
+
+def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> None:
+    store, group = AnsweringStore(dist.HashStore(), timedelta(seconds=1)), mock.Mock()
+    with (
+        mock.patch.object(telling, "posts_of", return_value=(store, "1")) as posts,
+        mock.patch.object(telling.dist, "get_global_rank", side_effect=lambda _, rank: rank + 4),
+        mock.patch.object(telling, "MOMENT", 0.2),
+    ):
+        group.rank.return_value = 0
+        assert telling.calls_of(group, "call 1")([1, 2], True) == (
+            "rank 4 waited in call 1; rank 5 and rank 6 did not tell of a wait"
+        )
+        group.rank.return_value = 1
+        assert telling.calls_of(group, "call 2")([0, 2], False) == (
+            "rank 5 waited in call 2; rank 4 waited in call 1; rank 6 did not tell of a wait"
+        )
+        assert telling.calls_of(group, "call 3")([0], True) == "rank 5 waited in call 3; rank 4 waited in call 1"
+        posts.side_effect = TimeoutError
+        assert telling.calls_of(group, "call 4")([0], True) == "rank 5 waited in call 4; rank 4 did not tell of a wait"

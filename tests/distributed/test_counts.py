@@ -89,6 +89,8 @@ SETS = {"SPREAD": 0}
 WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, int]]] = {  # constants of counts, of progressions, of lines
     "some pairs at a time": ({"SPREAD": 99, "PROGRESSIONS": 3}, {}, {}),
     "as it is": ({}, {}, {}),
+    "no names": (SETS | {"FEW": 0}, {}, {}),
+    "some names": (SETS | {"FEW": 1}, {}, {}),
     "heads": ({"SPREAD": 99}, {}, {}),
     "some heads": ({"SPREAD": 99, "MOST": 1}, {}, {}),
     "none": ({"SPREAD": 99, "MOST": 0, "PROGRESSIONS": 1}, {}, {}),
