@@ -32,6 +32,7 @@ class Transport(Protocol):
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
 
 
+NAMED = 8  # ranks in a message, of which any may be meant
 Telling = Callable[[Sequence[int], bool], str]  # of ranks of the group, and whether time is over
 
 
@@ -70,6 +71,7 @@ class _Naming:
         except RuntimeError as error:
             peers = list(dict.fromkeys(self.peers)) if peer is None else [peer]
             names = " or ".join(f"rank {dist.get_global_rank(self.group, each)}" for each in peers)
+            names = names if len(peers) <= NAMED else f"one of {len(peers)} ranks"
             told = self.telling(peers, "timed out" in str(error).lower() or "timeout" in str(error).lower())
             raise RuntimeError(
                 f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "

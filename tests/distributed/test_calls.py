@@ -1,7 +1,7 @@
 """Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -339,3 +339,20 @@ def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> No
         assert telling.calls_of(group, "call 3")([0], True) == "rank 5 waited in call 3; rank 4 waited in call 1"
         posts.side_effect = TimeoutError
         assert telling.calls_of(group, "call 4")([0], True) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+
+
+@pytest.mark.parametrize(
+    ("peers", "which", "names"),
+    [([1, 2, 1], None, "rank 1 or rank 2"), (range(9), None, "one of 9 ranks"), (range(9), 3, "rank 3")],
+)
+def test_the_ranks_that_may_be_meant_are_named_where_they_are_few(peers: Sequence[int], which: int | None, names: str) -> None:
+    asked = mock.Mock(return_value="told")
+    naming = exchange._Naming(mock.Mock(), list(peers), asked)
+    for words, is_over in (("Timed out after 3 s", True), ("watchdog timeout", True), ("Connection closed", False)):
+        with (
+            mock.patch.object(exchange.dist, "get_global_rank", side_effect=lambda _, rank: rank),
+            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*{words}; told$"),
+            naming.of(which),
+        ):
+            raise RuntimeError(words)
+        asked.assert_called_with(list(dict.fromkeys(peers)) if which is None else [which], is_over)
