@@ -83,7 +83,7 @@ class Lines:
         # A rank receives of several, or sends to several, tokens that lie one behind another.
         for chosen in min((_behind(rank, low, high, np.flatnonzero(near)) for rank in ranks), key=len):
             here = spans.where(expanded(start[chosen], size[chosen])[1])
-            here = _continued(here) if len(chosen) > 1 else here
+            here = here.continued() if len(chosen) > 1 else here
             rows[chosen] = sum(line.count_between(here, np.append(low[chosen], high[chosen[-1]])) for line in self._of_heads(here))
         return rows
 
@@ -113,16 +113,6 @@ def _behind(rank: Integers, low: Integers, high: Integers, chosen: Integers) -> 
             first = begin
         found[-1].append(pair)
     return [np.array(pairs, np.int64) for pairs in found]
-
-
-def _continued(spans: Spans) -> Spans:
-    """The same tokens of the same heads, branch by branch; spans that continue others are one with them."""
-    spans = spans.where(np.lexsort((spans.first, *spans[5:], spans.branch)))
-    same = spans.first[1:] == spans.end[:-1]
-    for column in (spans.branch, *spans[5:]):
-        same &= column[1:] == column[:-1]
-    first = np.flatnonzero(np.append(True, ~same))
-    return spans.where(first)._replace(end=spans.end[np.append(first[1:], len(spans.first)) - 1])
 
 
 class Tiles:

@@ -48,12 +48,15 @@ class Spans(NamedTuple):
 
     def merged(self) -> Spans:
         """The same, of neighbouring heads that take part in the same way one span."""
-        same = self.place[1:] == (self.place + self.places)[:-1]
-        for column in self._replace(place=self.branch, places=self.branch):
-            same &= column[1:] == column[:-1]
-        first = np.flatnonzero(np.append(True, ~same)[: len(self.place)])
+        first = _firsts(self.place[1:] == (self.place + self.places)[:-1], [*self[:8], self.period])
         places = np.add.reduceat(self.places, first) if len(first) else first
         return self.where(first)._replace(places=places)
+
+    def continued(self) -> Spans:
+        """The same tokens of the same heads, branch by branch, whichever ranks'; spans that continue others are one with them."""
+        spans = self.where(np.lexsort((self.first, *self[5:], self.branch)))
+        first = _firsts(spans.first[1:] == spans.end[:-1], [spans.branch, *spans[5:]])
+        return spans.where(first)._replace(end=spans.end[np.append(first[1:], len(spans.first)) - 1])
 
     def alone(self, rate: int) -> Spans:
         """Of spans of one branch, each segment by itself."""
@@ -72,6 +75,13 @@ class Spans(NamedTuple):
         if not parts:
             return cls(*(np.empty(0, np.int64) for _ in cls._fields))
         return cls(*(np.concatenate(columns) for columns in zip(*parts)))
+
+
+def _firsts(joins: Booleans, columns: Sequence[Integers]) -> Integers:
+    """The entries that are not one with those before them, which they join and equal in some columns."""
+    for column in columns:
+        joins = joins & (column[1:] == column[:-1])
+    return np.flatnonzero(np.append(True, ~joins)[: len(columns[0])])
 
 
 class Rows(NamedTuple):

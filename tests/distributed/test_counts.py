@@ -201,11 +201,11 @@ def test_spans_that_differ_are_not_one(field: str) -> None:
     first = (0, 0, 1, 3, 9, 3, 0, 4, 0, 2, 4)
     then = (0, 0, 2, 9, 15, 3, 0, 4, 0, 2, 4)
     both = spans_of([first, then], KEPT)
-    assert [x.tolist() for x in lines._continued(both)[3:5]] == [[3], [15]]
+    assert [x.tolist() for x in both.continued()[3:5]] == [[3], [15]]
     other = both._replace(**{field: both._asdict()[field] + [0, 1]})
-    assert [x.tolist() for x in lines._continued(other)[3:5]] == [[3, 9], [9, 15]]
+    assert [x.tolist() for x in other.continued()[3:5]] == [[3, 9], [9, 15]]
     apart = both._replace(first=np.array([3, 10]))
-    assert [x.tolist() for x in lines._continued(apart)[3:5]] == [[3, 10], [9, 15]]
+    assert [x.tolist() for x in apart.continued()[3:5]] == [[3, 10], [9, 15]]
 
 
 def test_no_spans_and_no_heads_are_no_rows() -> None:
@@ -344,7 +344,8 @@ def test_how_spans_are_counted_depends_on_their_tokens_and_their_number(tokens: 
     with mock.patch.multiple(lines, DIRECT=10, FEW=1), ExitStack() as stack:
         called = {each: stack.enter_context(patch) for each, patch in ways.items()}
         lines.Lines(KEPT).count(spans_of(found, KEPT), np.array([several]))
-    assert {each for each, call in called.items() if call.called} == {"count_between", "_seen"} if way == "count_between" else {way}
+    expected = {"count_between", "_seen"} if way == "count_between" else {way}
+    assert {each for each, call in called.items() if call.called} == expected
 
 
 @pytest.mark.parametrize(("lengths", "whole", "together"), [((3, 4), True, 1), ((4, 4), True, 0), ((3, 4), False, 0)])

@@ -586,10 +586,10 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
     pattern = DilatedPattern(lengths, rates, offsets="interleaved", zero_padding=zero_padding)
     num_tokens, num_ranks, num_heads = 1 << 16, 16, 17
     plan = plan_of(pattern, num_tokens, num_ranks, num_heads)
-    looked = [0, 0]
+    looked = [0, 0, 0]  # tokens of spans, times, tokens of lines
 
     def seen_of(line: Any, spans: Spans, begin: int, tokens: int) -> np.ndarray:
-        looked[0] += tokens
+        looked[2] += tokens
         looked[1] += 1
         return original_seen(line, spans, begin, tokens)
 
@@ -606,11 +606,12 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
     original_seen, original_add, original_add_whole = Line._seen, Line._add, Line._add_whole
     with mock.patch.multiple(Line, _seen=seen_of, _add=add, _add_whole=add_whole):
         assert not plan.is_local
-        assert looked == [0, 0]  # no unions
+        assert looked == [0, 0, 0]  # no unions
         for exchange, kind in (("gather", "kv"), ("gather", "q"), ("heads", "kv"), ("heads", "q"), ("heads", "out")):
-            looked[:] = [0, 0]
+            looked[:] = [0, 0, 0]
             plan.traffic(exchange, kind)
-            assert looked[0] <= 3 * num_tokens * num_ranks * len(lengths)
+            assert looked[0] <= 2 * num_tokens * num_ranks * len(lengths)
+            assert looked[2] <= 3 * num_tokens * num_ranks  # once for each kind
             assert looked[1] <= 8 * num_ranks * len(lengths)  # not the square of the ranks: one look for all senders of a receiver
             made = len(plan.spans(exchange, kind).first)
             assert made <= sum(3 * len(executors(plan, b, 0)) for b in range(len(lengths))) + num_ranks**2 * len(lengths) * 2
