@@ -91,7 +91,7 @@ def plan(
         int | None,
         typer.Option(
             help="Bytes that the messages of an exchange may take on a rank, for the choice of auto. "
-            "Default: that of exchange='auto', twice q, k, v and out of the largest shard."
+            "Default: that of exchange='auto', twice q, k, v and out of the largest shard, at least 128 MiB."
         ),
     ] = None,
     link_speed: Annotated[

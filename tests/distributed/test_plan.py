@@ -826,6 +826,18 @@ def test_choice_is_the_ring_where_no_buffers_fit() -> None:
     assert cost.choose(plan, budget=buffers - 1, **BFLOAT16) == "ring"
 
 
+def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
+    """Shards of a few megabytes would fit a ring alone, which takes ten times as long as `heads`."""
+    uneven = context_plan(DilatedPattern((4096,), (1,)), (MILLION, 1024), 2, range(2), 3, ((0, MILLION + 1024),), False)
+    assert cost.default_budget(uneven, head_dim=64, itemsize=2, batch=5) == 2 * MILLION * 2 * (2 + 2 * 3) * 64 * 2 * 5
+    plan = plan_of(DilatedPattern.gigapath(), MILLION, 1024, 16)
+    budget = cost.default_budget(plan, **BFLOAT16)
+    assert budget == 128 * MILLION > 2 * 1024 * 16 * 4 * 64 * 2
+    assert cost.choose(plan, budget=budget, **BFLOAT16) == "heads"
+    times = {exchange: cost.seconds(plan, exchange, speeds=cost.Speeds(), **BFLOAT16).max() for exchange in ("ring", "heads")}
+    assert times["ring"] > 10 * times["heads"]
+
+
 # -- figures ------------------------------------------------------------------------------------------------------------------
 
 
