@@ -14,7 +14,6 @@ from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.pattern import BACKWARD, FORWARD
 
-
 LEAST_BUDGET = 1 << 27  # bytes of messages that are worth their time however small a shard is
 
 
@@ -102,7 +101,7 @@ def buffer_bytes(
 def default_budget(plan: ContextPlan, *, head_dim: int, itemsize: int, batch: int = 1) -> int:
     """Twice the bytes of q, k, v and out of the largest shard, and at least `LEAST_BUDGET`.
 
-    Of a million tokens over thousands of ranks each holds some megabytes: twice that would leave only the ring, at many times the time.
+    Of a million tokens over thousands of ranks each holds some megabytes: twice that leaves only the ring, at many times the time.
     """
     heads = len(plan.within) * (2 + 2 * plan.group)
     return max(LEAST_BUDGET, 2 * max(plan.shard_lengths) * heads * head_dim * itemsize * batch)
