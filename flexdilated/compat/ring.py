@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
+from flexdilated.distributed.words import global_ranks
 from flexdilated.nn.attention import DilatedAttention
 from flexdilated.pattern import DilatedPattern, is_integer
 
@@ -120,10 +121,10 @@ class RingAttention(DilatedAttention):
         allowed = TOLERANCE * all_samples.abs().amax((0, 2))
         for name, differs in zip(whole, ((all_samples - all_samples[0]).abs().amax(2) > allowed).unbind(1)):
             if bool(differs.any()):
-                other = int(differs.int().argmax())
+                ranks, other = global_ranks(mesh.get_group()), int(differs.int().argmax())
                 raise ValueError(
-                    f"{name} must be the same on all ranks of the ring, got other values on rank {other} than on rank 0; "
-                    "for data parallelism give ring_size=1"
+                    f"{name} must be the same on all ranks of the ring, got other values on rank {ranks[other]} than on "
+                    f"rank {ranks[0]}; for data parallelism give ring_size=1"
                 )
 
 

@@ -23,7 +23,9 @@ from flexdilated.distributed.agreement import agree, in_turn, number_of_call
 from flexdilated.distributed.attention import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
-from flexdilated.distributed.telling import all_know, calls_of
+from flexdilated.distributed.telling import all_know
+from flexdilated.distributed.waits import Wait
+from flexdilated.distributed.words import global_ranks
 
 
 class Ranks:
@@ -51,6 +53,11 @@ class Ranks:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a cache must be pickled without mesh, got one over {self.size} ranks, a group of this process")
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the ranks, as messages say them."""
+        return global_ranks(self.mesh.get_group())
 
     def lengths(self, num_tokens: int, shard_lengths: Sequence[int]) -> tuple[int, ...]:
         """Tokens of each rank, of which this one has `num_tokens`.
@@ -83,7 +90,7 @@ class Ranks:
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
         here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
         told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        check_same(told[:, 1:])
+        check_same(told[:, 1:], self.numbers)
         if not bool(told[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
@@ -160,8 +167,8 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
     return told[0, :-1]
 
 
-def check_same(lengths: Tensor) -> None:
-    """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ.
+def check_same(lengths: Tensor, ranks: Sequence[int]) -> None:
+    """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ; `ranks` are their numbers.
 
     Raises:
         ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
@@ -172,8 +179,8 @@ def check_same(lengths: Tensor) -> None:
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         raise ValueError(
-            f"lengths of a cache and of a call must be the same on all ranks, got {lengths[0].tolist()} on rank 0 and "
-            f"{lengths[other].tolist()} on rank {other}; every rank makes the same calls"
+            f"lengths of a cache and of a call must be the same on all ranks, got {lengths[0].tolist()} on rank {ranks[0]} and "
+            f"{lengths[other].tolist()} on rank {ranks[other]}; every rank makes the same calls"
         )
 
 
@@ -187,7 +194,7 @@ def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], rece
     number = number_of_call(group)
     tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    GroupTransport(group, device, 2 * tag, calls_of(group, f"call {number}, of a cache")).swap(sends, receives).wait()
+    GroupTransport(group, device, 2 * tag, Wait(group, f"call {number}, of a cache")).swap(sends, receives).wait()
 
 
 @all_know
@@ -203,7 +210,7 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     with in_turn(group):
         agree(group, call)
         _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-    check_same(messages[:, :size].contiguous().view(torch.int64))
+    check_same(messages[:, :size].contiguous().view(torch.int64), global_ranks(group))
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

@@ -16,11 +16,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import flexdilated
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
+from flexdilated.distributed.words import digest, global_ranks, holders, named, short, shown
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
-MAX_ITEMS = 8  # of a list, of the ranks that share a value, or of the fields and values of one message
-MAX_CHARACTERS = 120  # of one value in a message
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
 
@@ -28,7 +27,7 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
     """Return once all ranks of the group are known to hold this plan.
 
     The first call with a plan is a round of the group: all of its ranks must call, and the last to come compares. Later calls with
-    it return at once and touch no store. Ranks in messages are those of the group. A plan maps names to JSON types (number, string,
+    it return at once and touch no store. Ranks in messages are global ones. A plan maps names to JSON types (number, string,
     bool, None, lists of them; a tuple counts as a list).
 
     Raises:
@@ -105,8 +104,9 @@ class Ledger:
     The store is shared by the ranks of this group and by no other group.
     """
 
-    def __init__(self, store: Store | AnsweringStore, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Store | AnsweringStore, rank: int, ranks: Sequence[int]) -> None:
+        self.store, self.rank, self.size = store, rank, len(ranks)
+        self.ranks = ranks  # by the numbers of messages
         self.round = 0
         self.kept: list[int] = []  # earlier rounds whose keys this rank has not deleted yet
         self.agreed: dict[bytes, None] = {}  # in the order of their rounds
@@ -121,13 +121,13 @@ class Ledger:
     def agree(self, plan: Mapping[str, object], timeout: timedelta) -> None:
         """As the function `agree`, waiting for the others for `timeout` at most."""
         try:
-            digest = _digest(plan)
+            key = digest(plan)
         except TypeError as error:
             raise TypeError(f"plan must map names to JSON types, got another: {error}") from error
         self.made += 1
-        if digest in self.agreed:
+        if key in self.agreed:
             return
-        fields = {name: [_shown(x), _digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
+        fields = {name: [shown(x), digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
         end = time.monotonic() + timeout.total_seconds()
         if self.refused_ahead and self.made == 0:
             kind, message, count = "refused", self.refused_ahead, 0
@@ -147,7 +147,7 @@ class Ledger:
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
         if len(self.agreed) == MAX_AGREED:
             del self.agreed[next(iter(self.agreed))]
-        self.agreed[digest] = None
+        self.agreed[key] = None
 
     def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> tuple[str, str, int]:
         """Take part in the next round: its outcome."""
@@ -155,7 +155,7 @@ class Ledger:
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
-            outcome = self._settle(here, _compare(self._posts(here)))
+            outcome = self._settle(here, _compare(self._posts(here), self.ranks))
         else:
             outcome = self._wait(here, end, timeout)
         kind, message, count = json.loads(outcome)
@@ -178,7 +178,7 @@ class Ledger:
     def _refuse(self, reason: str) -> tuple[str, str, int]:
         """Pass the next round without waiting: its outcome, which is this refusal unless another rank was first."""
         here = self._enter()
-        outcome = self._settle(here, ("refused", f"rank {self.rank} refused: {reason}", self.made))
+        outcome = self._settle(here, ("refused", f"rank {self.ranks[self.rank]} refused: {reason}", self.made))
         self.store.add(f"{here}/arrived", 1)
         kind, message, count = json.loads(outcome)
         return kind, message, count
@@ -224,11 +224,12 @@ class Ledger:
         """The outcome of a round whose time is over."""
         missing = [rank for rank in range(self.size) if not self.store.check([f"{here}/{rank}"])]
         if not missing:  # the last to come ended before it compared
-            return _compare(self._posts(here))
+            return _compare(self._posts(here), self.ranks)
+        lost = named([self.ranks[rank] for rank in missing])
         they, call = ("it", "calls") if len(missing) == 1 else ("they", "call")
         return (
             "overdue",
-            f"{_ranks(missing)} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
+            f"{lost} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
             f"{they} did not: {they} ended, or {call} it with an already agreed plan",
             0,
         )
@@ -247,53 +248,27 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
         # Group names are unique in a process, not across processes: two groups of one name may share the store.
         members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
         store = PrefixStore(f"flexdilated/agreement/{members}", group.get_group_store())
-        ledger = _ledgers[group] = Ledger(AnsweringStore(store, timeout_of(group)), group.rank(), group.size())
+        ledger = _ledgers[group] = Ledger(AnsweringStore(store, timeout_of(group)), group.rank(), global_ranks(group))
     return ledger
 
 
-def _compare(posts: Sequence[bytes]) -> tuple[str, str, int]:
+def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, int]:
     """The outcome of a round to which all ranks came: kind, message, and the calls that exchanged rows so far."""
     plans, least, most = zip(*(json.loads(post) for post in posts))
     differences = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         values = [plan.get(name, ["nothing", ""]) for plan in plans]
         if any(value[1] != values[0][1] for value in values):
-            differences.append(f"{name}, got {_shared(values)}")
+            differences.append(f"{name}, got {_listed(ranks, values)}")
     count = max(least)
     if count > min(most):
-        differences.append(f"how many calls they made before this one, got {_shared([[str(n), str(n)] for n in most])}")
+        differences.append(f"how many calls they made before this one, got {_listed(ranks, [[str(n), str(n)] for n in most])}")
     if not differences:
         return "", "", count
-    return "differ", f"ranks must agree on {_short(differences, '; on ', 'fields')}", count
+    return "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", count
 
 
-def _shared(values: Sequence[Sequence[str]]) -> str:
-    """Each value with the ranks that hold it, for example `17 on ranks 0, 2 and 19 on rank 1`."""
-    holders: dict[tuple[str, str], list[int]] = {}
-    for rank, (shown, digest) in enumerate(values):
-        holders.setdefault((shown, digest), []).append(rank)
-    return _short([f"{shown} on {_ranks(ranks)}" for (shown, _), ranks in holders.items()], " and ", "values")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_short([str(rank) for rank in ranks], ', ', 'ranks')}"
-
-
-def _short(items: Sequence[str], separator: str, what: str) -> str:
-    shown = separator.join(items[:MAX_ITEMS])
-    return shown if len(items) <= MAX_ITEMS else f"{shown}, ... ({len(items)} {what})"
-
-
-def _shown(value: object) -> str:
-    """The value as a message shows it; what is cut is told apart by its digest."""
-    if isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
-        text = f"[{_short([repr(item) for item in value], ', ', 'values')}]"
-    else:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-        if len(text) <= MAX_CHARACTERS:
-            return text
-    return f"{text[:MAX_CHARACTERS]}... sha256 {_digest(value).hex()[:8]}"
-
-
-def _digest(value: object) -> bytes:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:
+    """Each value with the ranks that hold it, for example `17 on ranks 0, 2 and 19 on rank 1`, from what is shown and a digest."""
+    found = holders((rank, tuple(value)) for rank, value in zip(ranks, values))
+    return short([f"{text} on {named(those)}" for (text, _), those in found], " and ", "values")

@@ -30,7 +30,8 @@ from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, calls_of, tell
+from flexdilated.distributed.telling import all_know, tell
+from flexdilated.distributed.waits import Wait
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
@@ -291,4 +292,4 @@ def _transport(
     if plan.is_local:
         return Silence()
     call = f"{'the backward of ' if backward else ''}call {number} with {plan.pattern}, {contract:x} of plan and options"
-    return GroupTransport(group, device, _tag(contract, number, backward=backward), calls_of(group, call))
+    return GroupTransport(group, device, _tag(contract, number, backward=backward), Wait(group, call))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.waits import Wait
 
 
 class Pending(Protocol):
@@ -32,19 +32,17 @@ class Transport(Protocol):
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
 
 
-NAMED = 8  # ranks in a message, of which any may be meant
-Telling = Callable[[Sequence[int], bool], str]  # of ranks of the group, and whether time is over
-
-
 class _Works:
-    def __init__(self, works: list[dist.Work], naming: _Naming, kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
-        self._works, self._naming, self._kept, self._headers, self._tag = works, naming, kept, headers, tag
+    def __init__(
+        self, works: list[dist.Work], peers: list[int], wait: Wait, kept: list[Tensor], headers: list[Tensor], tag: int
+    ) -> None:
+        self._works, self._peers, self._wait, self._kept, self._headers, self._tag = works, peers, wait, kept, headers, tag
 
     def wait(self) -> None:
         # A backend that joins all operations to one cannot tell which of them failed.
-        each = self._naming.peers if len(self._naming.peers) == len(self._works) else [None] * len(self._works)
-        for work, peer in zip(self._works, each):
-            with self._naming.of(peer):
+        each = [[peer] for peer in self._peers] if len(self._peers) == len(self._works) else [self._peers] * len(self._works)
+        for work, peers in zip(self._works, each):
+            with self._wait.for_rows(peers):
                 work.wait()
         self._kept = []
         if self._headers:
@@ -53,30 +51,6 @@ class _Works:
                 same, "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
             )
             self._headers = []
-
-
-@dataclass(frozen=True)
-class _Naming:
-    """Says whose rows did not come, and in which calls: what a transport says of it names addresses at best."""
-
-    group: dist.ProcessGroup
-    peers: list[int]  # of the messages of one swap
-    telling: Telling
-
-    @contextmanager
-    def of(self, peer: int | None) -> Iterator[None]:
-        """Of one peer, or of any."""
-        try:
-            yield
-        except RuntimeError as error:
-            peers = list(dict.fromkeys(self.peers)) if peer is None else [peer]
-            names = " or ".join(f"rank {dist.get_global_rank(self.group, each)}" for each in peers)
-            names = names if len(peers) <= NAMED else f"one of {len(peers)} ranks"
-            told = self.telling(peers, "timed out" in str(error).lower() or "timeout" in str(error).lower())
-            raise RuntimeError(
-                f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
-                f"{error}; {told}"
-            ) from error
 
 
 def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -95,17 +69,18 @@ class GroupTransport:
         tag: Of the plan, the number of the call and the direction, in [0, 2 ** 31). Messages of another tag are not taken for
             these: ranks that mix up two calls wait for each other until the timeout instead of reading wrong rows. Only gloo has
             tags: elsewhere each message is followed by its tag, and an assertion on the device fails where another one came.
-        telling: What this rank and others were in, as words of an error.
+        wait: What this rank waits in.
     """
 
     _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int, telling: Telling) -> None:
-        self._group, self._tag, self._device, self._telling = group, tag, device, telling
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int, wait: Wait) -> None:
+        self._group, self._tag, self._device, self._wait = group, tag, device, wait
         self._is_tagged = has_tags(group, device)
         if device.type == "cuda" and group not in self._connected:
             # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            with wait.for_all():
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._connected.add(group)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
@@ -121,10 +96,9 @@ class GroupTransport:
                     if not self._is_tagged:
                         headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        naming = _Naming(self._group, peers, self._telling)
-        with naming.of(None):
+        with self._wait.for_rows(peers):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, naming, [*sends.values(), *receives.values()], headers, self._tag)
+        return _Works(works, peers, self._wait, [*sends.values(), *receives.values()], headers, self._tag)
 
 
 class Silence:

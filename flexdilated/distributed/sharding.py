@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.distributed.telling import all_know
+from flexdilated.distributed.waits import Wait
+from flexdilated.distributed.words import global_ranks
 
 Batch = TypeVar("Batch")
 
@@ -264,7 +266,8 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     padded = x.new_zeros(longest, *rest)
     padded[: lengths[rank]] = x.movedim(dim, 0)
     shards = x.new_empty(len(lengths), longest, *rest)
-    dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
+    with Wait(group, "unshard_sequence").for_all():
+        dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
     return whole
@@ -276,7 +279,8 @@ def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Proces
     rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
     mine = torch.tensor([zlib.crc32(repr(rest).encode()), *lengths], device=x.device)
     told = mine.new_empty(len(lengths), len(mine))
-    dist.all_gather(list(told), mine, group=group)
+    with Wait(group, "unshard_sequence").for_all():
+        dist.all_gather(list(told), mine, group=group)
     is_same = (told == told[0]).all(dim=1)
     message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
     if x.device.type != "cpu":  # to read it would wait for the device
@@ -284,7 +288,8 @@ def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, group: dist.Proces
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         first, others = told[0, 1:].tolist(), told[other, 1:].tolist()
-        got = f"shard_lengths={first} on rank 0 and {others} on rank {other}" if first != others else f"others on rank {other}"
+        one, other = (global_ranks(group)[rank] for rank in (0, other))
+        got = f"shard_lengths={first} on rank {one} and {others} on rank {other}" if first != others else f"others on rank {other}"
         raise ValueError(f"{message}, got {got}")
 
 

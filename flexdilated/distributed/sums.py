@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.agreement import agree
 from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.distributed.waits import Wait
 
 
 class Sums:
@@ -58,5 +59,7 @@ class Sums:
     def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.num_ranks > 1:
             x = x.contiguous()
-            dist.all_reduce(x, how, group=self._mesh.get_group())
+            group = self._mesh.get_group()
+            with Wait(group, "attention_map").for_all():
+                dist.all_reduce(x, how, group=group)
         return x

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import LAST_PAUSE, MAX_ITEMS, posts_of, withdraw
+from flexdilated.distributed.agreement import withdraw
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
-MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
 
 
@@ -45,33 +41,6 @@ def tell(mesh: DeviceMesh, error: Exception) -> None:
     if mesh.size() > 1 and not hasattr(error, MARK):
         withdraw(mesh.get_group(), str(error) or type(error).__name__)
         known(error)
-
-
-def calls_of(group: dist.ProcessGroup, call: str) -> Callable[[Sequence[int], bool], str]:
-    """What says, where rows of some ranks of a group did not come, in which calls this rank and they were.
-
-    Ranks that mix up two calls wait for each other, and the time of both ends at about one moment: the first waits a little for the
-    other's word, or the other finds the first's. Who is dead or stopped has none.
-    """
-
-    def told(ranks: Sequence[int], time_is_over: bool) -> str:
-        asked = [rank for rank in ranks if rank != group.rank()][:MAX_ITEMS]
-        calls, end = {group.rank(): call}, time.monotonic() + MOMENT * time_is_over
-        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            store, life = posts_of(group, timedelta(seconds=MOMENT))
-            store.set(f"{life}/waited/{group.rank()}", call)
-            while True:
-                for rank in asked:
-                    if rank not in calls and store.check([key := f"{life}/waited/{rank}"]):
-                        calls[rank] = store.get(key).decode()
-                if len(calls) > len(asked) or time.monotonic() >= end:
-                    break
-                time.sleep(LAST_PAUSE)
-        words = [f"rank {dist.get_global_rank(group, rank)} waited in {each}" for rank, each in calls.items()]
-        silent = [f"rank {dist.get_global_rank(group, rank)}" for rank in asked if rank not in calls]
-        return "; ".join([*words, f"{' and '.join(silent)} did not tell of a wait"] if silent else words)
-
-    return told
 
 
 @contextmanager

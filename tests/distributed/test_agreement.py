@@ -73,7 +73,7 @@ def all_posted(*ledgers: Ledger) -> Callable[[], bool]:
 
 
 def ledgers_on(store: dist.Store, size: int) -> list[Ledger]:
-    return [Ledger(store, rank, size) for rank in range(size)]
+    return [Ledger(store, rank, range(size)) for rank in range(size)]
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ class Counted:
 
 def test_agree_on_every_store(stores: list[dist.Store]) -> None:
     asked = [AnsweringStore(dist.PrefixStore("p", store), LONG) for store in stores]
-    ledgers = [Ledger(store, rank, 3) for rank, store in enumerate(asked)]
+    ledgers = [Ledger(store, rank, range(3)) for rank, store in enumerate(asked)]
     assert round_of(ledgers, PLAN) == [None] * 3
     differ = "ValueError: ranks must agree on heads, got 3 on ranks 0, 2 and 5 on rank 1"
     assert round_of(ledgers, PLAN | {"x": 1}, PLAN | {"x": 1, "heads": 5}, PLAN | {"x": 1}) == [differ] * 3
@@ -138,7 +138,7 @@ def test_silence_of_a_store_ends() -> None:
     host = multiprocessing.get_context("spawn").Process(target=host_a_store, args=(there,), daemon=True)
     host.start()
     try:
-        ledger = Ledger(AnsweringStore(dist.TCPStore("127.0.0.1", here.recv(), is_master=False), SHORT), 0, 2)
+        ledger = Ledger(AnsweringStore(dist.TCPStore("127.0.0.1", here.recv(), is_master=False), SHORT), 0, range(2))
         assert host.pid is not None
         os.kill(host.pid, signal.SIGSTOP)
         for plan in (PLAN, {}):
@@ -156,7 +156,7 @@ def test_a_rank_that_withdraws_from_a_silent_store_has_its_own_error_to_tell(mon
 
     for gone in (TimeoutError("silent"), dist.DistNetworkError("ended")):
         store = AnsweringStore(dist.HashStore(), SHORT)
-        ledger, store.gone = Ledger(store, 0, 2), gone
+        ledger, store.gone = Ledger(store, 0, range(2)), gone
         monkeypatch.setattr("flexdilated.distributed.agreement._ledger", lambda group, ledger=ledger: ledger)
         withdraw(Group(), "é must be e")  # type: ignore[arg-type]
         with pytest.raises(type(gone), match=str(gone)):
@@ -465,7 +465,7 @@ def test_last_rank_that_ends_before_it_compares(
 
 
 def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
-    ledgers = [Ledger(dist.PrefixStore("p", store), rank, 3) for rank, store in enumerate(stores)]
+    ledgers = [Ledger(dist.PrefixStore("p", store), rank, range(3)) for rank, store in enumerate(stores)]
     keys = []
     for step in range(7):
         assert round_of(ledgers, {"step": step}) == [None] * 3
@@ -533,7 +533,7 @@ def world_of_four(rank: int, size: int, path: str) -> None:
         agree(group, {"step": 0})
     agree(cp, {"row": row})  # each group its own plan
     outcome = attempt(lambda: agree(cp, {"heads": 3 + 2 * (rank == 3)}))  # one group differs, the other does not
-    expected = "ValueError: ranks must agree on heads, got 3 on rank 0 and 5 on rank 1" if row else None
+    expected = "ValueError: ranks must agree on heads, got 3 on rank 2 and 5 on rank 3" if row else None
     assert outcome == expected, outcome
     agree(dp, {"column": column})
     agree(mesh["cp"].get_group(), {"step": 1})

@@ -1,7 +1,9 @@
 """Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import agreement, exchange, telling
+from flexdilated.distributed import agreement, exchange, unshard_sequence, waits
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.attention import TAGS, _tag
+from flexdilated.distributed.waits import Wait
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
 
@@ -82,7 +85,7 @@ def exchanged(mesh: DeviceMesh) -> int:
 
 
 OUT_OF_STEP = r"(?i)^rank [01] must exchange rows with this rank.*(timed? ?out|closed)"
-PATIENT = mock.patch.object(telling, "MOMENT", 30.0)  # both times end at about one moment, but for a busy machine
+PATIENT = mock.patch.object(waits, "MOMENT", 30.0)  # both times end at about one moment, but for a busy machine
 
 
 def backwards_in_another_order(rank: int, mesh: DeviceMesh, exchange: str) -> None:
@@ -321,38 +324,101 @@ def test_tags_differ_between_calls_and_directions() -> None:
     assert _tag(5, TAGS + 7, backward=True) == _tag(5, 7, backward=True)  # a billion calls later
 
 
-def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> None:
-    store, group = AnsweringStore(dist.HashStore(), timedelta(seconds=1)), mock.Mock()
+@contextmanager
+def ranks_on(store: AnsweringStore, moment: float) -> Iterator[Callable[[int, str], Wait]]:
+    """Waits of ranks 4, 5 and 6 of the world, which are a group on a store."""
+    groups = [mock.Mock(rank=mock.Mock(return_value=rank), size=mock.Mock(return_value=3)) for rank in range(3)]
     with (
-        mock.patch.object(telling, "posts_of", return_value=(store, "1")) as posts,
-        mock.patch.object(telling.dist, "get_global_rank", side_effect=lambda _, rank: rank + 4),
-        mock.patch.object(telling, "MOMENT", 0.2),
+        mock.patch.object(waits, "posts_of", return_value=(store, "1")),
+        mock.patch.object(waits, "global_ranks", return_value=[4, 5, 6]),
+        mock.patch.object(waits, "MOMENT", moment),
     ):
-        group.rank.return_value = 0
-        assert telling.calls_of(group, "call 1")([1, 2], True) == (
-            "rank 4 waited in call 1; rank 5 and rank 6 did not tell of a wait"
-        )
-        group.rank.return_value = 1
-        assert telling.calls_of(group, "call 2")([0, 2], False) == (
-            "rank 5 waited in call 2; rank 4 waited in call 1; rank 6 did not tell of a wait"
-        )
-        assert telling.calls_of(group, "call 3")([0], True) == "rank 5 waited in call 3; rank 4 waited in call 1"
-        posts.side_effect = TimeoutError
-        assert telling.calls_of(group, "call 4")([0], True) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+        yield lambda rank, call: Wait(groups[rank], call)
+
+
+LOST, OVER = RuntimeError("Connection closed"), RuntimeError("Timed out waiting 3 s")
+
+
+def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> None:
+    store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
+    with ranks_on(store, 0.2) as wait:
+        assert wait(0, "call 1").tell([1, 2], OVER) == "rank 4 waited in call 1; ranks 5, 6 did not tell of a wait"
+        others = "rank 4 waited in call 1; rank 6 did not tell of a wait"
+        assert wait(1, "call 2").tell([0, 2], LOST) == f"rank 5 waited in call 2; {others}"
+        assert wait(1, "call 1").tell([0], OVER) == "ranks 5, 4 waited in call 1"
+        store.gone = TimeoutError("silent")
+        assert wait(1, "call 4").tell([0], OVER) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+
+
+@pytest.mark.parametrize("error", [LOST, OVER])
+def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> None:
+    store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
+
+    def sleep(seconds: float) -> None:  # between two looks the other rank tells
+        store.set("1/waited/1", "call 2")
+
+    with ranks_on(store, 30.0) as wait, mock.patch.object(waits, "time", mock.Mock(monotonic=time.monotonic, sleep=sleep)):
+        assert wait(0, "call 1").tell([1], error) == "rank 4 waited in call 1; rank 5 waited in call 2"
+
+
+def test_the_word_of_an_error_that_was_caught_is_taken_back() -> None:
+    with ranks_on(AnsweringStore(dist.HashStore(), timedelta(seconds=1)), 30.0) as wait:
+        wait(0, "call 1").tell([], LOST)
+        wait(0, "call 2")  # at once: another rank may be on its way to the word of call 1
+        assert wait(1, "call 1").tell([0], LOST) == "ranks 5, 4 waited in call 1"
+        with mock.patch.object(waits, "MOMENT", 0.0):
+            wait(0, "call 3")
+            assert wait(1, "call 4").tell([0], LOST) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+        wait(0, "call 5").tell([], LOST)
+        assert wait(1, "call 5").tell([0], LOST) == "ranks 5, 4 waited in call 5"
 
 
 @pytest.mark.parametrize(
-    ("peers", "which", "names"),
-    [([1, 2, 1], None, "rank 1 or rank 2"), (range(9), None, "one of 9 ranks"), (range(9), 3, "rank 3")],
+    ("peers", "names"), [([1, 2, 1], "rank 5 or rank 6"), ([2], "rank 6"), ([0, 1, 2] * 3, "rank 4 or rank 5 or rank 6")]
 )
-def test_the_ranks_that_may_be_meant_are_named_where_they_are_few(peers: Sequence[int], which: int | None, names: str) -> None:
-    asked = mock.Mock(return_value="told")
-    naming = exchange._Naming(mock.Mock(), list(peers), asked)
-    for words, is_over in (("Timed out after 3 s", True), ("watchdog timeout", True), ("Connection closed", False)):
+def test_the_ranks_that_may_be_meant_are_named(peers: Sequence[int], names: str) -> None:
+    store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
+    for error in (LOST, OVER, RuntimeError("watchdog timeout")):
         with (
-            mock.patch.object(exchange.dist, "get_global_rank", side_effect=lambda _, rank: rank),
-            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*{words}; told$"),
-            naming.of(which),
+            ranks_on(store, 0.01) as wait,
+            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*: {error}; rank 4 waited in call 1"),
+            wait(0, "call 1").for_rows(peers),
         ):
-            raise RuntimeError(words)
-        asked.assert_called_with(list(dict.fromkeys(peers)) if which is None else [which], is_over)
+            raise error
+
+
+def test_many_ranks_that_may_be_meant_are_counted_and_all_are_asked() -> None:
+    store, group = AnsweringStore(dist.HashStore(), timedelta(seconds=1)), mock.Mock()
+    group.rank.return_value, group.size.return_value = 0, 20
+    with (
+        mock.patch.object(waits, "posts_of", return_value=(store, "1")),
+        mock.patch.object(waits, "global_ranks", return_value=list(range(20))),
+    ):
+        for rank in (*range(1, 13), *range(14, 20)):
+            store.set(f"1/waited/{rank}", "call 7")
+        wait, silent = Wait(group, "call 7"), "rank 13 did not tell of a wait$"
+        with pytest.raises(RuntimeError, match=f"^one of 19 ranks must .*; {silent}") as caught, wait.for_rows(range(1, 20)):
+            raise LOST
+        assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (19 ranks) waited in call 7" in str(caught.value)
+        with (
+            pytest.raises(RuntimeError, match=f"^all ranks of the mesh must take part in call 7, but .*; {silent}"),
+            wait.for_all(),
+        ):
+            raise LOST
+
+
+def leave_a_collective(rank: int, mesh: DeviceMesh) -> None:
+    """One rank puts a sequence together, the other attends."""
+    inputs = shard(rank, 1)
+    dilated_attention(*inputs, PATTERN, mesh=mesh)
+    call = (lambda: unshard_sequence(inputs[0], mesh)) if rank == 0 else (lambda: dilated_attention(*inputs, PATTERN, mesh=mesh))
+    with PATIENT, pytest.raises(RuntimeError, match=r"must (exchange rows|take part in unshard_sequence)") as caught:
+        call()
+    assert "rank 0 waited in unshard_sequence" in str(caught.value)
+    assert "rank 1 waited in call 2 with DilatedPattern(" in str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_collective_names_the_calls_of_the_ranks(breaking: Ranks) -> None:
+    breaking.run(leave_a_collective)

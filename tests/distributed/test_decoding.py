@@ -45,6 +45,10 @@ BATCH, TOKENS, HEADS, GROUP, DIM = 3, 61, 5, 2, 3
 class Simulated(CacheRanks):
     """A rank whose messages go through a `Mail`; the attention of a prompt in shards, which other tests hold, is the oracle's."""
 
+    @property
+    def numbers(self) -> list[int]:
+        return list(range(self.size))
+
     def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self.rank, self.size = rank, size
         self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1)
@@ -72,7 +76,7 @@ class Simulated(CacheRanks):
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
 
     def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-        check_same(self.whole(lengths[None], (1,) * self.size, 0))
+        check_same(self.whole(lengths[None], (1,) * self.size, 0), self.numbers)
         return merge_parts(self.whole(parts[None], (1,) * self.size, 0))
 
 

@@ -193,7 +193,7 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
     assert [(code, out) for code, out, _ in left] == [(2, "")] * 2
     kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
     (error,) = (error for _, _, errors in left for error in errors)  # one of the others tells it
-    assert re.fullmatch(rf"error: rank 0 was lost in step 8: [^;]+; {kept}", error)
+    assert re.fullmatch(rf"error: rank 0 was lost in step 8: .+; {kept}", error)
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     run_alone(tmp_path / "one", text, "--resume", **KILLED)
     (code, out, errors), _ = run_ranks(2, tmp_path / "two", text, "--resume", **KILLED)
@@ -345,7 +345,7 @@ def test_frozen_rank_is_named_within_the_timeout(tmp_path: Path, text: Path) -> 
     )
     kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
     assert (code, frozen) == (2, None)
-    assert re.fullmatch(rf"error: rank 1 was lost in step 8: [^;]+; {kept}", *errors)
+    assert re.fullmatch(rf"error: rank 1 was lost in step 8: .+; {kept}", *errors)
 
 
 @pytest.mark.ranks
@@ -357,7 +357,7 @@ def test_signal_before_the_first_step_leaves_a_rank_time_to_name_the_lost_one(tm
     assert found is not None
     code, _, (error,) = found
     assert code == 2
-    assert re.fullmatch("error: rank 1 was lost before its first step: [^;]+; there is no checkpoint yet", error)
+    assert re.fullmatch("error: rank 1 was lost before its first step: .+; there is no checkpoint yet", error)
 
 
 @pytest.mark.ranks

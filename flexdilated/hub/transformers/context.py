@@ -22,6 +22,8 @@ from flexdilated.call import EXCHANGES
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
 from flexdilated.distributed.telling import known, telling
+from flexdilated.distributed.waits import Wait
+from flexdilated.distributed.words import global_ranks
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
@@ -310,8 +312,10 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
     """
     mine = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
     told: list[Any] = [None] * context.mesh.size()
-    dist.all_gather_object(told, mine, group=context.mesh.get_group())
-    held = [(rank, *each) for rank, each in enumerate(told) if None not in each]
+    group = context.mesh.get_group()
+    with Wait(group, "the comparison of labels").for_all():
+        dist.all_gather_object(told, mine, group=group)
+    held = [(rank, *each) for rank, each in zip(global_ranks(group), told) if None not in each]
     for (one, _, behind), (other, first, _) in pairwise(held):
         if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
             error = ValueError(

@@ -1,0 +1,92 @@
+"""What ranks waited in that lost each other: what a transport says of it names addresses at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from flexdilated.distributed.agreement import LAST_PAUSE, posts_of
+from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named
+
+MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
+
+_told: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()  # when this rank last told the others of a wait
+
+
+class Wait:
+    """What a rank of a group waits in, which it tells the others where one of them does not come.
+
+    Args:
+        group: The ranks.
+        call: What this one waits in, in words.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
+        self._group, self._call = group, call
+        # The word of an error that was caught is taken back, but not while others may be on their way to read it.
+        if time.monotonic() - _told.get(group, float("inf")) > 2 * MOMENT:
+            del _told[group]
+            with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+                store, here = self._posts()
+                store.delete_key(f"{here}/{group.rank()}")
+
+    @contextmanager
+    def for_rows(self, peers: Sequence[int]) -> Iterator[None]:
+        """Until rows of these ranks of the group have come, and theirs have gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            peers, ranks = list(dict.fromkeys(peers)), global_ranks(self._group)
+            few = " or ".join(f"rank {ranks[peer]}" for peer in peers)
+            raise RuntimeError(
+                f"{few if len(peers) <= MAX_ITEMS else f'one of {len(peers)} ranks'} must exchange rows with this rank, but ended, "
+                f"stopped or made other calls of dilated_attention: {error}; {self.tell(peers, error)}"
+            ) from error
+
+    @contextmanager
+    def for_all(self) -> Iterator[None]:
+        """Until all ranks of the group have taken part."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: {error}; "
+                f"{self.tell(range(self._group.size()), error)}"
+            ) from error
+
+    def tell(self, peers: Sequence[int], error: RuntimeError) -> str:
+        """Tell the others of this wait; in which calls this rank and its peers were, as far as they have told.
+
+        Ranks that mix up two calls wait for each other, and the time of both ends at about one moment: the first waits a little for
+        the other's word, or the other finds the first's. Where a connection is closed its other end may be about to tell. Who is
+        dead or stopped has no word.
+        """
+        rank, is_over = self._group.rank(), "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        asked, calls = [peer for peer in peers if peer != rank], {rank: self._call}
+        _told[self._group] = time.monotonic()
+        end = _told[self._group] + (MOMENT if is_over else MOMENT / 4)
+        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+            store, here = self._posts()
+            store.set(f"{here}/{rank}", self._call)
+            while True:
+                for peer in asked:
+                    if peer not in calls and store.check([key := f"{here}/{peer}"]):
+                        calls[peer] = store.get(key).decode()
+                if len(calls) > len(asked) or time.monotonic() >= end:
+                    break
+                time.sleep(LAST_PAUSE)
+        ranks = global_ranks(self._group)
+        told = [f"{named(those)} waited in {call}" for call, those in holders((ranks[peer], call) for peer, call in calls.items())]
+        silent = [ranks[peer] for peer in asked if peer not in calls]
+        return "; ".join([*told, f"{named(silent)} did not tell of a wait"] if silent else told)
+
+    def _posts(self) -> tuple[AnsweringStore, str]:
+        """The store, and what the keys of the ranks' words begin with there."""
+        store, life = posts_of(self._group, timedelta(seconds=MOMENT))
+        return store, f"{life}/waited"
