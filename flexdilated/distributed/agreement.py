@@ -12,6 +12,7 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._guards import CompileContext
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import flexdilated
@@ -48,8 +49,14 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     rounds, if this rank caught its error.
     """
     if group.size() > 1:
-        with suppress(TimeoutError, dist.DistNetworkError):  # of a store that is gone: this rank has its own error to tell
+        with suppress(TimeoutError, RuntimeError):  # of a store that is gone, or full: this rank has its own error to tell
             _ledger(group).withdraw(reason)
+
+
+def withdraw_later(group: dist.ProcessGroup) -> None:
+    """Say while a compiler traces a call, which it may do several times, that this rank refuses it; told before its next call."""
+    if group.size() > 1:
+        _ledger(group).traced.add(str(CompileContext.current_compile_id()))
 
 
 @contextmanager
@@ -59,8 +66,9 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     Raises:
         RuntimeError: If another thread of this process is inside one: calls of threads have no order that ranks could share.
     """
-    turn = _ledger(group).turn
-    if not turn.acquire(blocking=False):
+    ledger = _ledger(group)
+    if not ledger.turn.acquire(blocking=False):
+        ledger.refused += 1  # of a thread whose next call must not be taken for this one
         raise RuntimeError(
             "dilated_attention must run in one thread at a time over one mesh, got a call during another; "
             "give each thread a mesh of its own"
@@ -68,7 +76,7 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     finally:
-        turn.release()
+        ledger.turn.release()
 
 
 def number_of_call(group: dist.ProcessGroup) -> int:
@@ -113,6 +121,7 @@ class Ledger:
         self.made = 0  # calls since the last round; below 0 if that refused a call which this rank has still to make,
         self.refused_ahead = ""  # with these words
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
+        self.traced: set[str] = set()  # compilations in which this rank has refused a call
         self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
@@ -120,6 +129,9 @@ class Ledger:
 
     def agree(self, plan: Mapping[str, object], timeout: timedelta) -> None:
         """As the function `agree`, waiting for the others for `timeout` at most."""
+        while self.traced:
+            self.traced.pop()
+            self.withdraw("torch.compile could not trace its arguments")
         try:
             key = digest(plan)
         except TypeError as error:
@@ -138,9 +150,9 @@ class Ledger:
             self.made -= count
             kind, message, count = self._round(fields, end, timeout)
         self.made = self.made - count if kind == "refused" else 0
-        if kind == "refused":
+        if kind in ("refused", "overdue"):  # the others may have gone on to exchange rows of it
             self.refused += 1
-        elif kind != "overdue":
+        else:
             self.exchanged, self.refused = count, 0
         if kind:
             raise (TimeoutError if kind == "overdue" else ValueError)(message)
@@ -253,19 +265,18 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
 
 
 def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, int]:
-    """The outcome of a round to which all ranks came: kind, message, and the calls that exchanged rows so far."""
+    """The outcome of a round to which all ranks came: kind, message, and the last number that a call of any rank has."""
     plans, least, most = zip(*(json.loads(post) for post in posts))
     differences = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         values = [plan.get(name, ["nothing", ""]) for plan in plans]
         if any(value[1] != values[0][1] for value in values):
             differences.append(f"{name}, got {_listed(ranks, values)}")
-    count = max(least)
-    if count > min(most):
+    if max(least) > min(most):
         differences.append(f"how many calls they made before this one, got {_listed(ranks, [[str(n), str(n)] for n in most])}")
     if not differences:
-        return "", "", count
-    return "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", count
+        return "", "", max(most)
+    return "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", max(most)
 
 
 def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:

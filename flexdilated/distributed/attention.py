@@ -30,7 +30,7 @@ from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, tell
+from flexdilated.distributed.telling import all_know, refuse_in_trace, tell
 from flexdilated.distributed.waits import Wait
 
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
@@ -77,7 +77,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 "autograd keeps them"
             )
     except Exception as error:  # of a score or mask function too
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            refuse_in_trace(group_name)
+        else:
             tell(mesh, error)  # the other ranks would wait for this one
         raise
     if by_autograd:

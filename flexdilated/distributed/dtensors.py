@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from flexdilated.call import Call, check_mods
-from flexdilated.distributed.telling import tell
+from flexdilated.distributed.telling import refuse_in_trace, tell
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -43,6 +43,24 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         ValueError: If their placements differ, or `mesh` or `shard_lengths` are given where they are sharded on tokens.
         NotImplementedError: If a placement is none of replicated, sharded on batch, tokens or heads, or two axes shard one dim.
     """
+    try:
+        q, k, v, layout = _alike(q, k, v)
+        axis = layout.axis(TOKENS)
+        call = _narrowed(q, k, layout, call, call.mesh if axis is None else _axis_of(layout.mesh, axis))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        mesh = _waiting((q, k, v), call)
+        if mesh is not None and torch.compiler.is_compiling():
+            refuse_in_trace(mesh.get_group().group_name)
+        elif mesh is not None:
+            tell(mesh, error)
+        raise
+    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
+    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
+    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor, _Layout]:
+    """DTensors of one layout, and that."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name} must be a DTensor where q, k or v is one, got {type(x).__name__}")
@@ -53,17 +71,18 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     for name, x in (("k", k), ("v", v)):
         if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
-    axis = layout.axis(TOKENS)
-    mesh = call.mesh if axis is None else _axis_of(layout.mesh, axis)
-    try:
-        call = _narrowed(q, k, layout, call, mesh)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if mesh is not None and not torch.compiler.is_compiling():
-            tell(mesh, error)  # the other ranks would wait for this one
-        raise
-    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
-    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
+    return q, k, v, layout
+
+
+def _waiting(tensors: Sequence[Tensor], call: Call) -> DeviceMesh | None:
+    """The ranks that would wait for this one, which refuses its tensors: those that hold the tokens of one of them."""
+    for x in tensors:
+        if isinstance(x, DTensor):
+            for axis, placement in enumerate(x.placements):
+                if isinstance(placement, Shard) and placement.dim % 4 == TOKENS:
+                    mesh = x.device_mesh
+                    return None if mesh.ndim > 1 and mesh.mesh_dim_names is None else _axis_of(mesh, axis)
+    return call.mesh if isinstance(call.mesh, DeviceMesh) else None
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.distributed.telling import all_know
 from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import global_ranks
+from flexdilated.distributed.words import shown
 
 Batch = TypeVar("Batch")
 
@@ -256,7 +255,9 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     """The shards of all ranks of a group, one after another along `dim`."""
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
-    _check_alike(x, lengths, dim, group)
+    described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
+    wait = Wait(group, f"unshard_sequence of {described}")
+    _check_alike(x, lengths, dim, wait)
     whole = _whole(x, lengths, dim)
     longest = max(lengths)
     if whole.numel() == 0:  # on every rank
@@ -266,31 +267,18 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     padded = x.new_zeros(longest, *rest)
     padded[: lengths[rank]] = x.movedim(dim, 0)
     shards = x.new_empty(len(lengths), longest, *rest)
-    with Wait(group, "unshard_sequence").for_all():
+    with wait.for_all():
         dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
     return whole
 
 
-@all_know
-def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> None:
+def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, wait: Wait) -> None:
     """Refuse shards that are not those of the other ranks: messages of other sizes end a process, or are taken for whole ones."""
     rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
-    mine = torch.tensor([zlib.crc32(repr(rest).encode()), *lengths], device=x.device)
-    told = mine.new_empty(len(lengths), len(mine))
-    with Wait(group, "unshard_sequence").for_all():
-        dist.all_gather(list(told), mine, group=group)
-    is_same = (told == told[0]).all(dim=1)
     message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
-    if x.device.type != "cpu":  # to read it would wait for the device
-        torch._assert_async(is_same.all(), message)
-    elif not bool(is_same.all()):
-        other = int(is_same.int().argmin())
-        first, others = told[0, 1:].tolist(), told[other, 1:].tolist()
-        one, other = (global_ranks(group)[rank] for rank in (0, other))
-        got = f"shard_lengths={first} on rank {one} and {others} on rank {other}" if first != others else f"others on rank {other}"
-        raise ValueError(f"{message}, got {got}")
+    wait.check_same([zlib.crc32(repr(rest).encode()), *lengths], x.device, message)
 
 
 @_gather.register_fake

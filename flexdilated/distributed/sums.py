@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.distributed.agreement import agree
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.waits import Wait
+from flexdilated.distributed.words import digest, shown
 
 
 class Sums:
@@ -24,7 +25,8 @@ class Sums:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
-        self._mesh = mesh
+        self._group, self._device_type = mesh.get_group(), mesh.device_type
+        self._wait = Wait(self._group, "sums")
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
         """Tokens of each rank, where x `(B, n, ...)` is this one's.
@@ -33,18 +35,24 @@ class Sums:
             ValueError: If x is not on the device of the mesh, or the lengths do not fit.
             TypeError: If a length is no integer.
         """
-        if x.device.type != self._mesh.device_type:
-            raise ValueError(f"q must be on the device of mesh={self._mesh.device_type}, got {x.device}")
+        if x.device.type != self._device_type:
+            raise ValueError(f"q must be on the device of mesh={self._device_type}, got {x.device}")
         return declared_lengths(self.rank, self.num_ranks, x.shape[1], shard_lengths)
 
     def agree(self, call: str, described: Mapping[str, object]) -> None:
-        """Return once all ranks are known to make this call.
+        """Return once all ranks are known to make this call, and not another that they have agreed on before.
 
         Raises:
             ValueError: If they differ, or one refused.
             TimeoutError: If a rank does not come.
         """
-        agree(self._mesh.get_group(), {"call": call, **described})
+        if self.num_ranks == 1:
+            return
+        agree(self._group, {"call": call, **described})
+        self._wait = Wait(self._group, f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}")
+        # As many numbers as where shards are put together, so that such a call is not taken for this one either.
+        numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[0] * self.num_ranks]
+        self._wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""
@@ -59,7 +67,6 @@ class Sums:
     def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.num_ranks > 1:
             x = x.contiguous()
-            group = self._mesh.get_group()
-            with Wait(group, "attention_map").for_all():
-                dist.all_reduce(x, how, group=group)
+            with self._wait.for_all():
+                dist.all_reduce(x, how, group=self._group)
         return x

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import withdraw
+from flexdilated.distributed.agreement import withdraw, withdraw_later
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -41,6 +42,22 @@ def tell(mesh: DeviceMesh, error: Exception) -> None:
     if mesh.size() > 1 and not hasattr(error, MARK):
         withdraw(mesh.get_group(), str(error) or type(error).__name__)
         known(error)
+
+
+def refuse_in_trace(group_name: str) -> None:
+    """What `tell` is while a compiler traces, which runs this at once: under fullgraph=True a refusal is an error of the compiler.
+
+    Else the call is made once more uncompiled, and refused there.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import, and here already
+
+    with suppress(AttributeError):  # of other tracers, after which no call is made
+        tracer = InstructionTranslator.current_tx()
+        if tracer.one_graph or tracer.error_on_graph_break:
+            withdraw_later(distributed_c10d._resolve_process_group(group_name))  # type: ignore[attr-defined, arg-type, unused-ignore]
+
+
+vars(refuse_in_trace)["_dynamo_marked_constant"] = True  # as `torch.compiler.assume_constant_result` does, which loads dynamo
 
 
 @contextmanager

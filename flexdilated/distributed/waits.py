@@ -8,10 +8,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from flexdilated.distributed.agreement import LAST_PAUSE, posts_of
 from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.telling import all_know
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -46,7 +48,7 @@ class Wait:
             few = " or ".join(f"rank {ranks[peer]}" for peer in peers)
             raise RuntimeError(
                 f"{few if len(peers) <= MAX_ITEMS else f'one of {len(peers)} ranks'} must exchange rows with this rank, but ended, "
-                f"stopped or made other calls of dilated_attention: {error}; {self.tell(peers, error)}"
+                f"stopped or made other calls of dilated_attention: {error}; {self.tell(peers, _moment(error))}"
             ) from error
 
     @contextmanager
@@ -57,20 +59,33 @@ class Wait:
         except RuntimeError as error:
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: {error}; "
-                f"{self.tell(range(self._group.size()), error)}"
+                f"{self.tell(range(self._group.size()), _moment(error))}"
             ) from error
 
-    def tell(self, peers: Sequence[int], error: RuntimeError) -> str:
-        """Tell the others of this wait; in which calls this rank and its peers were, as far as they have told.
+    @all_know
+    def check_same(self, numbers: Sequence[int], device: torch.device, message: str) -> None:
+        """Return when all ranks have told as many numbers, and the same.
 
-        Ranks that mix up two calls wait for each other, and the time of both ends at about one moment: the first waits a little for
-        the other's word, or the other finds the first's. Where a connection is closed its other end may be about to tell. Who is
-        dead or stopped has no word.
+        Raises:
+            ValueError: With the message, if they differ, on every rank. On other devices than a CPU an assertion fails there: to
+                read them would wait for the device.
         """
-        rank, is_over = self._group.rank(), "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        mine = torch.tensor(numbers, device=device)
+        told = mine.new_empty(self._group.size(), len(mine))
+        with self.for_all():
+            dist.all_gather(list(told), mine, group=self._group)
+        is_same = (told == told[0]).all()
+        if device.type != "cpu":
+            torch._assert_async(is_same, message)
+        elif not bool(is_same):
+            raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT)}")
+
+    def tell(self, peers: Sequence[int], seconds: float) -> str:
+        """Tell the others of this wait; in which calls this rank and its peers were, as far as they tell within some seconds."""
+        rank = self._group.rank()
         asked, calls = [peer for peer in peers if peer != rank], {rank: self._call}
         _told[self._group] = time.monotonic()
-        end = _told[self._group] + (MOMENT if is_over else MOMENT / 4)
+        end = _told[self._group] + seconds
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             store, here = self._posts()
             store.set(f"{here}/{rank}", self._call)
@@ -90,3 +105,13 @@ class Wait:
         """The store, and what the keys of the ranks' words begin with there."""
         store, life = posts_of(self._group, timedelta(seconds=MOMENT))
         return store, f"{life}/waited"
+
+
+def _moment(error: RuntimeError) -> float:
+    """How long to wait for the words of others.
+
+    Ranks that mix up two calls wait for each other, and the time of both ends at about one moment: the first waits a little for the
+    other's word, or the other finds the first's. Where a connection is closed its other end may be about to tell. Who is dead or
+    stopped has no word.
+    """
+    return MOMENT if "timed out" in str(error).lower() or "timeout" in str(error).lower() else MOMENT / 4

@@ -416,8 +416,7 @@ def test_a_refused_call_counts_whether_the_others_exchanged_rows_or_not(pair: li
         assert pair[0].number() == 1
     pair[1].withdraw("scale must be finite, got nan")
     assert round_of(pair, {}) == [None] * 2
-    numbers = [ledger.number() for ledger in pair]
-    assert numbers == [1 + others_exchange] * 2
+    assert [ledger.number() for ledger in pair] == [2, 2]
 
 
 def test_a_rank_that_goes_on_after_its_refusal_takes_another_number_than_those_that_wait(pair: list[Ledger]) -> None:
@@ -462,6 +461,42 @@ def test_last_rank_that_ends_before_it_compares(
 
     with over_once(ended.is_set):
         assert together([lambda: pair[0].agree({"heads": 3}, SHORT), last]) == [outcome, "TimeoutError: ended"]
+
+
+def test_a_call_in_which_no_other_rank_came_has_a_number(pair: list[Ledger]) -> None:
+    """The others may wait in it, under a plan that they know, for rows of this rank, whose next call has another number."""
+    assert [ledger.number() for ledger in pair] == [1, 1]
+    with over_once(all_posted(pair[0])):
+        assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")
+    assert [ledger.number() for ledger in pair] == [3, 2]
+    assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")  # it comes late, to its own number
+    assert [ledger.number() for ledger in pair] == [4, 4]
+
+
+def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
+    """Also where a refusal is behind them: a backward may still wait under the last number."""
+    numbers = []
+    for step in range(3):
+        numbers += [[ledger.number() for ledger in pair]]
+        together([lambda: pair[0].agree({"refused": step}, LONG), lambda: pair[1].withdraw("x")])  # noqa: B023
+        numbers += [[ledger.number() for ledger in pair]]
+        assert round_of(pair, {"step": step}) == [None] * 2
+        assert None not in round_of(pair, {"differ": step}, {"differ": -1})
+    first, second = zip(*numbers)
+    assert first == second
+    assert sorted(set(first)) == list(first)
+
+
+def test_a_call_refused_while_it_was_traced_is_refused_before_the_next(pair: list[Ledger]) -> None:
+    pair[1].withdraw("q must be a tensor, got list")
+    pair[1].traced |= {"[0/0]", "[0/1]"}
+    with over_once(lambda: pair[1].store.check(["1/3/1"])):
+        late = str(attempt(lambda: pair[1].agree(PLAN, SHORT)))
+    assert late.startswith("TimeoutError: rank 0 must take part in dilated_attention over this mesh within 0.2 s")
+    assert pair[1].refused == 4
+    texts = ["q must be a tensor, got list", *["torch.compile could not trace its arguments"] * 2]
+    for text in texts:
+        assert attempt(lambda: pair[0].agree(PLAN, SHORT)) == f"ValueError: rank 1 refused: {text}"
 
 
 def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:

@@ -1,5 +1,6 @@
 """Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ import torch.autograd.forward_ad as fwAD
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import agreement, exchange, unshard_sequence, waits
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.answering import AnsweringStore
@@ -303,6 +305,39 @@ def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: boo
             assert_right(out, inputs, rank, 4)
 
 
+def check_refusals_count(rank: int, mesh: DeviceMesh, kind: str) -> None:
+    """A call that was refused has a number: a rank that goes on alone must not take its next one for that in which others wait."""
+    good = [x.detach() for x in shard(rank, 3)]
+
+    def of_dtensors(bad: bool) -> Tensor:
+        q, k, v = (DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in good)
+        return dilated_attention(q, k, v.to_local() if bad else v, PATTERN).to_local()
+
+    def masked(mask: Tensor) -> Tensor:
+        return dilated_attention(*good, PATTERN, mesh=mesh, key_padding_mask=mask)
+
+    compiled = torch.compile(masked, backend="aot_eager", fullgraph=kind == "compiled whole")
+
+    def of_masks(bad: bool) -> Tensor:
+        return compiled(torch.zeros(1, 7 if bad else TOKENS, dtype=torch.bool))
+
+    call = of_dtensors if kind == "dtensors" else of_masks
+    call(False)
+    ledger = _ledger(mesh.get_group())
+    made = ledger.exchanged + ledger.refused
+    for refused in (1, 2):
+        with pytest.raises((TypeError, ValueError, torch._dynamo.exc.Unsupported)):
+            call(True)
+        assert_right(call(False), good, rank, 3)
+        assert ledger.exchanged + ledger.refused == made + 2 * refused
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["dtensors", "compiled whole", "compiled"])
+def test_refused_calls_are_counted(pair: Ranks, kind: str) -> None:
+    pair.run(check_refusals_count, kind)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("exchange_name", ["gather", "ring", "heads"])
 def test_messages_without_tags_carry_their_number(pair: Ranks, exchange_name: str) -> None:
@@ -337,17 +372,18 @@ def ranks_on(store: AnsweringStore, moment: float) -> Iterator[Callable[[int, st
 
 
 LOST, OVER = RuntimeError("Connection closed"), RuntimeError("Timed out waiting 3 s")
+SOON, LATER = 0.0, 0.2
 
 
 def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> None:
     store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
     with ranks_on(store, 0.2) as wait:
-        assert wait(0, "call 1").tell([1, 2], OVER) == "rank 4 waited in call 1; ranks 5, 6 did not tell of a wait"
+        assert wait(0, "call 1").tell([1, 2], LATER) == "rank 4 waited in call 1; ranks 5, 6 did not tell of a wait"
         others = "rank 4 waited in call 1; rank 6 did not tell of a wait"
-        assert wait(1, "call 2").tell([0, 2], LOST) == f"rank 5 waited in call 2; {others}"
-        assert wait(1, "call 1").tell([0], OVER) == "ranks 5, 4 waited in call 1"
+        assert wait(1, "call 2").tell([0, 2], SOON) == f"rank 5 waited in call 2; {others}"
+        assert wait(1, "call 1").tell([0], LATER) == "ranks 5, 4 waited in call 1"
         store.gone = TimeoutError("silent")
-        assert wait(1, "call 4").tell([0], OVER) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+        assert wait(1, "call 4").tell([0], LATER) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
 
 
 @pytest.mark.parametrize("error", [LOST, OVER])
@@ -357,20 +393,25 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
     def sleep(seconds: float) -> None:  # between two looks the other rank tells
         store.set("1/waited/1", "call 2")
 
-    with ranks_on(store, 30.0) as wait, mock.patch.object(waits, "time", mock.Mock(monotonic=time.monotonic, sleep=sleep)):
-        assert wait(0, "call 1").tell([1], error) == "rank 4 waited in call 1; rank 5 waited in call 2"
+    with (
+        ranks_on(store, 30.0) as wait,
+        mock.patch.object(waits, "time", mock.Mock(monotonic=time.monotonic, sleep=sleep)),
+        pytest.raises(RuntimeError, match=r"; rank 4 waited in call 1; rank 5 waited in call 2$"),
+        wait(0, "call 1").for_rows([1]),
+    ):
+        raise error
 
 
 def test_the_word_of_an_error_that_was_caught_is_taken_back() -> None:
     with ranks_on(AnsweringStore(dist.HashStore(), timedelta(seconds=1)), 30.0) as wait:
-        wait(0, "call 1").tell([], LOST)
+        wait(0, "call 1").tell([], SOON)
         wait(0, "call 2")  # at once: another rank may be on its way to the word of call 1
-        assert wait(1, "call 1").tell([0], LOST) == "ranks 5, 4 waited in call 1"
+        assert wait(1, "call 1").tell([0], SOON) == "ranks 5, 4 waited in call 1"
         with mock.patch.object(waits, "MOMENT", 0.0):
             wait(0, "call 3")
-            assert wait(1, "call 4").tell([0], LOST) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
-        wait(0, "call 5").tell([], LOST)
-        assert wait(1, "call 5").tell([0], LOST) == "ranks 5, 4 waited in call 5"
+            assert wait(1, "call 4").tell([0], SOON) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+        wait(0, "call 5").tell([], SOON)
+        assert wait(1, "call 5").tell([0], SOON) == "ranks 5, 4 waited in call 5"
 
 
 @pytest.mark.parametrize(
@@ -414,7 +455,7 @@ def leave_a_collective(rank: int, mesh: DeviceMesh) -> None:
     call = (lambda: unshard_sequence(inputs[0], mesh)) if rank == 0 else (lambda: dilated_attention(*inputs, PATTERN, mesh=mesh))
     with PATIENT, pytest.raises(RuntimeError, match=r"must (exchange rows|take part in unshard_sequence)") as caught:
         call()
-    assert "rank 0 waited in unshard_sequence" in str(caught.value)
+    assert "rank 0 waited in unshard_sequence of shape=(1, 13, 3, 5), dtype=torch.float64, dim=1, " in str(caught.value)
     assert "rank 1 waited in call 2 with DilatedPattern(" in str(caught.value)
 
 
@@ -422,3 +463,35 @@ def leave_a_collective(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 def test_a_collective_names_the_calls_of_the_ranks(breaking: Ranks) -> None:
     breaking.run(leave_a_collective)
+
+
+def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
+    """Two maps that ranks have agreed on before, and a map against shards that are put together."""
+    q, k, _ = (x.detach() for x in shard(rank, 1))
+
+    def query(number: int) -> Tensor:
+        return attention_map(q, k, PATTERN, queries=number, mesh=mesh)
+
+    for number in (5, 9):
+        query(number)
+    cases = [(lambda: query(5), lambda: query(9)), (lambda: query(5), lambda: unshard_sequence(q[:0], mesh))]
+    for calls in cases:
+        for _ in range(2):  # and again, once both have caught it
+            with pytest.raises(ValueError, match=r"must be the same .*on all ranks, got others: ") as caught:
+                calls[rank]()
+            assert "rank 0 waited in attention_map of queries=[5], pattern=" in str(caught.value)
+            assert re.search(
+                r"rank 1 waited in (attention_map of queries=\[9\]|unshard_sequence of shape=\(0, 13)", str(caught.value)
+            )
+    whole_q, whole_k, _ = whole(1)
+    expected = attention_map(whole_q, whole_k, PATTERN, queries=5)
+    torch.testing.assert_close(query(5), expected[..., rank * TOKENS : (rank + 1) * TOKENS], **EXACT)
+
+
+@pytest.mark.ranks
+def test_maps_in_another_order_are_an_error_on_both_ranks(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path)
+    try:
+        ranks.run(maps_in_another_order)
+    finally:
+        ranks.kill()
