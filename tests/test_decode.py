@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.decode import DilatedKVCache
-from flexdilated.decode.store import BLOCK
+from flexdilated.decode.tokens import BLOCK
 from tests.cases import least_heads, patterns
 from tests.tolerances import EXACT, assert_twice_naive
 

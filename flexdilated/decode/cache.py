@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from flexdilated.decode.arguments import (
     checked_indices,
     checked_length,
 )
-from flexdilated.decode.store import BLOCK, Overwritten, Store, Tokens, marked
+from flexdilated.decode.store import Overwritten, Store, kept_where_refused
+from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 from flexdilated.distributed.telling import tells_others
 from flexdilated.pattern import DilatedPattern
 
@@ -125,6 +127,7 @@ class DilatedKVCache:
         runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
         with torch.inference_mode(False):  # what is allocated inside could not be written to outside
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)
             heads = range(first_head, first_head + num_kv_heads)
             held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
@@ -238,7 +241,7 @@ class DilatedKVCache:
             return self._attend_shards(q, k, v, lengths, softmax, backend, shards)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, softmax: Softmax, backend: str) -> Tensor:
-        new, added, is_real = self._new(k, v, lengths)
+        new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths)
         past = self._state_before(new, added) if self.records_past else None
         if past is None and self._past:
             self._past.clear()  # what it knows is no longer what came last
@@ -275,7 +278,7 @@ class DilatedKVCache:
             return self._attend(q, k, v, lengths, softmax, backend)[:, start : start + here]
         if torch.compiler.is_compiling():  # rows are dealt by where they are found
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
-        new, added, is_real = self._new(k, v, lengths, start, sum(shards))
+        new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths, start, sum(shards))
         out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards))
         marks = ranks.marks(new, added, shards)
         if marks is not None:
@@ -285,22 +288,6 @@ class DilatedKVCache:
         self._is_empty = False
         self._past.clear()
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
-
-    def _new(
-        self, k: Tensor, v: Tensor, lengths: Tensor | None, start: int = 0, num_tokens: int | None = None
-    ) -> tuple[Tokens, Tensor, Tensor | None]:
-        """New tokens, from the `start`-th of `num_tokens` on; `(B,)`, how many a sequence has; `(B, T)`, which are no padding."""
-        num_tokens = k.shape[1] if num_tokens is None else num_tokens
-        added = torch.full_like(self._lengths, num_tokens) if lengths is None else lengths
-        if self.max_length is not None:
-            torch._assert_async(
-                (self._lengths + added <= self.max_length).all(), f"lengths must stay within max_length={self.max_length}"
-            )
-        if lengths is None:
-            return marked(k, v), added, None
-        is_real = torch.arange(start, start + k.shape[1], device=k.device) < lengths[:, None]
-        k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
-        return marked(k, v), added, is_real
 
     def _call(self, scale: float | None, backend: str) -> Call:
         """Of the first tokens of all sequences."""
@@ -321,11 +308,13 @@ class DilatedKVCache:
     def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
         positions = self.new_positions(1)  # (B, 1)
-        for store in self._stores:
-            store.put(new, positions[:, 0], added > 0)
-        # Where nothing was added the output is padding, whatever is seen.
-        parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
-        out = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
+        can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
+        with kept_where_refused(self._stores, positions) if can_be_refused else nullcontext():
+            for store in self._stores:
+                store.put(new, positions[:, 0], added > 0)
+            # Where nothing was added the output is padding, whatever is seen.
+            parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
+            out = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
@@ -333,7 +322,7 @@ class DilatedKVCache:
         """The outputs, of which each rank has a part where rows are dealt."""
         if self._ranks is None or self._ranks.size == 1:
             return parts
-        return self._ranks.merged(parts, torch.cat([self._lengths, added]), scale).to(self.dtype)
+        return self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), scale).to(self.dtype)
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
@@ -367,6 +356,7 @@ class DilatedKVCache:
         tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
         for x in tensors:
             x.copy_(x.index_select(0, indices))
+        self._order.copy_(self._reordered(indices))
         self._past.clear()
 
     def select(self, indices: Tensor) -> None:
@@ -385,11 +375,14 @@ class DilatedKVCache:
             raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
         indices = checked_indices(indices, self._lengths)
         with torch.inference_mode(False):
-            self._lengths = self._lengths.index_select(0, indices)
+            self._lengths, self._order = self._lengths.index_select(0, indices), self._reordered(indices)
             for store in self._stores:
                 store.select(indices)
         self.batch_size = indices.shape[0]
         self._past.clear()
+
+    def _reordered(self, indices: Tensor) -> Tensor:
+        return 1_000_003 * self._order.index_select(0, indices) + indices + 1  # a hash, modulo 2 ** 64
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the tokens of each sequence from position `length` on; a shorter sequence stays as it is.
@@ -440,6 +433,7 @@ class DilatedKVCache:
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
         self._lengths.zero_()
+        self._order.zero_()
         for store in self._stores:
             for x in store.rows_held:
                 x.zero_()

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import attend
 from flexdilated.backends.hardware import holds_values
 from flexdilated.call import EXCHANGES, Call
-from flexdilated.decode.store import Store, Tokens
+from flexdilated.decode.store import Store
+from flexdilated.decode.tokens import Tokens
 from flexdilated.distributed.agreement import agree, in_turn, number_of_call
 from flexdilated.distributed.attention import TAGS
 from flexdilated.distributed.exchange import GroupTransport
@@ -139,7 +140,8 @@ class Ranks:
         """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it.
 
         Raises:
-            ValueError: If the ranks make other calls, hold caches of other lengths, or add others: `lengths` `(2 * B,)`.
+            ValueError: If the ranks make other calls, hold caches of other lengths, add others, or have reordered sequences
+                otherwise: `lengths` `(3 * B,)`.
         """
         return _merged(parts, lengths, scale, self.group_name, self._described)
 
@@ -167,20 +169,20 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
     return told[0, :-1]
 
 
-def check_same(lengths: Tensor, ranks: Sequence[int]) -> None:
+def check_same(told: Tensor, ranks: Sequence[int], what: str = "lengths of a cache and of a call", how: str = "") -> None:
     """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ; `ranks` are their numbers.
 
     Raises:
         ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.
     """
-    is_same = (lengths == lengths[0]).all(dim=1)
-    if lengths.device.type != "cpu":
-        torch._assert_async(is_same.all(), "lengths of a cache and of a call must be the same on all ranks")
+    is_same = (told == told[0]).all(dim=1)
+    if told.device.type != "cpu":
+        torch._assert_async(is_same.all(), f"{what} must be the same on all ranks")
     elif not bool(is_same.all()):
         other = int(is_same.int().argmin())
         raise ValueError(
-            f"lengths of a cache and of a call must be the same on all ranks, got {lengths[0].tolist()} on rank {ranks[0]} and "
-            f"{lengths[other].tolist()} on rank {ranks[other]}; every rank makes the same calls"
+            f"{what} must be the same on all ranks, got {how}{told[0].tolist()} on rank {ranks[0]} and "
+            f"{told[other].tolist()} on rank {ranks[other]}; every rank makes the same calls"
         )
 
 
@@ -210,7 +212,9 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     with in_turn(group):
         agree(group, call)
         _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-    check_same(messages[:, :size].contiguous().view(torch.int64), global_ranks(group))
+    told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
+    check_same(told[:, :num_lengths], global_ranks(group))
+    check_same(told[:, num_lengths:], global_ranks(group), "the order of the sequences of a cache", "by hashes ")
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

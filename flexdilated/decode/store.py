@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.backends.hardware import holds_values
 from flexdilated.backends.sdpa import attend_masked
 from flexdilated.decode.arguments import Softmax
+from flexdilated.decode.tokens import Tokens
 from flexdilated.pattern import DilatedPattern, num_kept
-
-# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
-BLOCK = 128
-
-
-class Tokens(NamedTuple):
-    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`, known to be nowhere if `is_plain`."""
-
-    k: Tensor
-    v: Tensor
-    is_marked: Tensor
-    is_plain: bool
-
-    def block(self, start: int) -> Tokens:
-        block = slice(start, start + BLOCK)
-        return Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
 
 
 class Overwritten(NamedTuple):
@@ -43,17 +28,16 @@ class Overwritten(NamedTuple):
     held: Tensor
 
 
-def marked(k: Tensor, v: Tensor) -> Tokens:
-    """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
-    # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
-    largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
-    is_marked = ~(largest < math.inf)  # NaN too
-    # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
-    looks = k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k)
-    if looks and not bool(is_marked.any()):
-        return Tokens(k, v, is_marked, is_plain=True)
-    k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))
-    return Tokens(k, v, is_marked, is_plain=False)
+@contextmanager
+def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
+    """What tokens at `positions` `(B, T)` overwrite inside is put back if an error ends it."""
+    before = [store.overwritten(positions) for store in stores]
+    try:
+        yield
+    except Exception:
+        for store, overwritten in zip(stores, before):
+            store.put_back(overwritten)
+        raise
 
 
 class Store:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,8 @@ from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, name
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
-_told: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()  # when this rank last told the others of a wait
+# When this rank last told the others of a wait, and under which key.
+_told: WeakKeyDictionary[dist.ProcessGroup, tuple[float, str]] = WeakKeyDictionary()
 
 
 class Wait:
@@ -32,11 +34,11 @@ class Wait:
     def __init__(self, group: dist.ProcessGroup, call: str) -> None:
         self._group, self._call = group, call
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
-        if time.monotonic() - _told.get(group, float("inf")) > 2 * MOMENT:
+        told, key = _told.get(group, (float("inf"), ""))
+        if time.monotonic() - told > 2 * MOMENT:
             del _told[group]
             with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-                store, here = self._posts()
-                store.delete_key(f"{here}/{group.rank()}")
+                self._posts()[0].delete_key(key)
 
     @contextmanager
     def for_rows(self, peers: Sequence[int]) -> Iterator[None]:
@@ -78,16 +80,19 @@ class Wait:
         if device.type != "cpu":
             torch._assert_async(is_same, message)
         elif not bool(is_same):
-            raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT)}")
+            # All ranks tell of this, and of no call before it.
+            topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
+            raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")
 
-    def tell(self, peers: Sequence[int], seconds: float) -> str:
+    def tell(self, peers: Sequence[int], seconds: float, topic: str = "waited") -> str:
         """Tell the others of this wait; in which calls this rank and its peers were, as far as they tell within some seconds."""
         rank = self._group.rank()
         asked, calls = [peer for peer in peers if peer != rank], {rank: self._call}
-        _told[self._group] = time.monotonic()
-        end = _told[self._group] + seconds
+        end = time.monotonic() + seconds
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            store, here = self._posts()
+            store, life = self._posts()
+            here = f"{life}/{topic}"
+            _told[self._group] = time.monotonic(), f"{here}/{rank}"
             store.set(f"{here}/{rank}", self._call)
             while True:
                 for peer in asked:
@@ -102,9 +107,8 @@ class Wait:
         return "; ".join([*told, f"{named(silent)} did not tell of a wait"] if silent else told)
 
     def _posts(self) -> tuple[AnsweringStore, str]:
-        """The store, and what the keys of the ranks' words begin with there."""
-        store, life = posts_of(self._group, timedelta(seconds=MOMENT))
-        return store, f"{life}/waited"
+        """The store, and what the keys of these processes begin with there."""
+        return posts_of(self._group, timedelta(seconds=MOMENT))
 
 
 def _moment(error: RuntimeError) -> float:

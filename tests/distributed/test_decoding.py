@@ -24,7 +24,7 @@ from flexdilated.call import Call
 from flexdilated.decode import store as store_module
 from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
-from flexdilated.decode.store import BLOCK
+from flexdilated.decode.tokens import BLOCK
 from flexdilated.distributed import even_shard_lengths, unshard_sequence
 from tests.cases import least_heads
 from tests.distributed.processes import Ranks, each_size
@@ -76,7 +76,9 @@ class Simulated(CacheRanks):
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
 
     def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-        check_same(self.whole(lengths[None], (1,) * self.size, 0), self.numbers)
+        told = self.whole(lengths[None], (1,) * self.size, 0)
+        check_same(told[:, : 2 * len(parts)], self.numbers)
+        check_same(told[:, 2 * len(parts) :], self.numbers, "the order of the sequences of a cache")
         return merge_parts(self.whole(parts[None], (1,) * self.size, 0))
 
 
@@ -527,6 +529,25 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
     torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
 
 
+def check_orders(rank: int, mesh: DeviceMesh) -> None:
+    """Beams that a rank orders for itself; and a step that all refuse leaves every rank's cache as it was."""
+    inputs = draw()
+    cache = DilatedKVCache(LONGNET, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64, mesh=mesh)
+    feed(cache, inputs, 0, 14)  # a segment ends there
+    for change in (cache.reorder, cache.select):
+        other = copy.deepcopy(cache)
+        getattr(other, change.__name__)(torch.tensor([2, 0, 1] if rank else [2, 1, 0]))
+        for tokens in (1, 2):
+            with pytest.raises(ValueError, match=r"^the order of the sequences of a cache must be .*, got by hashes"):
+                feed(other, inputs, 14, 14 + tokens)
+        change(torch.tensor([2, 0, 1]))
+        change(torch.tensor([1, 2, 0]))
+    with pytest.raises(ValueError, match=r"^lengths of a cache and of a call must be the same"):
+        cache.attend(*(x[:, 14:15] for x in inputs), lengths=torch.tensor([1, 1, min(rank, 1)]))
+    cache.crop(13)  # of the segment that the refused token would have overwritten
+    torch.testing.assert_close(feed(cache, inputs, 13, 16), full(inputs, LONGNET)[:, 13:16], **EXACT)
+
+
 def inputs_of(inputs: tuple[Tensor, ...], tokens: int) -> list[Tensor]:
     return [x[:, :tokens] for x in inputs]
 
@@ -579,6 +600,7 @@ def check_decoding(rank: int, mesh: DeviceMesh) -> None:
     with torch.no_grad():
         check_cache(rank, mesh)
         check_faults(rank, mesh)
+        check_orders(rank, mesh)
     check_generation(rank, mesh)
 
 

@@ -1,0 +1,62 @@
+"""The new tokens of a call, as a cache reads them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.hardware import holds_values
+
+# Tokens attended at once where a chunk begins behind stored keys: its mask has as many rows, and a column per stored row.
+BLOCK = 128
+
+
+class Tokens(NamedTuple):
+    """New keys and values `(B, T, Hkv, D)`, finite: 0 where `is_marked` `(B, T, Hkv)`, known to be nowhere if `is_plain`."""
+
+    k: Tensor
+    v: Tensor
+    is_marked: Tensor
+    is_plain: bool
+
+    def block(self, start: int) -> Tokens:
+        block = slice(start, start + BLOCK)
+        return Tokens(self.k[:, block], self.v[:, block], self.is_marked[:, block], self.is_plain)
+
+
+def marked(k: Tensor, v: Tensor) -> Tokens:
+    """Keys and values whose non-finite rows are marks: masked or not, they would reach every output through 0 * inf."""
+    # The largest absolute value, by a reduction that keeps NaN and needs no temporary of the size of k.
+    largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, dim=-1) for x in (k, v)))
+    is_marked = ~(largest < math.inf)  # NaN too
+    # Copies are worth a look at the mark where tokens are many, as in a prompt; where they are few, a look makes the device wait.
+    looks = k.shape[1] > BLOCK and not torch.compiler.is_compiling() and holds_values(k)
+    if looks and not bool(is_marked.any()):
+        return Tokens(k, v, is_marked, is_plain=True)
+    k, v = (x.masked_fill(is_marked[..., None], 0.0) for x in (k, v))
+    return Tokens(k, v, is_marked, is_plain=False)
+
+
+def read_new(
+    held: Tensor,
+    max_length: int | None,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    start: int = 0,
+    num_tokens: int | None = None,
+) -> tuple[Tokens, Tensor, Tensor | None]:
+    """New tokens behind `held` `(B,)` others, from the `start`-th of `num_tokens` on; `(B,)`, how many a sequence has; `(B, T)`,
+    which are no padding."""
+    num_tokens = k.shape[1] if num_tokens is None else num_tokens
+    added = torch.full_like(held, num_tokens) if lengths is None else lengths
+    if max_length is not None:
+        torch._assert_async((held + added <= max_length).all(), f"lengths must stay within max_length={max_length}")
+    if lengths is None:
+        return marked(k, v), added, None
+    is_real = torch.arange(start, start + k.shape[1], device=k.device) < lengths[:, None]
+    k, v = (x.masked_fill(~is_real[..., None, None], 0.0) for x in (k, v))  # a NaN in the padding stays there
+    return marked(k, v), added, is_real
