@@ -20,7 +20,7 @@ from flexdilated.backends.hardware import holds_values
 from flexdilated.call import EXCHANGES, Call
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
-from flexdilated.distributed.agreement import agree, in_turn, number_of_call
+from flexdilated.distributed.agreement import in_turn, number_of_call
 from flexdilated.distributed.attention import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
@@ -134,7 +134,8 @@ class Ranks:
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Sequence[int]) -> None:
         """Return once all ranks are known to make such a call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
-        agree(self.mesh.get_group(), _call_of(self._described, shape, scale) | {"shard_lengths": shard_lengths})
+        described = _call_of(self._described, shape, scale) | {"shard_lengths": shard_lengths}
+        Wait(self.mesh.get_group(), "the first such call of a cache").agree(described)
 
     def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
         """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it.
@@ -196,7 +197,7 @@ def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], rece
     number = number_of_call(group)
     tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    GroupTransport(group, device, 2 * tag, Wait(group, f"call {number}, of a cache")).swap(sends, receives).wait()
+    GroupTransport(group, device, 2 * tag, Wait(group, f"call {number}, of a cache", number)).swap(sends, receives).wait()
 
 
 @all_know
@@ -210,7 +211,7 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     messages[rank] = message
     peers = [peer for peer in range(group.size()) if peer != rank]
     with in_turn(group):
-        agree(group, call)
+        Wait(group, "the first such call of a cache").agree(call)
         _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
     told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
     check_same(told[:, :num_lengths], global_ranks(group))

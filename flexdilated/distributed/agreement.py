@@ -95,6 +95,11 @@ def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringSto
     return AnsweringStore(store, timeout), str(ledger.life)
 
 
+def groups() -> list[dist.ProcessGroup]:
+    """Those in which this process has agreed on something, or refused."""
+    return list(_ledgers)
+
+
 class Ledger:
     """One rank's side of the rounds of one group, and the plans that they settled.
 
@@ -164,6 +169,7 @@ class Ledger:
     def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> tuple[str, str, int]:
         """Take part in the next round: its outcome."""
         here = self._enter()
+        is_over = self.store.check([f"{here}/outcome"])
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
@@ -171,12 +177,14 @@ class Ledger:
         else:
             outcome = self._wait(here, end, timeout)
         kind, message, count = json.loads(outcome)
-        return kind, message, count
+        return kind, f"{message}; that was before this rank came" if kind == "overdue" and is_over else message, count
 
     def withdraw(self, reason: str) -> None:
         """As the function `withdraw`."""
         self.made += 1
         self.refused += 1
+        # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
+        self.store.set(f"{self.life}/refused/{self.rank}", json.dumps([self.exchanged + self.refused, reason]))
         if self.refused_ahead and self.made == 0:
             self.refused_ahead = ""
             return

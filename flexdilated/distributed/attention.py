@@ -25,7 +25,7 @@ from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguou
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
-from flexdilated.distributed.agreement import agree, in_turn, number_of_call, withdraw
+from flexdilated.distributed.agreement import in_turn, number_of_call, withdraw
 from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
@@ -115,7 +115,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
     seed = draw_seed(call.dropout_p, call.first_sequence)
     share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
     with in_turn(group):
-        agree(group, described)
+        Wait(group, f"the first call with {plan.pattern}").agree(described)
         number = 0 if plan.is_local else number_of_call(group)
 
         def transport(backward: bool) -> Transport:
@@ -222,7 +222,7 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     share = _share(plan, chosen, inputs, flat, place)
     device = inputs.q.device
     with in_turn(group), without_autocast(device):
-        agree(group, described)
+        Wait(group, f"the first call with {plan.pattern}").agree(described)
         # A call that moves nothing has no number: a rank may make it alone.
         number = 0 if plan.is_local else number_of_call(group)
         transport = _transport(group, plan, device, contract, number, backward=False)
@@ -294,4 +294,4 @@ def _transport(
     if plan.is_local:
         return Silence()
     call = f"{'the backward of ' if backward else ''}call {number} with {plan.pattern}, {contract:x} of plan and options"
-    return GroupTransport(group, device, _tag(contract, number, backward=backward), Wait(group, call))
+    return GroupTransport(group, device, _tag(contract, number, backward=backward), Wait(group, call, number))

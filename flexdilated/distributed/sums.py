@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import agree
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import digest, shown
@@ -48,8 +47,8 @@ class Sums:
         """
         if self.num_ranks == 1:
             return
-        agree(self._group, {"call": call, **described})
         self._wait = Wait(self._group, f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}")
+        self._wait.agree({"call": call, **described})
         # As many numbers as where shards are put together, so that such a call is not taken for this one either.
         numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[0] * self.num_ranks]
         self._wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import LAST_PAUSE, posts_of
+from flexdilated.distributed.agreement import LAST_PAUSE, agree, groups, posts_of
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.telling import all_know
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named
@@ -21,6 +23,7 @@ MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, 
 
 # When this rank last told the others of a wait, and under which key.
 _told: WeakKeyDictionary[dist.ProcessGroup, tuple[float, str]] = WeakKeyDictionary()
+_failed: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class Wait:
@@ -29,16 +32,17 @@ class Wait:
     Args:
         group: The ranks.
         call: What this one waits in, in words.
+        number: Of the call, among those that exchange rows. A rank that has refused it, or a later one, does not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
-        self._group, self._call = group, call
+    def __init__(self, group: dist.ProcessGroup, call: str, number: float = math.inf) -> None:
+        self._group, self._call, self._number = group, call, number
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
-        told, key = _told.get(group, (float("inf"), ""))
+        told, key = _told.get(group, (math.inf, ""))
         if time.monotonic() - told > 2 * MOMENT:
             del _told[group]
             with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-                self._posts()[0].delete_key(key)
+                _posts(group)[0].delete_key(key)
 
     @contextmanager
     def for_rows(self, peers: Sequence[int]) -> Iterator[None]:
@@ -46,11 +50,11 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            peers, ranks = list(dict.fromkeys(peers)), global_ranks(self._group)
-            few = " or ".join(f"rank {ranks[peer]}" for peer in peers)
+            peers = list(dict.fromkeys(peers))
+            names = self._names(peers)
             raise RuntimeError(
-                f"{few if len(peers) <= MAX_ITEMS else f'one of {len(peers)} ranks'} must exchange rows with this rank, but ended, "
-                f"stopped or made other calls of dilated_attention: {error}; {self.tell(peers, _moment(error))}"
+                f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: {error}; "
+                f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after()}"
             ) from error
 
     @contextmanager
@@ -61,8 +65,15 @@ class Wait:
         except RuntimeError as error:
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: {error}; "
-                f"{self.tell(range(self._group.size()), _moment(error))}"
+                f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}"
             ) from error
+
+    def agree(self, plan: Mapping[str, object]) -> None:
+        """As `agreement.agree`, with the calls of the others where they do not come."""
+        try:
+            agree(self._group, plan)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {self.tell(range(self._group.size()), MOMENT)}") from error
 
     @all_know
     def check_same(self, numbers: Sequence[int], device: torch.device, message: str) -> None:
@@ -84,31 +95,60 @@ class Wait:
             topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
             raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")
 
-    def tell(self, peers: Sequence[int], seconds: float, topic: str = "waited") -> str:
-        """Tell the others of this wait; in which calls this rank and its peers were, as far as they tell within some seconds."""
-        rank = self._group.rank()
-        asked, calls = [peer for peer in peers if peer != rank], {rank: self._call}
-        end = time.monotonic() + seconds
+    def tell(self, peers: Sequence[int], seconds: float, topic: str = "waited", of: str = "") -> str:
+        """Tell the others of this wait; what this rank and its peers did, as far as they tell within some seconds.
+
+        A peer may itself have waited for another, which is asked too: where ranks wait through others the last one is lost.
+        """
+        rank, end = self._group.rank(), time.monotonic() + seconds
+        asked = [peer for peer in peers if peer != rank]
+        words = {rank: f"waited {of}in {self._call}"}
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            store, life = self._posts()
-            here = f"{life}/{topic}"
-            _told[self._group] = time.monotonic(), f"{here}/{rank}"
-            store.set(f"{here}/{rank}", self._call)
+            store, life = _post(self._group, topic, words[rank], asked)
+            for other in groups():
+                if other is not self._group and topic == "waited":
+                    with suppress(TimeoutError, RuntimeError, ValueError):  # of a group that is gone
+                        _post(other, topic, f"{words[rank]} over another mesh", [])
             while True:
                 for peer in asked:
-                    if peer not in calls and store.check([key := f"{here}/{peer}"]):
-                        calls[peer] = store.get(key).decode()
-                if len(calls) > len(asked) or time.monotonic() >= end:
+                    if peer not in words and store.check([key := f"{life}/refused/{peer}"]):
+                        number, reason = json.loads(store.get(key))
+                        if number >= self._number:
+                            words[peer] = f"refused call {number}: {reason}"
+                    if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
+                        words[peer], more = json.loads(store.get(key))
+                        asked += [other for other in more if other not in (rank, *asked)][: max(0, MAX_ITEMS - len(asked))]
+                if len(words) > len(asked) or time.monotonic() >= end:
                     break
                 time.sleep(LAST_PAUSE)
         ranks = global_ranks(self._group)
-        told = [f"{named(those)} waited in {call}" for call, those in holders((ranks[peer], call) for peer, call in calls.items())]
-        silent = [ranks[peer] for peer in asked if peer not in calls]
+        told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
+        silent = [ranks[peer] for peer in asked if peer not in words]
         return "; ".join([*told, f"{named(silent)} did not tell of a wait"] if silent else told)
 
-    def _posts(self) -> tuple[AnsweringStore, str]:
-        """The store, and what the keys of these processes begin with there."""
-        return posts_of(self._group, timedelta(seconds=MOMENT))
+    def _names(self, peers: Sequence[int]) -> str:
+        ranks = global_ranks(self._group)
+        return " or ".join(f"rank {ranks[peer]}" for peer in peers) if len(peers) <= MAX_ITEMS else f"one of {len(peers)} ranks"
+
+    def _after(self) -> str:
+        """What to say of the second failure of a group, and those that follow."""
+        if self._group in _failed:
+            return "; an earlier call over this mesh failed, and closed connections stay closed: make a new process group"
+        _failed.add(self._group)
+        return ""
+
+
+def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
+    """The store, and what the keys of these processes begin with there."""
+    return posts_of(group, timedelta(seconds=MOMENT))
+
+
+def _post(group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int]) -> tuple[AnsweringStore, str]:
+    """Tell a group's ranks what this one did, and for which of them it waited."""
+    store, life = _posts(group)
+    _told[group] = time.monotonic(), f"{life}/{topic}/{group.rank()}"
+    store.set(_told[group][1], json.dumps([word, list(peers)]))
+    return store, life
 
 
 def _moment(error: RuntimeError) -> float:

@@ -436,7 +436,7 @@ def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
         "or call it with an already agreed plan"
     )
     assert outcomes == [message] * 2
-    assert round_of([ledgers[rank] for rank in (1, 2, 4)], PLAN) == [message] * 3
+    assert round_of([ledgers[rank] for rank in (1, 2, 4)], PLAN) == [f"{message}; that was before this rank came"] * 3
     assert round_of(ledgers, PLAN) == [None] * 5
 
 

@@ -1,5 +1,6 @@
 """Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
 
+import json
 import re
 import threading
 import time
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import agreement, exchange, unshard_sequence, waits
-from flexdilated.distributed.agreement import _ledger
+from flexdilated.distributed.agreement import Ledger, _ledger
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.attention import TAGS, _tag
 from flexdilated.distributed.waits import Wait
@@ -98,7 +99,9 @@ def backwards_in_another_order(rank: int, mesh: DeviceMesh, exchange: str) -> No
     with PATIENT, pytest.raises(RuntimeError, match=OUT_OF_STEP) as caught:
         outs[rank].square().sum().backward()
     for each in (0, 1):
-        assert f"rank {each} waited in the backward of call {1 + each} with DilatedPattern(" in str(caught.value)
+        assert f"rank {each} waited for rank {1 - each} in the backward of call {1 + each} with DilatedPattern(" in str(
+            caught.value
+        )
 
 
 def one_call_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
@@ -113,8 +116,8 @@ def one_call_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
 
     with PATIENT, pytest.raises(RuntimeError, match=OUT_OF_STEP) as caught:
         goes_on()
-    assert "rank 0 waited in call 2 with DilatedPattern(" in str(caught.value)
-    assert "rank 1 waited in the backward of call 1 with DilatedPattern(" in str(caught.value)
+    assert "rank 0 waited for rank 1 in call 2 with DilatedPattern(" in str(caught.value)
+    assert "rank 1 waited for rank 0 in the backward of call 1 with DilatedPattern(" in str(caught.value)
 
 
 def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> None:
@@ -360,15 +363,16 @@ def test_tags_differ_between_calls_and_directions() -> None:
 
 
 @contextmanager
-def ranks_on(store: AnsweringStore, moment: float) -> Iterator[Callable[[int, str], Wait]]:
+def ranks_on(store: AnsweringStore, moment: float) -> Iterator[Callable[..., Wait]]:
     """Waits of ranks 4, 5 and 6 of the world, which are a group on a store."""
     groups = [mock.Mock(rank=mock.Mock(return_value=rank), size=mock.Mock(return_value=3)) for rank in range(3)]
     with (
         mock.patch.object(waits, "posts_of", return_value=(store, "1")),
         mock.patch.object(waits, "global_ranks", return_value=[4, 5, 6]),
+        mock.patch.object(waits, "groups", return_value=[]),
         mock.patch.object(waits, "MOMENT", moment),
     ):
-        yield lambda rank, call: Wait(groups[rank], call)
+        yield lambda rank, *call: Wait(groups[rank], *call)
 
 
 LOST, OVER = RuntimeError("Connection closed"), RuntimeError("Timed out waiting 3 s")
@@ -381,9 +385,45 @@ def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> No
         assert wait(0, "call 1").tell([1, 2], LATER) == "rank 4 waited in call 1; ranks 5, 6 did not tell of a wait"
         others = "rank 4 waited in call 1; rank 6 did not tell of a wait"
         assert wait(1, "call 2").tell([0, 2], SOON) == f"rank 5 waited in call 2; {others}"
-        assert wait(1, "call 1").tell([0], LATER) == "ranks 5, 4 waited in call 1"
+        assert wait(2, "call 3").tell([], SOON) == "rank 6 waited in call 3"
+        # Rank 4 waited for the others, which are asked too.
+        assert wait(1, "call 1").tell([0], LATER) == "ranks 5, 4 waited in call 1; rank 6 waited in call 3"
         store.gone = TimeoutError("silent")
         assert wait(1, "call 4").tell([0], LATER) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+
+
+def test_a_rank_that_others_wait_for_through_a_third_is_named() -> None:
+    with ranks_on(AnsweringStore(dist.HashStore(), timedelta(seconds=1)), 0.01) as wait:
+        text = r"rank 5 waited for rank 6 in call 4; rank 6 did not tell of a wait$"
+        with pytest.raises(RuntimeError, match=f"; {text}"), wait(1, "call 4").for_rows([2]):
+            raise OVER
+        with pytest.raises(RuntimeError, match=f"; rank 4 waited for rank 5 in call 5; {text}"), wait(0, "call 5").for_rows([1]):
+            raise OVER
+        with pytest.raises(RuntimeError, match="; an earlier call over this mesh failed"), wait(0, "call 6").for_rows([1]):
+            raise LOST
+
+
+def test_a_call_that_a_rank_has_refused_is_told_to_those_that_waited_in_it() -> None:
+    store = dist.HashStore()
+    pair = [Ledger(store, rank, range(2)) for rank in range(2)]
+    assert [ledger.number() for ledger in pair] == [1, 1]
+    pair[1].withdraw("scale must be finite, got nan")
+    told = []
+    with ranks_on(AnsweringStore(store, timedelta(seconds=1)), 0.01) as wait:
+        for number in (1, 2, 3):
+            with pytest.raises(RuntimeError) as caught, wait(0, "the call", number).for_rows([1]):
+                raise OVER
+            told.append("; rank 5 refused call 2: scale must be finite, got nan" in str(caught.value))
+    assert told == [True, True, False]  # the backward of call 1 has no partner either; call 3 comes after the refused one
+
+
+def test_a_rank_that_waits_over_another_mesh_says_so() -> None:
+    store, other = AnsweringStore(dist.HashStore(), timedelta(seconds=1)), mock.Mock(rank=mock.Mock(return_value=1))
+    with ranks_on(store, 0.01) as wait, mock.patch.object(waits, "groups", return_value=[other]):
+        wait(2, "call 7").tell([], SOON)
+    with ranks_on(store, 0.01) as wait:
+        told = wait(0, "call 2").tell([1], SOON)
+    assert told == "rank 4 waited in call 2; rank 5 waited in call 7 over another mesh"
 
 
 @pytest.mark.parametrize("error", [LOST, OVER])
@@ -391,12 +431,12 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
     store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
 
     def sleep(seconds: float) -> None:  # between two looks the other rank tells
-        store.set("1/waited/1", "call 2")
+        store.set("1/waited/1", json.dumps(["waited in call 2", []]))
 
     with (
         ranks_on(store, 30.0) as wait,
         mock.patch.object(waits, "time", mock.Mock(monotonic=time.monotonic, sleep=sleep)),
-        pytest.raises(RuntimeError, match=r"; rank 4 waited in call 1; rank 5 waited in call 2$"),
+        pytest.raises(RuntimeError, match=r"; rank 4 waited for rank 5 in call 1; rank 5 waited in call 2"),
         wait(0, "call 1").for_rows([1]),
     ):
         raise error
@@ -422,7 +462,7 @@ def test_the_ranks_that_may_be_meant_are_named(peers: Sequence[int], names: str)
     for error in (LOST, OVER, RuntimeError("watchdog timeout")):
         with (
             ranks_on(store, 0.01) as wait,
-            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*: {error}; rank 4 waited in call 1"),
+            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*: {error}; rank 4 waited for {names} in call 1"),
             wait(0, "call 1").for_rows(peers),
         ):
             raise error
@@ -436,11 +476,11 @@ def test_many_ranks_that_may_be_meant_are_counted_and_all_are_asked() -> None:
         mock.patch.object(waits, "global_ranks", return_value=list(range(20))),
     ):
         for rank in (*range(1, 13), *range(14, 20)):
-            store.set(f"1/waited/{rank}", "call 7")
-        wait, silent = Wait(group, "call 7"), "rank 13 did not tell of a wait$"
+            store.set(f"1/waited/{rank}", json.dumps(["waited for one of 19 ranks in call 7", []]))
+        wait, silent = Wait(group, "call 7"), "rank 13 did not tell of a wait"
         with pytest.raises(RuntimeError, match=f"^one of 19 ranks must .*; {silent}") as caught, wait.for_rows(range(1, 20)):
             raise LOST
-        assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (19 ranks) waited in call 7" in str(caught.value)
+        assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (19 ranks) waited for one of 19 ranks in call 7" in str(caught.value)
         with (
             pytest.raises(RuntimeError, match=f"^all ranks of the mesh must take part in call 7, but .*; {silent}"),
             wait.for_all(),
@@ -456,7 +496,7 @@ def leave_a_collective(rank: int, mesh: DeviceMesh) -> None:
     with PATIENT, pytest.raises(RuntimeError, match=r"must (exchange rows|take part in unshard_sequence)") as caught:
         call()
     assert "rank 0 waited in unshard_sequence of shape=(1, 13, 3, 5), dtype=torch.float64, dim=1, " in str(caught.value)
-    assert "rank 1 waited in call 2 with DilatedPattern(" in str(caught.value)
+    assert "rank 1 waited for rank 0 in call 2 with DilatedPattern(" in str(caught.value)
 
 
 @pytest.mark.ranks
