@@ -132,6 +132,10 @@ class Index:
             return cls(table[:, :1].clone(), step, values.shape[1], None)
         return cls(table[:, :1], 0, values.shape[1], table)
 
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes + (0 if self.listed is None else self.listed.nbytes)
+
     def read(self) -> Tensor:
         if self.listed is not None:
             return self.listed

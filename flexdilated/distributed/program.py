@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ from flexdilated.distributed.exchange import Index, Links, link
 from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.distributed.tasks import Task, tasks_of
+
+MOST, FEWEST = 64, 8  # programs that are kept, as many as plans where they are small
+KEPT = 1 << 28  # bytes
 
 
 class Part(NamedTuple):
@@ -51,11 +55,36 @@ class Program:
     q: Links
     out: Links
 
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the tables of rows, on the device."""
+        parts = [part.at for job in self.jobs for part in (*job.queries, *job.keys, *job.outputs)]
+        blocks = [at for links in (self.kv, self.q, self.out) for owned in links.owned.values() for _, at in owned]
+        return sum(at.nbytes for at in (*parts, *blocks))
 
-@lru_cache(maxsize=8)
-@in_no_mode
+
+# The last ones used, at the end.
+_programs: dict[tuple[ContextPlan, str, int, torch.device], Program] = {}
+_turn = threading.Lock()
+
+
 def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
-    """What a rank does; built once."""
+    """What a rank does; built once for every layer's pattern, as far as `KEPT` bytes allow."""
+    key = plan, exchange, rank, device
+    with _turn:
+        found = _programs.pop(key, None)
+    if found is None:
+        found = _build(*key)
+    with _turn:
+        _programs[key] = found
+        held = sum(each.nbytes for each in _programs.values())
+        while len(_programs) > MOST or (len(_programs) > FEWEST and held > KEPT):
+            held -= _programs.pop(next(iter(_programs))).nbytes
+    return found
+
+
+@in_no_mode
+def _build(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
     tasks = tasks_of(plan, exchange, rank)
     found: dict[tuple[int, str, int], Index] = {}
     borrowed: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows that others own, by peer

@@ -14,6 +14,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
@@ -21,8 +22,10 @@ from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost, lines
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
+from flexdilated.distributed import program as programs
 from flexdilated.distributed.lines import Line, Lines
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.program import Program, program
 from flexdilated.distributed.segments import inside
 from flexdilated.distributed.spans import Kept, Spans
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
@@ -836,6 +839,40 @@ def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
     assert cost.choose(plan, budget=budget, **BFLOAT16) == "heads"
     times = {exchange: cost.seconds(plan, exchange, speeds=cost.Speeds(), **BFLOAT16).max() for exchange in ("ring", "heads")}
     assert times["ring"] > 10 * times["heads"]
+
+
+# -- programs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_programs_of_many_layers_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has a pattern of its own; the second step builds nothing."""
+    monkeypatch.setattr(programs, "_programs", {})
+    plans = [plan_of(DilatedPattern((16 + length, 64), (1, 3)), 64, 4, 3) for length in range(24)]
+
+    def step() -> list[Program]:
+        return [program(plan, "gather", rank, torch.device("cpu")) for plan in plans for rank in (0, 2)]
+
+    first = step()
+    assert len({id(each) for each in first}) == 48
+    assert all(a is b for a, b in zip(first, step()))
+    total = 0
+    for each in first:
+        tables = [part.at for job in each.jobs for part in (*job.queries, *job.keys, *job.outputs)]
+        tables += [at for links in (each.kv, each.q, each.out) for owned in links.owned.values() for _, at in owned]
+        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.listed) if x is not None))
+        assert each.nbytes == held > 0
+    monkeypatch.setattr(programs, "KEPT", total // 2)
+    step()
+    assert 8 < len(programs._programs) < 48
+    assert sum(each.nbytes for each in programs._programs.values()) <= total // 2
+    last = programs._programs[plans[-1], "gather", 2, torch.device("cpu")]
+    monkeypatch.setattr(programs, "KEPT", 0)
+    assert program(plans[-1], "gather", 2, torch.device("cpu")) is last
+    assert len(programs._programs) == 8
+    monkeypatch.setattr(programs, "KEPT", 1 << 40)
+    monkeypatch.setattr(programs, "MOST", 30)
+    step()
+    assert len(programs._programs) == 30
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------------
