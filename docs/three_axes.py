@@ -17,7 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexdilated import LongNetConfig, LongNetLM
 from flexdilated.distributed import shard_sequence
@@ -52,6 +54,22 @@ def accumulate(model: LongNetLM, batches: Sequence[tuple[Tensor, Tensor]], mesh:
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def clip(model: LongNetLM, max_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most `max_norm` over all parameters; their norm before, on every rank.
+
+    `clip_grad_norm_` takes parameters of one mesh, and these are of two: those of the attention are sharded over `tp` too.
+    """
+    meshes: dict[DeviceMesh, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor):
+            meshes.setdefault(parameter.grad.device_mesh, []).append(parameter)
+    norms = [get_total_norm([p.grad for p in each if p.grad is not None], foreach=False) for each in meshes.values()]
+    total = torch.stack([norm.full_tensor() for norm in norms if isinstance(norm, DTensor)]).norm()
+    for each in meshes.values():
+        clip_grads_with_norm_(each, max_norm, total, foreach=False)
+    return total
 
 
 def save(model: LongNetLM, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:

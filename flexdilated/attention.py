@@ -125,7 +125,7 @@ def dilated_attention(
             one rank after another, in memory that does not grow with the number of ranks. `"heads"`: the rows of a segment to the
             ranks that compute its heads, and the outputs back. `"auto"`: whichever takes the busiest rank the least time, by the
             speeds of links and ranks that `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED` say, of those whose buffers are
-            no larger than twice q, k, v and out.
+            no larger than twice q, k, v and out, or than 128 MiB where that is more.
         shard_lengths: Tokens of each rank, 0 allowed, the same on all ranks. Default: as many as this rank's on every rank.
 
     Returns:

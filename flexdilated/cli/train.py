@@ -25,7 +25,7 @@ from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import TIMEOUT_SECONDS, place_of, started, wait_for_all
+from flexdilated.training.ranks import TIMEOUT_SECONDS, ensure_one_folder, place_of, started, wait_for_all
 from flexdilated.training.stopping import stop_deadline, stop_held
 from flexdilated.training.trainer import Trainer
 
@@ -194,6 +194,7 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
     given = [option for option, is_given in asked.items() if is_given]
     if len(given) > 1:
         raise UserError(f"{given[0]} must come without {given[1]}, got both")
+    ensure_one_folder(mesh, output)
     found = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
     # Every rank has looked before rank 0 discards or writes, and goes on when it has.
     wait_for_all(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})

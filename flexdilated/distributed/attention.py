@@ -30,9 +30,10 @@ from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, refuse_in_trace, tell
+from flexdilated.distributed.telling import all_know, is_one_graph, refuse_in_trace, tell
 from flexdilated.distributed.waits import Wait
 
+UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
 TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
 
@@ -57,6 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
     if (call.is_modified() or call.backend == "flex") and num_ranks > 1 and torch.compiler.is_compiling():
+        if is_one_graph():
+            raise NotImplementedError(UNCOMPILED)
         return torch.compiler.disable(attend)(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -44,20 +44,28 @@ def tell(mesh: DeviceMesh, error: Exception) -> None:
         known(error)
 
 
+def is_one_graph() -> bool:
+    """Whether a compiler traces that must take all or fail, as under fullgraph=True; runs while it traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import, and here already
+
+    try:
+        tracer = InstructionTranslator.current_tx()
+    except AttributeError:  # another tracer
+        return False
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
 def refuse_in_trace(group_name: str) -> None:
     """What `tell` is while a compiler traces, which runs this at once: under fullgraph=True a refusal is an error of the compiler.
 
     Else the call is made once more uncompiled, and refused there.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import, and here already
-
-    with suppress(AttributeError):  # of other tracers, after which no call is made
-        tracer = InstructionTranslator.current_tx()
-        if tracer.one_graph or tracer.error_on_graph_break:
-            withdraw_later(distributed_c10d._resolve_process_group(group_name))  # type: ignore[attr-defined, arg-type, unused-ignore]
+    if is_one_graph():
+        withdraw_later(distributed_c10d._resolve_process_group(group_name))  # type: ignore[attr-defined, arg-type, unused-ignore]
 
 
-vars(refuse_in_trace)["_dynamo_marked_constant"] = True  # as `torch.compiler.assume_constant_result` does, which loads dynamo
+for _at_once in (is_one_graph, refuse_in_trace):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
+    vars(_at_once)["_dynamo_marked_constant"] = True
 
 
 @contextmanager

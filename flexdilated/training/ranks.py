@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import flexdilated
+from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import RankLostError, UserError
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
@@ -31,6 +34,7 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 BEAT_SECONDS = 0.5  # between two signs of life
+SIGHT_SECONDS = 5.0  # until a file of one host is seen from another
 SILENCE_SECONDS = 3.0  # without one, of a rank that is called lost
 
 
@@ -164,6 +168,35 @@ def wait_for_all(mesh: DeviceMesh | None, held: Mapping[str, object] | None = No
     """
     with losses_of_ranks(mesh, lambda cause: RankLostError(f"before the others began: {cause}")):
         ensure_alike(mesh, held or {})
+
+
+def ensure_one_folder(mesh: DeviceMesh | None, folder: Path) -> None:
+    """Return when every rank sees what rank 0 writes in a folder, which it makes if it is missing.
+
+    Hosts that have a folder of their own each would agree that it is empty, and after a restart without rank 0's host, too.
+
+    Raises:
+        UserError: If a rank sees another folder, or rank 0 cannot write.
+        RankLostError: If another rank ends.
+    """
+    if mesh is None:
+        return
+    is_first = mesh.get_local_rank() == 0
+    with losses_of_ranks(mesh, lambda cause: RankLostError(f"before the others began: {cause}")):
+        # No rank can have seen this name before, nor taken from its host's memory that there is no such file.
+        mark = folder / f".seen-by-all-{span(mesh, secrets.randbits(48) if is_first else 0)[-1]:012x}"
+    if is_first:
+        ensure_writable(folder)
+        mark.touch()
+    try:
+        wait_for_all(mesh)
+        end = time.monotonic() + SIGHT_SECONDS
+        while not (sees := mark.exists()) and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS / 5)
+        wait_for_all(mesh, {"--output, which must be one folder": "that of rank 0" if sees else "another folder of this name"})
+    finally:
+        if is_first:
+            mark.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -29,8 +29,9 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
 class Trainer:
     """A model, its optimizer and where the run stands.
 
-    With a mesh of P ranks each takes its own `sequence_length / P` bytes of every sequence and the parameters are the same on all:
-    losses and updates are those of one process, to rounding. Rank 0 alone writes; a checkpoint of P ranks serves any other P.
+    With a mesh of P ranks each takes its own part of the bytes of every sequence, equal parts but for one byte, and the parameters
+    are the same on all: losses and updates are those of one process, to rounding. Rank 0 alone writes; a checkpoint of P ranks
+    serves any other P.
 
     Args:
         config: The model.
@@ -42,7 +43,8 @@ class Trainer:
 
     Raises:
         ValueError: If the mesh is not 1-D.
-        UserError: If the folder cannot be written, the ranks do not divide the sequence, or differ in options, text or version.
+        UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, or ranks differ in options,
+            text or version.
         RankLostError: If another rank ends.
     """
 
@@ -62,9 +64,14 @@ class Trainer:
         self.mesh = mesh
         self._place = "before its first step"
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        if options.sequence_length % self.num_ranks:
+        if options.sequence_length < self.num_ranks:
             length = options.sequence_length
-            raise UserError(f"--tokens must be a multiple of --context-parallel={self.num_ranks}, got {length}")
+            raise UserError(f"--tokens must be at least --context-parallel={self.num_ranks}, got {length}")
+        self._lengths: tuple[int, ...] = (options.sequence_length,)
+        if mesh is not None:
+            from flexdilated.distributed.sharding import even_shard_lengths  # not in every build, as above
+
+            self._lengths = even_shard_lengths(options.sequence_length, self.num_ranks)
         checkpoint.ensure_writable(folder)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
@@ -81,8 +88,8 @@ class Trainer:
         if mesh is not None:
             with losses_of_ranks(mesh, self.lost):
                 ensure_alike(mesh, self._identity())
-                # The shards are equal, so the mean of the ranks' mean losses is the mean loss, and its gradient the mean of theirs:
-                # what DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
+                # Losses are weighted by the shards: the mean of the ranks' is the mean loss, and its gradient the mean of theirs,
+                # which DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
                 module = _LossModule(self.model, self.loss)
                 self.loss = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
         self.step = 0
@@ -91,15 +98,16 @@ class Trainer:
 
     def _shard(self, tokens: Tensor) -> Tensor:
         """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
-        length = self.options.sequence_length // self.num_ranks
-        return tokens[:, self.rank * length : (self.rank + 1) * length + 1].to(self.device)
+        start = sum(self._lengths[: self.rank])
+        return tokens[:, start : start + self._lengths[self.rank] + 1].to(self.device)
 
     def _loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte, in nats."""
+        """Mean cross-entropy of the next byte, in nats, of a shard weighted by its part of the mean over ranks."""
         bfloat16 = self.options.dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-            logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            logits = self.model(tokens[:, :-1], shard_lengths=None if self.mesh is None else self._lengths)
+        weight = self._lengths[self.rank] * self.num_ranks / self.options.sequence_length
+        return weight * F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     def _learning_rate(self, step: int) -> float:
         options = self.options

@@ -384,6 +384,9 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     refuses(ValueError, r"ranks must agree on score_mod, got True on rank 0 and False on rank", **alone)
     wrong = {"mask_mod": (lambda b, h, i, j: i) if rank == 0 else mods["mask_mod"]}
     refuses(*((TypeError, "must return a bool") if rank == 0 else (ValueError, "rank 0 refused: mask_mod must return")), **wrong)
+    whole = torch.compile(lambda *x: dilated_attention(*x, case.pattern, mesh=mesh, **mods), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False with score_mod, mask_mod or backend='flex'"):
+        whole(q, k, v)
     for exchange in EXCHANGES:  # by the inputs' names too, where torch would leave the second part out
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = dilated_attention(*leaves, case.pattern, mesh=mesh, exchange=exchange, shard_lengths=case.shard_lengths, **mods)

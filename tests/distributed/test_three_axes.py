@@ -21,6 +21,7 @@ three_axes = pytest.importorskip("docs.three_axes")
 CONFIG = LongNetConfig(
     vocab_size=13, embed_dim=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=11, pattern=DilatedPattern((5, 18), (1, 3))
 )
+MAX_NORM = 0.3  # below that of the gradients
 STEPS, PARTS = 2, 2  # steps of the optimizer, and batches of each
 
 
@@ -47,6 +48,7 @@ def train_whole(steps: list[list[tuple[Tensor, Tensor]]]) -> tuple[list[Tensor],
     for step in steps:
         loss = sum(F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in step) / PARTS
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -60,6 +62,7 @@ def train(mesh: DeviceMesh, steps: list[list[tuple[Tensor, Tensor]]], folder: Pa
         three_axes.load(model, optimizer, folder)
     for step in steps:
         loss = three_axes.accumulate(model, step, mesh)
+        assert three_axes.clip(model, MAX_NORM) > MAX_NORM
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss)

@@ -41,8 +41,8 @@ PATIENCE = 30  # seconds of a group of which a rank gives no sign
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}  # of float32 losses after some steps
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
-# 36 tokens are for 1, 2 and 3 ranks, whose shards the segments cross.
-SMALL: dict[str, int] = {"tokens": 36, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
+# Of 37 tokens 2 and 3 ranks have other parts each, whose borders the segments cross.
+SMALL: dict[str, int] = {"tokens": 37, "steps": 7, "eval-every": 3, "checkpoint-every": 5}
 RANK_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # what torchrun sets
 LONG: dict[str, int] = {"steps": 60, "eval-every": 60}  # time enough to be killed from outside
 KILLED: dict[str, int] = {"steps": 13, "eval-every": 13}
@@ -420,18 +420,22 @@ def test_rank_with_another_clock_trains_and_resumes_as_others(tmp_path: Path, te
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--resume", "--resume-if-any", "--overwrite", ""])
+@pytest.mark.parametrize("option", ["--resume", "--resume-if-any", "--overwrite", "", "at a first start"])
 def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Path, text: Path, option: str) -> None:
     (tmp_path / "other").mkdir()
     move = partial(go_to_another_host, tmp_path / "other")
-    run_alone(tmp_path / "run_ranks" / "run", text, steps=5)
+    if option == "at a first start":  # where all folders are empty alike
+        option = ""
+        (tmp_path / "run_ranks" / "run").mkdir(parents=True)
+    else:
+        run_alone(tmp_path / "run_ranks" / "run", text, steps=5)
     before = runs.contents(tmp_path / "run_ranks" / "run")
     more = ("--output=run", *filter(None, [option]))
     found = run_ranks(2, tmp_path / "run", text, *more, prepare=move, steps=5)
     assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
     (error,) = (error for _, _, errors in found for error in errors)
-    held = "{'dilated': 5} on rank 0 and {} on rank 1"
-    assert error == f"error: ranks must agree on the checkpoints that they see in --output, got {held}"
+    seen = "'that of rank 0' on rank 0 and 'another folder of this name' on rank 1"
+    assert error == f"error: ranks must agree on --output, which must be one folder, got {seen}"
     assert runs.contents(tmp_path / "run_ranks" / "run") == before
 
 
@@ -549,7 +553,7 @@ PLAIN = LongNetConfig(**{**vars(CONFIG), "dropout_p": 0.0})
 
 
 def make_trainer(folder: Path, text: Path, mesh: DeviceMesh | None, config: LongNetConfig = CONFIG, **changes: object) -> Trainer:
-    sizes = {"sequence_length": 36, "batch_size": 2, "steps": 5, "learning_rate": 1e-3, "eval_sequences": 2}
+    sizes = {"sequence_length": 37, "batch_size": 2, "steps": 5, "learning_rate": 1e-3, "eval_sequences": 2}
     return runs.make_trainer(folder, text, config=config, mesh=mesh, **{**sizes, **changes})
 
 
@@ -610,7 +614,7 @@ def test_trainer_stops_resumes_compiles_and_agrees_over_ranks(tmp_path: Path, te
     processes.run_ranks(rank_main, 2, tmp_path, 2, tmp_path, text, expected, deadline=DEADLINE)
 
 
-def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, text: Path) -> None:
+def test_trainer_refuses_more_ranks_than_bytes(tmp_path: Path, text: Path) -> None:
     class Axes:
         """What is asked of a mesh before it is used."""
 
@@ -623,8 +627,8 @@ def test_trainer_refuses_ranks_that_do_not_divide_the_sequence(tmp_path: Path, t
         def get_local_rank(self) -> int:
             return 0
 
-    with pytest.raises(UserError, match=r"--tokens must be a multiple of --context-parallel=5, got 36"):
-        make_trainer(tmp_path / "run", text, Axes(5))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"--tokens must be at least --context-parallel=38, got 37"):
+        make_trainer(tmp_path / "run", text, Axes(38))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mesh must have 1 axis, got 2"):
         make_trainer(tmp_path / "run", text, Axes(2, 2))  # type: ignore[arg-type]
 
