@@ -25,6 +25,8 @@ EARLIER = {
 # What the command that runs calls an argument of Python's: {"embed_dim": "--embed-dim", "num_heads": "--heads"}.
 _options: ContextVar[Mapping[str, str] | None] = ContextVar("_options", default=None)
 
+# Names of arguments, and what Python prints of an object, in which they stay.
+NAMES = re.compile(r"\b[A-Z]\w*\((?:[^()]|\([^()]*\))*\)|\b[a-z]+(?:_[a-z]+)+\b")
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ends: 128 + SIGINT
 
 # click's, of which newer versions of typer hold a copy.
@@ -35,7 +37,7 @@ def refuse(message: object) -> NoReturn:
     """End the command with `error: <message>`, in which arguments are called what the command's options are."""
     options = _options.get() or {}
     line = " ".join(str(message).splitlines())
-    typer.echo("error: " + re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda word: options.get(word[0], word[0]), line), err=True)
+    typer.echo("error: " + NAMES.sub(lambda found: options.get(found[0], found[0]), line), err=True)
     raise typer.Exit(2)
 
 

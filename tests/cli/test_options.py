@@ -14,10 +14,12 @@ from typing import NamedTuple, get_args
 
 import pytest
 import torch
+import typer
 from typer.models import OptionInfo
 
 import flexdilated
-from flexdilated.cli import app, doctor, encode_slide, generate, plan, show, train
+from flexdilated import DilatedPattern
+from flexdilated.cli import app, doctor, encode_slide, generate, plan, refusal, show, train
 from flexdilated.cli.options import device_named
 from flexdilated.cli.refusal import EARLIER
 from flexdilated.distributed import strategies
@@ -274,3 +276,15 @@ def test_commands_of_the_docs_use_options_as_they_are_spelled_now() -> None:
     for command, rest in lines:
         used = set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]))
         assert used <= spellings(command), (command, used - spellings(command))
+
+
+def test_arguments_have_the_names_of_options_but_not_inside_what_python_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    token = refusal._options.set({"segment_lengths": "--segment-lengths", "num_tokens": "--tokens"})
+    try:
+        pattern = DilatedPattern((64, 512), (1, 4))
+        with pytest.raises(typer.Exit):
+            refusal.refuse(f"num_tokens must fit segment_lengths=(64, 512), got call 7 with {pattern}, not num_tokens")
+    finally:
+        refusal._options.reset(token)
+    expected = f"error: --tokens must fit --segment-lengths=(64, 512), got call 7 with {pattern}, not --tokens\n"
+    assert capsys.readouterr().err == expected
