@@ -314,15 +314,17 @@ class DilatedKVCache:
                 store.put(new, positions[:, 0], added > 0)
             # Where nothing was added the output is padding, whatever is seen.
             parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
-            out = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
+            out, added = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
-    def _merged(self, parts: Tensor, added: Tensor, scale: float | None) -> Tensor:
-        """The outputs, of which each rank has a part where rows are dealt."""
+    def _merged(self, parts: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """The outputs, of which each rank has a part where rows are dealt; and `added` once ranks agree, lest a compiler count what
+        they then refuse."""
         if self._ranks is None or self._ranks.size == 1:
-            return parts
-        return self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), scale).to(self.dtype)
+            return parts, added
+        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), scale)
+        return out.to(self.dtype), lengths[self.batch_size : 2 * self.batch_size]
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
         """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
@@ -331,7 +333,8 @@ class DilatedKVCache:
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
             parts = [store.attend(q_b, positions, self._lengths, softmax, new_b) for store in self._stores]
-            outs.append(self._merged(torch.cat(parts, dim=2), added, softmax.scale))
+            out, added = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
+            outs.append(out)
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)
 

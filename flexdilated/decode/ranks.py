@@ -137,8 +137,8 @@ class Ranks:
         described = _call_of(self._described, shape, scale) | {"shard_lengths": shard_lengths}
         Wait(self.mesh.get_group(), "the first such call of a cache").agree(described)
 
-    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-        """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it.
+    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it; `lengths` again.
 
         Raises:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, or have reordered sequences
@@ -223,10 +223,10 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
 
 
 @torch.library.custom_op("flexdilated::merge_over_ranks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _merged(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
-    return merge_parts(_gather(parts, lengths, scale, group_name, described))
+def _merged(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> tuple[Tensor, Tensor]:
+    return merge_parts(_gather(parts, lengths, scale, group_name, described)), lengths.clone()
 
 
 @_merged.register_fake
-def _(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
-    return parts.new_empty(*parts.shape[:3], parts.shape[3] - 1)
+def _(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> tuple[Tensor, Tensor]:
+    return parts.new_empty(*parts.shape[:3], parts.shape[3] - 1), torch.empty_like(lengths)

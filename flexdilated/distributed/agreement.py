@@ -125,6 +125,7 @@ class Ledger:
         self.agreed: dict[bytes, None] = {}  # in the order of their rounds
         self.made = 0  # calls since the last round; below 0 if that refused a call which this rank has still to make,
         self.refused_ahead = ""  # with these words
+        self._told = 0  # refused calls of which the others know by this round
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
         self.traced: set[str] = set()  # compilations in which this rank has refused a call
         self.turn = threading.Lock()
@@ -158,7 +159,7 @@ class Ledger:
         if kind in ("refused", "overdue"):  # the others may have gone on to exchange rows of it
             self.refused += 1
         else:
-            self.exchanged, self.refused = count, 0
+            self.exchanged, self.refused = count, self.refused - self._told  # another thread may have been refused meanwhile
         if kind:
             raise (TimeoutError if kind == "overdue" else ValueError)(message)
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
@@ -170,6 +171,7 @@ class Ledger:
         """Take part in the next round: its outcome."""
         here = self._enter()
         is_over = self.store.check([f"{here}/outcome"])
+        self._told = self.refused
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome

@@ -82,7 +82,7 @@ def _waiting(tensors: Sequence[Tensor], call: Call) -> DeviceMesh | None:
                 if isinstance(placement, Shard) and placement.dim % 4 == TOKENS:
                     mesh = x.device_mesh
                     return None if mesh.ndim > 1 and mesh.mesh_dim_names is None else _axis_of(mesh, axis)
-    return call.mesh if isinstance(call.mesh, DeviceMesh) else None
+    return call.mesh if isinstance(call.mesh, DeviceMesh) and call.mesh.ndim == 1 else None
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.distributed.agreement import number_of_call
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import digest, shown
@@ -47,10 +48,12 @@ class Sums:
         """
         if self.num_ranks == 1:
             return
-        self._wait = Wait(self._group, f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}")
-        self._wait.agree({"call": call, **described})
+        what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
+        Wait(self._group, f"the first {what}").agree({"call": call, **described})
+        number = number_of_call(self._group)
+        self._wait = Wait(self._group, f"call {number}, {what}", number)
         # As many numbers as where shards are put together, so that such a call is not taken for this one either.
-        numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[0] * self.num_ranks]
+        numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[number] * self.num_ranks]
         self._wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
 
     def total(self, x: Tensor) -> Tensor:

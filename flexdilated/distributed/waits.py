@@ -21,8 +21,8 @@ from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, name
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
-# When this rank last told the others of a wait, and under which key.
-_told: WeakKeyDictionary[dist.ProcessGroup, tuple[float, str]] = WeakKeyDictionary()
+# The keys under which this rank has told the others of waits, and when.
+_told: WeakKeyDictionary[dist.ProcessGroup, dict[str, float]] = WeakKeyDictionary()
 _failed: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
@@ -38,9 +38,9 @@ class Wait:
     def __init__(self, group: dist.ProcessGroup, call: str, number: float = math.inf) -> None:
         self._group, self._call, self._number = group, call, number
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
-        told, key = _told.get(group, (math.inf, ""))
-        if time.monotonic() - told > 2 * MOMENT:
-            del _told[group]
+        told, now = _told.get(group, {}), time.monotonic()
+        for key in [key for key, then in told.items() if now - then > 2 * MOMENT]:
+            del told[key]
             with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                 _posts(group)[0].delete_key(key)
 
@@ -146,8 +146,9 @@ def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
 def _post(group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int]) -> tuple[AnsweringStore, str]:
     """Tell a group's ranks what this one did, and for which of them it waited."""
     store, life = _posts(group)
-    _told[group] = time.monotonic(), f"{life}/{topic}/{group.rank()}"
-    store.set(_told[group][1], json.dumps([word, list(peers)]))
+    key = f"{life}/{topic}/{group.rank()}"
+    _told.setdefault(group, {})[key] = time.monotonic()
+    store.set(key, json.dumps([word, list(peers)]))
     return store, life
 
 

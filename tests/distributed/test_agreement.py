@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -485,6 +486,26 @@ def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
     first, second = zip(*numbers)
     assert first == second
     assert sorted(set(first)) == list(first)
+
+
+def test_a_call_that_is_refused_during_a_round_is_counted_after_it(pair: list[Ledger]) -> None:
+    """That of another thread: the round has told the others of those before it alone."""
+    pair[0].refused = 2
+    settle = pair[1]._settle
+
+    def refuse_and_settle(*args: Any) -> bytes:
+        pair[0].refused += 1
+        return settle(*args)
+
+    pair[1]._settle = refuse_and_settle  # type: ignore[method-assign]
+
+    def last() -> None:
+        while not pair[1].store.check(["1/0/arrived"]):
+            time.sleep(0.001)
+        pair[1].agree(PLAN, LONG)
+
+    assert together([lambda: pair[0].agree(PLAN, LONG), last]) == [None] * 2
+    assert [ledger.number() for ledger in pair] == [4, 3]
 
 
 def test_a_call_refused_while_it_was_traced_is_refused_before_the_next(pair: list[Ledger]) -> None:

@@ -443,7 +443,8 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
 
 
 def test_the_word_of_an_error_that_was_caught_is_taken_back() -> None:
-    with ranks_on(AnsweringStore(dist.HashStore(), timedelta(seconds=1)), 30.0) as wait:
+    store = dist.HashStore()
+    with ranks_on(AnsweringStore(store, timedelta(seconds=1)), 30.0) as wait:
         wait(0, "call 1").tell([], SOON)
         wait(0, "call 2")  # at once: another rank may be on its way to the word of call 1
         assert wait(1, "call 1").tell([0], SOON) == "ranks 5, 4 waited in call 1"
@@ -451,7 +452,13 @@ def test_the_word_of_an_error_that_was_caught_is_taken_back() -> None:
             wait(0, "call 3")
             assert wait(1, "call 4").tell([0], SOON) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
         wait(0, "call 5").tell([], SOON)
+        wait(0, "call 5").tell([], SOON, "another topic")
         assert wait(1, "call 5").tell([0], SOON) == "ranks 5, 4 waited in call 5"
+        assert store.multi_get(["1/another topic/0"])
+        with mock.patch.object(waits, "MOMENT", -1.0):  # all words, of one error and of those before it
+            wait(0, "call 6")
+            wait(1, "call 6")
+        assert store.num_keys() == 0
 
 
 @pytest.mark.parametrize(
@@ -512,20 +519,34 @@ def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
     def query(number: int) -> Tensor:
         return attention_map(q, k, PATTERN, queries=number, mesh=mesh)
 
+    def differ(here: Callable[[], Tensor]) -> str:
+        with pytest.raises(ValueError, match=r"must be the same .*on all ranks, got others: ") as caught:
+            here()
+        map_of_5 = r"waited in call \d+, attention_map of queries=\[5\], pattern="
+        assert re.search(rf"rank 0 ({map_of_5}|refused call \d+: k must have the dtype of q)", str(caught.value))
+        return str(caught.value)
+
+    whole_q, whole_k, _ = whole(1)
+    expected = attention_map(whole_q, whole_k, PATTERN, queries=5)[..., rank * TOKENS : (rank + 1) * TOKENS]
     for number in (5, 9):
         query(number)
-    cases = [(lambda: query(5), lambda: query(9)), (lambda: query(5), lambda: unshard_sequence(q[:0], mesh))]
-    for calls in cases:
-        for _ in range(2):  # and again, once both have caught it
-            with pytest.raises(ValueError, match=r"must be the same .*on all ranks, got others: ") as caught:
-                calls[rank]()
-            assert "rank 0 waited in attention_map of queries=[5], pattern=" in str(caught.value)
-            assert re.search(
-                r"rank 1 waited in (attention_map of queries=\[9\]|unshard_sequence of shape=\(0, 13)", str(caught.value)
-            )
-    whole_q, whole_k, _ = whole(1)
-    expected = attention_map(whole_q, whole_k, PATTERN, queries=5)
-    torch.testing.assert_close(query(5), expected[..., rank * TOKENS : (rank + 1) * TOKENS], **EXACT)
+    for _ in range(2):  # and again, once both have caught it
+        assert re.search(r"rank 1 waited in call \d+, attention_map of queries=\[9\]", differ(lambda: query(9 if rank else 5)))
+    torch.testing.assert_close(query(5), expected, **EXACT)
+    # A map that one rank refuses is not taken for its next one, which looks alike.
+    for turn in (0, 1):
+        if rank == turn:
+            with pytest.raises(TypeError, match="k must have the dtype of q"):
+                attention_map(q, k.float(), PATTERN, queries=5, mesh=mesh)
+        if turn == 0:
+            differ(lambda: query(5))
+    torch.testing.assert_close(query(5), expected, **EXACT)
+    # Shards that are put together have no number: the next new plan brings the ranks to one again.
+    assert "rank 1 waited in unshard_sequence of shape=(0, 13" in differ(
+        lambda: unshard_sequence(q[:0], mesh) if rank else query(5)
+    )
+    query(11)
+    torch.testing.assert_close(query(5), expected, **EXACT)
 
 
 @pytest.mark.ranks

@@ -75,11 +75,11 @@ class Simulated(CacheRanks):
 
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
 
-    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
+    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         told = self.whole(lengths[None], (1,) * self.size, 0)
         check_same(told[:, : 2 * len(parts)], self.numbers)
         check_same(told[:, 2 * len(parts) :], self.numbers, "the order of the sequences of a cache")
-        return merge_parts(self.whole(parts[None], (1,) * self.size, 0))
+        return merge_parts(self.whole(parts[None], (1,) * self.size, 0)), lengths
 
 
 class SimulatedCache(DilatedKVCache):
@@ -529,6 +529,21 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
     torch.testing.assert_close(feed(cache, inputs, 41, 43), expected[:, 41:43], **EXACT)
 
 
+def check_a_refused_compiled_step(rank: int, mesh: DeviceMesh) -> None:
+    """A compiler may store before it asks the ranks; what they refuse must not count."""
+    inputs = draw()
+    cache = DilatedKVCache(LONGNET, batch_size=BATCH, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float64, mesh=mesh)
+    step = torch.compile(lambda q, k, v, scale: cache.attend(q, k, v, scale=scale), fullgraph=True)
+    expected = full(inputs, LONGNET)
+    for at in range(4):
+        new = [x[:, at : at + 1] for x in inputs]
+        if at == 2:
+            with pytest.raises(ValueError, match="ranks must agree on scale"):
+                step(*new, 0.6 + rank)
+            assert cache.lengths.tolist() == [2] * BATCH
+        torch.testing.assert_close(step(*new, DIM**-0.5), expected[:, at : at + 1], **EXACT)
+
+
 def check_orders(rank: int, mesh: DeviceMesh) -> None:
     """Beams that a rank orders for itself; and a step that all refuse leaves every rank's cache as it was."""
     inputs = draw()
@@ -601,6 +616,7 @@ def check_decoding(rank: int, mesh: DeviceMesh) -> None:
         check_cache(rank, mesh)
         check_faults(rank, mesh)
         check_orders(rank, mesh)
+        check_a_refused_compiled_step(rank, mesh)
     check_generation(rank, mesh)
 
 

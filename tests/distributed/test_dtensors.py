@@ -188,6 +188,8 @@ def check_dtensor_refusals(rank: int, mesh: DeviceMesh) -> None:
     partial = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in plain]
     refuses(NotImplementedError, r"^q must be replicated or sharded on dim 0 .*, got P.*redistribute it first$", *partial)
     refuses(NotImplementedError, r"^q must be replicated or sharded on dim 0 .*, got S(hard)?\(.*3.*", *all_of([Shard(3)]))
+    whole_mesh = all_of([Replicate(), Replicate()], two)
+    refuses(ValueError, r"^mesh must (be 1-D|share no ranks)", *whole_mesh, mesh=two)
     refuses(NotImplementedError, r"^q must be sharded on the tokens by at most one axis", *all_of([Shard(1), Shard(1)], two))
     if size > 1:
         odd = [scattered(x[:, :, : size - 1], mesh, HEADS) for x in (plain[1], plain[1], plain[2])]
