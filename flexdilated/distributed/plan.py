@@ -134,7 +134,7 @@ class ContextPlan(CutSegments):
         residue, residues = np.where(few, low % rate, 0), np.where(few, high - low, rate)
         # Neighbours that look alike are one span.
         first, end = at.token + first, at.token + end + (at.repeats - 1) * at.size
-        return Spans(
+        spans = Spans(
             branch=np.full_like(low, branch),
             receiver=receiver,
             sender=sender,
@@ -147,6 +147,7 @@ class ContextPlan(CutSegments):
             places=np.full_like(low, len(heads)),
             period=np.where(at.repeats > 1, at.size, rate),
         )
+        return self.by_offsets(branch, spans)
 
     def taken(self, exchange: str) -> tuple[NDArray[np.bool_], ...]:
         """Per branch, the cut segments whose heads are dealt to ranks; of the others every rank computes its own outputs."""

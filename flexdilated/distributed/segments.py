@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.spans import Integers, Kept, expanded
+from flexdilated.distributed.spans import Integers, Kept, Spans, expanded
 from flexdilated.pattern import DilatedPattern
 
 
@@ -166,6 +166,23 @@ class CutSegments:
         for head, offset in self.kept[branch].heads:
             found.setdefault(offset, []).append(head)
         return found
+
+    def by_offsets(self, branch: int, spans: Spans) -> Spans:
+        """The same rows, of residues that go from the offset of one head to that of another; spans without rows are left out.
+
+        Where residues are many and heads are few, spans that seem to differ hold the same.
+        """
+        rate, heads = self.kept[branch]
+        offsets = np.unique([offset for _, offset in heads])
+        twice = np.concatenate([offsets, offsets + rate])  # residues go around
+        first, end = np.searchsorted(twice, spans.residue), np.searchsorted(twice, spans.residue + spans.residues)
+        some = np.flatnonzero(first < end)
+        first, end = first[some], end[some]
+        is_whole = end - first == len(offsets)
+        return spans.where(some)._replace(
+            residue=np.where(is_whole, 0, twice[first] % rate),
+            residues=np.where(is_whole, rate, twice[end - 1] - twice[first] + 1),
+        )
 
     def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
         """The segments of which a rank may hold outputs."""

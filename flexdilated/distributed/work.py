@@ -50,13 +50,18 @@ def by_rows(cut: CutSegments) -> Integers:
 def of_shards(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs of the segments that lie inside one shard."""
     work = np.zeros(cut.num_ranks, np.int64)
-    for branch, (rate, _) in enumerate(cut.kept):
+    for branch, (rate, heads) in enumerate(cut.kept):
+        offsets = np.sort(np.array([offset for _, offset in heads], np.int64))
         ranks, sizes = _local_sizes(cut, branch)
-        for offset, members in cut.offsets_of(branch).items():
-            for repeats, size, outputs in sizes:
-                rows, asked = kept_below(size, rate, offset), kept_below(np.minimum(size, outputs), rate, offset)
-                pairs = scored(rows, np.zeros_like(rows), asked, is_causal=cut.is_causal)
-                np.add.at(work, ranks, len(members) * repeats * pairs)
+        for repeats, size, outputs in sizes:
+            # Of each head so many rows and queries, and one more of those whose offset is below the rest.
+            (rows, rest), (asked, behind) = np.divmod(size, rate), np.divmod(np.minimum(size, outputs), rate)
+            more, asking = np.searchsorted(offsets, rest), np.searchsorted(offsets, behind)
+            if cut.is_causal:
+                pairs = len(offsets) * (asked * (asked + 1) // 2) + asking * (asked + 1)
+            else:
+                pairs = len(offsets) * rows * asked + rows * asking + asked * more + np.minimum(more, asking)
+            np.add.at(work, ranks, repeats * pairs)
     return work
 
 

@@ -621,6 +621,39 @@ def test_work_of_planning_is_bounded_for_any_pattern(lengths: tuple[int, ...], r
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@given(st.integers(1, 9), st.integers(1, 12), st.data())
+def test_windows_of_residues_are_told_by_the_heads_in_them(num_heads: int, rate: int, data: st.DataObject) -> None:
+    plan = plan_of(DilatedPattern((64,), (rate,), offsets="interleaved"), 64, 4, num_heads)
+    (kept,) = plan.kept
+    windows = data.draw(st.lists(st.tuples(st.integers(0, rate - 1), st.integers(1, rate)), min_size=1, max_size=6))
+    number = np.arange(len(windows))
+    residue, residues = np.array(windows).T
+    spans = Spans(*(number,) * 6, residue, residues, *(number,) * 3)
+    found = plan.by_offsets(0, spans)
+    offsets = {offset for _, offset in kept.heads}
+    held = [{(first + i) % rate for i in range(count)} & offsets for first, count in windows]
+    assert found.branch.tolist() == [i for i, each in enumerate(held) if each]
+    told = {}
+    for i, first, count in zip(found.branch.tolist(), found.residue.tolist(), found.residues.tolist()):
+        assert {(first + j) % rate for j in range(count)} & offsets == held[i]
+        told.setdefault(frozenset(held[i]), set()).add((first, count))
+        assert held[i] == offsets or count <= residues[i]
+    assert told.get(frozenset(offsets), {(0, rate)}) == {(0, rate)}
+    assert all(len(names) == 1 or len(each) > 1 for each, names in told.items())
+
+
+def test_windows_of_a_rate_above_a_shard_are_few_kinds() -> None:
+    """Each rank's outputs have residues of their own, of which few are the offsets of heads."""
+    plan = plan_of(DilatedPattern((1 << 14,), (5001,), offsets="interleaved"), 1 << 14, 64, 8)
+    spans = plan.received("gather", "kv", range(64))
+    assert len(spans.residue) > 0
+    assert set(zip(spans.residue.tolist(), spans.residues.tolist())) <= {
+        (0, 5001),
+        *((i, n) for i in range(8) for n in range(1, 8)),
+    }
+
+
 def test_a_million_pairs_of_ranks_are_few_kinds() -> None:
     """GigaPath over 1,024 ranks: spans that lie alike are counted once, and never all made at once."""
     plan = plan_of(DilatedPattern.gigapath(), 1 << 20, 1024, 16)
