@@ -66,7 +66,7 @@ def clip(model: LongNetLM, max_norm: float) -> Tensor:
         if isinstance(parameter.grad, DTensor):
             meshes.setdefault(parameter.grad.device_mesh, []).append(parameter)
     norms = [get_total_norm([p.grad for p in each if p.grad is not None], foreach=False) for each in meshes.values()]
-    total = torch.stack([norm.full_tensor() for norm in norms if isinstance(norm, DTensor)]).norm()
+    total = torch.stack([norm.full_tensor() for norm in norms if isinstance(norm, DTensor)] or [torch.zeros(())]).norm()
     for each in meshes.values():
         clip_grads_with_norm_(each, max_norm, total, foreach=False)
     return total

@@ -188,7 +188,7 @@ def _check_counts(layer: Layer) -> None:
             f"--context-parallel must be such that at most {MAX_RANK_PAIRS} pairs of them share a segment, "
             f"got {layer.ranks} with segments of {max(layer.pattern.segment_lengths)} over shards of {largest}"
         )
-    pairs, multiple = 0, math.lcm(*layer.pattern.dilation_rates)
+    pairs = 0
     for length, rate in layer.pattern.branches:
         w = min(length, layer.tokens)
         n, rows = largest // rate + 1, w // rate + 1
@@ -199,8 +199,8 @@ def _check_counts(layer: Layer) -> None:
             f"--tokens must be such that a rank scores fewer than 2**62 pairs, got {layer.tokens} with "
             f"--context-parallel={layer.ranks}; use more ranks or shorter segments"
         )
-    if max(layer.tokens, multiple) * max(layer.pattern.dilation_rates) >= LIMIT:
-        refuse(f"--dilation-rates must have a least common multiple that is small enough to count with, got {multiple}")
+    if layer.tokens * (widest := max(layer.pattern.dilation_rates)) >= LIMIT:
+        refuse(f"--dilation-rates must be such that --tokens times each is below 2**62, got {widest}")
 
 
 def _report(

@@ -21,6 +21,7 @@ from flexdilated.distributed.words import digest, global_ranks, holders, named, 
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
+LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
 
@@ -68,7 +69,7 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     """
     ledger = _ledger(group)
     if not ledger.turn.acquire(blocking=False):
-        ledger.refused += 1  # of a thread whose next call must not be taken for this one
+        ledger.meanwhile += 1
         raise RuntimeError(
             "dilated_attention must run in one thread at a time over one mesh, got a call during another; "
             "give each thread a mesh of its own"
@@ -76,6 +77,8 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     finally:
+        # Refused calls of threads, whose next ones must not be taken for these; the call that is made now has its number.
+        ledger.refused, ledger.meanwhile = ledger.refused + ledger.meanwhile, 0
         ledger.turn.release()
 
 
@@ -123,9 +126,9 @@ class Ledger:
         self.round = 0
         self.kept: list[int] = []  # earlier rounds whose keys this rank has not deleted yet
         self.agreed: dict[bytes, None] = {}  # in the order of their rounds
-        self.made = 0  # calls since the last round; below 0 if that refused a call which this rank has still to make,
-        self.refused_ahead = ""  # with these words
-        self._told = 0  # refused calls of which the others know by this round
+        self.made = 0  # calls since the last round; below 0 if that ended a call which this rank has still to make,
+        self.ahead: tuple[str, str] | None = None  # of this kind, with these words
+        self.meanwhile = 0  # refused calls of other threads while one is made
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
         self.traced: set[str] = set()  # compilations in which this rank has refused a call
         self.turn = threading.Lock()
@@ -147,19 +150,19 @@ class Ledger:
             return
         fields = {name: [shown(x), digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
         end = time.monotonic() + timeout.total_seconds()
-        if self.refused_ahead and self.made == 0:
-            kind, message, count = "refused", self.refused_ahead, 0
-            self.refused_ahead = ""
+        if self.ahead is not None and self.made == 0:
+            (kind, message), count = self.ahead, 0
+            self.ahead = None
         else:
             kind, message, count = self._round(fields, end, timeout)
-        while kind == "refused" and count < self.made:  # of a call before this one
+        while kind in LEFT and count < self.made:  # of a call before this one
             self.made -= count
             kind, message, count = self._round(fields, end, timeout)
-        self.made = self.made - count if kind == "refused" else 0
-        if kind in ("refused", "overdue"):  # the others may have gone on to exchange rows of it
+        self.made = self.made - count if kind in LEFT else 0
+        if kind in LEFT:  # the others may have gone on to exchange rows of it
             self.refused += 1
         else:
-            self.exchanged, self.refused = count, self.refused - self._told  # another thread may have been refused meanwhile
+            self.exchanged, self.refused = count, 0
         if kind:
             raise (TimeoutError if kind == "overdue" else ValueError)(message)
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
@@ -171,7 +174,6 @@ class Ledger:
         """Take part in the next round: its outcome."""
         here = self._enter()
         is_over = self.store.check([f"{here}/outcome"])
-        self._told = self.refused
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
@@ -187,15 +189,15 @@ class Ledger:
         self.refused += 1
         # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
         self.store.set(f"{self.life}/refused/{self.rank}", json.dumps([self.exchanged + self.refused, reason]))
-        if self.refused_ahead and self.made == 0:
-            self.refused_ahead = ""
+        if self.ahead is not None and self.made == 0:
+            self.ahead = None
             return
         kind, message, count = self._refuse(reason)
-        while kind == "refused" and count < self.made:  # of a call before this one
+        while kind in LEFT and count < self.made:  # of a call before this one
             self.made -= count
             kind, message, count = self._refuse(reason)
-        self.made = self.made - count if kind == "refused" else 0
-        self.refused_ahead = message if self.made < 0 else ""
+        self.made = self.made - count if kind in LEFT else 0
+        self.ahead = (kind, message) if self.made < 0 else None
 
     def _refuse(self, reason: str) -> tuple[str, str, int]:
         """Pass the next round without waiting: its outcome, which is this refusal unless another rank was first."""
@@ -253,7 +255,7 @@ class Ledger:
             "overdue",
             f"{lost} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
             f"{they} did not: {they} ended, or {call} it with an already agreed plan",
-            0,
+            self.made,
         )
 
     def _posts(self, here: str) -> list[bytes]:

@@ -26,7 +26,7 @@ class Sums:
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
         self._group, self._device_type = mesh.get_group(), mesh.device_type
-        self._wait = Wait(self._group, "sums")
+        self._wait: Wait | None = None
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
         """Tokens of each rank, where x `(B, n, ...)` is this one's.
@@ -51,10 +51,10 @@ class Sums:
         what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
         Wait(self._group, f"the first {what}").agree({"call": call, **described})
         number = number_of_call(self._group)
-        self._wait = Wait(self._group, f"call {number}, {what}", number)
         # As many numbers as where shards are put together, so that such a call is not taken for this one either.
         numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[number] * self.num_ranks]
-        self._wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
+        wait = self._wait = Wait(self._group, f"call {number}, {what}", number)
+        wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""
@@ -67,7 +67,7 @@ class Sums:
         return finite + torch.log(self.total(torch.exp(x - finite)))
 
     def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.num_ranks > 1:
+        if self._wait is not None:
             x = x.contiguous()
             with self._wait.for_all():
                 dist.all_reduce(x, how, group=self._group)

@@ -60,6 +60,18 @@ def test_rows_of_published_patterns(pattern: str, ranks: int, ring: int, ulysses
     assert all(row["imbalance"] >= 1.0 for row in rows.values())
 
 
+def test_rates_with_a_huge_common_multiple_are_counted() -> None:
+    """That of the primes below 50 is above 6e17; a rank lacks the rows of all others that some branch keeps."""
+    primes = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+    tokens, ranks, heads = 1 << 16, 8, 4
+    lengths, rates = (",".join(map(str, each)) for each in ((tokens,) * len(primes), primes))
+    pattern = ("--segment-lengths", lengths, "--dilation-rates", rates, "--offsets", "interleaved")
+    _, rows = ask("--tokens", tokens, "--context-parallel", ranks, *pattern, "--heads", heads, "--head-dim", 8)
+    kept = [[any(token % rate == head % rate for rate in primes) for token in range(tokens)] for head in range(heads)]
+    shards = [sum(sum(each[rank * tokens // ranks : (rank + 1) * tokens // ranks]) for each in kept) for rank in range(ranks)]
+    assert rows["gather"]["rows_per_head"] == pytest.approx((sum(shards) - min(shards)) / heads, abs=1)
+
+
 @pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
 def test_json_equals_the_plan(causal: str) -> None:
     options = ("--segment-lengths", "7,13,31", "--dilation-rates", "1,2,5", "--offsets", "interleaved")
@@ -237,7 +249,7 @@ REFUSED = [
     ),
     (
         ("--tokens", 10**10, "--segment-lengths", 10**10, "--dilation-rates", 10**10),
-        "--dilation-rates must have a least common multiple that is small enough to count with, got 10000000000",
+        "--dilation-rates must be such that --tokens times each is below 2**62, got 10000000000",
     ),
     (
         ("--tokens", 10**6, "--context-parallel", 4096, "--segment-lengths", 10**6, "--dilation-rates", 1),

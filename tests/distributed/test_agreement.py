@@ -16,7 +16,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -488,24 +487,51 @@ def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
     assert sorted(set(first)) == list(first)
 
 
-def test_a_call_that_is_refused_during_a_round_is_counted_after_it(pair: list[Ledger]) -> None:
-    """That of another thread: the round has told the others of those before it alone."""
-    pair[0].refused = 2
-    settle = pair[1]._settle
+def test_a_call_of_another_thread_that_is_refused_during_a_round_is_counted_after_it(
+    pair: list[Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_ledger", lambda group: pair[0])
+    group = dist.group.WORLD
 
-    def refuse_and_settle(*args: Any) -> bytes:
-        pair[0].refused += 1
-        return settle(*args)
+    def first() -> None:
+        with agreement.in_turn(group):  # type: ignore[arg-type]
+            pair[0].agree(PLAN, LONG)
+            assert pair[0].number() == 1
 
-    pair[1]._settle = refuse_and_settle  # type: ignore[method-assign]
-
-    def last() -> None:
+    def second() -> None:
         while not pair[1].store.check(["1/0/arrived"]):
             time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="one thread at a time"), agreement.in_turn(group):  # type: ignore[arg-type]
+            pass
         pair[1].agree(PLAN, LONG)
 
-    assert together([lambda: pair[0].agree(PLAN, LONG), last]) == [None] * 2
-    assert [ledger.number() for ledger in pair] == [4, 3]
+    assert together([first, second]) == [None] * 2
+    assert [ledger.number() for ledger in pair] == [3, 1]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_round_whose_time_is_over_is_that_of_one_call(pair: list[Ledger], refuses: bool) -> None:
+    """A rank that refuses, or makes, an earlier call of a known plan meets the end of that round in the call that it was for."""
+    assert round_of(pair, {}) == [None] * 2
+    pair[0].agree({}, SHORT)
+    with over_once(all_posted(pair[0])):
+        late = attempt(lambda: pair[0].agree(PLAN, SHORT))
+    assert str(late).startswith("TimeoutError: rank 1 must take part")
+    if refuses:
+        pair[1].withdraw("v must have 5 columns, got 7")
+    else:
+        pair[1].agree({}, SHORT)
+    assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith(str(late))
+    assert round_of(pair, PLAN) == [None] * 2
+
+
+def test_a_round_that_another_rank_was_alone_in_is_left_behind(pair: list[Ledger]) -> None:
+    """By a rank that has made more calls since: all of plans that it knew, the first of them instead of that round's."""
+    assert round_of(pair, {}) == [None] * 2
+    with over_once(all_posted(pair[0])):
+        assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 must take part")
+    pair[1].agree({}, SHORT)
+    assert round_of(pair, {"next": 1}) == [None] * 2
 
 
 def test_a_call_refused_while_it_was_traced_is_refused_before_the_next(pair: list[Ledger]) -> None:
