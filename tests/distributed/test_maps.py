@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, attention_map
@@ -66,3 +67,28 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_ranks_refuse_maps_together(ranks: Ranks) -> None:
     ranks.run(check_refusals)
+
+
+def check_compiled(rank: int, mesh: DeviceMesh) -> None:
+    case = cut(mesh.size())
+    q, k = (case.named()[name] for name in "qk")
+    expected = attention_map(q, k, case.pattern, queries=[3, 1])
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        return 2.0 * attention_map(q, k, case.pattern, queries=[3, 1], mesh=mesh, shard_lengths=case.shard_lengths)
+
+    here = case.shard(rank)
+    for _ in range(2):
+        found = torch.compile(attend, backend="eager")(q[:, here], k[:, here])
+        torch.testing.assert_close(found, 2.0 * expected[..., here], **EXACT)
+    torch._dynamo.reset()  # the same code is compiled anew
+    whole = torch.compile(attend, backend="eager", fullgraph=True)
+    if mesh.size() == 1:
+        torch.testing.assert_close(whole(q, k), 2.0 * expected, **EXACT)
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False with attention_map over several ranks"):
+            whole(q[:, here], k[:, here])
+
+
+def test_compiled_models_may_ask_for_maps(ranks: Ranks) -> None:
+    ranks.run(check_compiled)
