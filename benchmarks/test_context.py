@@ -217,11 +217,11 @@ def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, n
     record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
 
 
-def drawn_pattern(number: int) -> DilatedPattern:
-    """24 branches of any rates up to 64, by chance."""
+def drawn_pattern(number: int, least: int = 1, most: int = 64) -> DilatedPattern:
+    """24 branches of any rates between two, by chance."""
     draw = random.Random(number)
     lengths = tuple(int(math.exp(draw.uniform(math.log(2000), math.log(MILLION)))) for _ in range(24))
-    rates = tuple(draw.randint(1, 64) for _ in lengths)
+    rates = tuple(draw.randint(least, most) for _ in lengths)
     return DilatedPattern(lengths, rates, offsets="interleaved", zero_padding=bool(number % 2))
 
 
@@ -233,7 +233,9 @@ HARD = {
     "wide": DilatedPattern(tuple(MILLION - 1001 * i for i in range(12)), COPRIME, offsets="interleaved"),
     "whole": DilatedPattern(tuple(MILLION - 1009 * i for i in range(24)), (1,) * 24),
     "whole, odd": DilatedPattern(tuple(MILLION - 1009 * i for i in range(24)), 2 * COPRIME, offsets="interleaved"),
+    "above a shard": DilatedPattern((MILLION,) * 24, (*range(97, 120), 500_001), offsets="interleaved", zero_padding=True),
     **{f"drawn {number}": drawn_pattern(number) for number in range(4)},
+    "drawn, large rates": drawn_pattern(5, 97, 2000),
 }
 
 

@@ -25,6 +25,7 @@ DIRECT = 1 << 16  # tokens between two ranks that are always looked at
 FEW = 4  # spans of a branch between two ranks, of which periods are looked for
 SHORT = 256  # tokens of spans, on average, that are looked at together
 DENSE = 12  # heads' offsets for each byte and residue that are added one by one
+MANY, SPARSE = 4, 4  # heads' offsets that are added as one block, and residues for each of them
 PIECE = 1 << 13  # tokens of a tile, where several periods are no more
 KEEP = 1 << 26  # bytes of tiles
 
@@ -145,6 +146,7 @@ class Line:
         self._places = np.array([len(heads) for _, heads in kept], np.int64)
         self._bits = {head: bit for bit, head in enumerate(heads)}
         self._kinds: dict[tuple[int, ...], tuple[tuple[int, np.unsignedinteger[Any]], ...]] = {}
+        self._blocks: dict[tuple[int, ...], tuple[int, Sets] | None] = {}
 
     def count_between(self, spans: Spans, borders: Integers) -> Integers:
         """Rows of spans, from each border to the next; all spans lie between the first and the last."""
@@ -221,6 +223,10 @@ class Line:
             seen[: len(seen) - rest].reshape(rows, len(tile))[...] |= tile
             seen[len(seen) - rest :] |= tile[:rest]
             return
+        block = self._block(*whose) if span.period == rate == span.residues else None
+        if block is not None:
+            _add_block(seen, *block, rate, phase)
+            return
         length = phase + len(seen) if span.period == rate else span.period
         for begin in range(-phase, len(seen), length):
             segment, skipped = seen[max(0, begin) : begin + length], max(0, -begin)
@@ -235,6 +241,16 @@ class Line:
             table[offset] = members
         return table
 
+    def _block(self, branch: int, place: int, places: int) -> tuple[int, Sets] | None:
+        """The first residue that some heads keep, and who keeps it and those behind it; none where most of those have no head."""
+        key = (branch, place, places)
+        if key not in self._blocks:
+            kinds = self._kind(*key)
+            low, high = (extreme((offset for offset, _ in kinds), default=0) for extreme in (min, max))
+            is_dense = MANY < high + 1 - low <= SPARSE * len(kinds)
+            self._blocks[key] = (low, self._table(*key)[low : high + 1].copy()) if is_dense else None
+        return self._blocks[key]
+
     def _kind(self, branch: int, place: int, places: int) -> tuple[tuple[int, np.unsignedinteger[Any]], ...]:
         """Different offsets of some heads of a branch, and who has them."""
         key = (branch, place, places)
@@ -245,6 +261,19 @@ class Line:
                     found[offset] = found.get(offset, 0) | 1 << self._bits[head]
             self._kinds[key] = tuple((offset, self.dtype(members)) for offset, members in found.items())
         return self._kinds[key]
+
+
+def _add_block(seen: Sets, low: int, block: Sets, rate: int, phase: int) -> None:
+    """Add to tokens, the first of which has the residue `phase`, what the residues from `low` on have, once in each period."""
+    before = phase - low  # of the block, where the tokens begin inside it
+    if 0 < before < len(block):
+        first = seen[: len(block) - before]
+        first |= block[before : before + len(first)]
+    seen = seen[(low - phase) % rate :]
+    rows = len(seen) // rate
+    seen[: rows * rate].reshape(rows, rate)[:, : len(block)] |= block
+    last = seen[rows * rate :][: len(block)]
+    last |= block[: len(last)]
 
 
 if hasattr(np, "bitwise_count"):
