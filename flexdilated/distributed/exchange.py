@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.distributed.waits import Wait
@@ -86,8 +87,8 @@ class GroupTransport:
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
         operations, peers, headers = [], [], []
-        for make, messages in ((dist.isend, sends), (dist.irecv, receives)):
-            for peer, message in messages.items():
+        for make, parts in ((dist.isend, sends), (dist.irecv, receives)):
+            for peer, message in parts.items():
                 if message.numel():
                     assert message.is_contiguous()
                     rank = dist.get_global_rank(self._group, peer)
@@ -179,7 +180,7 @@ class Links:
 def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, borrowed: Mapping[int, int]) -> Links:
     """What a rank exchanges of one kind under a plan; `borrowed`: how many rows that others own, by peer in their order."""
     owned, lent = {}, {}
-    for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=kind != "out"):
+    for peer, heads, tokens in messages(plan, exchange, kind, rank, sent=kind != "out"):
         lent[peer] = len(tokens)
         owned[peer] = tuple(_blocks(heads, tokens - plan.borders[rank], device))
     sends, receives = (borrowed, lent) if kind == "out" else (lent, borrowed)

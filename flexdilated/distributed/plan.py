@@ -1,4 +1,4 @@
-"""Which rows each rank needs of which other, in integers: intervals and strides, never lists, until a rank asks for its own."""
+"""Which rows each rank needs of which other, in integers: intervals and strides, never lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +15,13 @@ from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
 from flexdilated.distributed.segments import CutSegments
-from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows, rows_of
+from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows
 from flexdilated.distributed.work import Parts
 from flexdilated.pattern import DilatedPattern
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
 SPANS = 1 << 16  # pairs of ranks whose spans are made at once
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
-
-
-class Needs(NamedTuple):
-    """Arithmetic progressions of tokens that `receiver` gets from `sender`, one array entry each."""
-
-    receiver: Integers
-    sender: Integers
-    first: Integers
-    stride: Integers
-    rows: Integers
-
-    def where(self, chosen: Integers | slice) -> Needs:
-        return Needs(*(x[chosen] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +53,6 @@ class ContextPlan(CutSegments):
         for head in range(len(self.within)):
             found.setdefault(tuple(each.get(head) for each in offsets), []).append(head)
         return {offsets: tuple(heads) for offsets, heads in found.items()}
-
-    def needs(self, head: int, spans: Spans) -> Needs:
-        """What travels of some spans for one head, which some branch keeps: the progressions of all branches, which may overlap."""
-        found = []
-        for branch, (rate, heads) in enumerate(self.kept):
-            place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
-            if place is None:
-                continue
-            here = spans.where(spans.branch == branch).alone(rate)
-            chosen, first, rows = rows_of(here, rate, heads[place][1], place)
-            found.append(Needs(here.receiver[chosen], here.sender[chosen], first, np.full_like(first, rate), rows))
-        return Needs(*(np.concatenate(parts) for parts in zip(*found)))
 
     def spans(self, exchange: str, kind: str, rank: int | None = None, *, sent: bool = False) -> Spans:
         """What travels, as spans of tokens: all of it, or what one rank receives or sends."""
@@ -222,33 +197,6 @@ class ContextPlan(CutSegments):
             for spans in self._spans("gather", kind, receivers, everyone)
         )
 
-    def messages(self, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
-        """Peer by peer, `(peer, head, token)` of rows that travel, ascending; tokens of the whole sequence."""
-        spans = self.spans(exchange, kind, rank, sent=sent)
-        needed: dict[Any, Needs] = {}
-        for offsets, members in self.classes.items():
-            for head in members:
-                # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows.
-                key = (offsets, head) if exchange == "heads" else offsets
-                if key not in needed:
-                    needed[key] = self.needs(head, spans)
-        peers = np.unique(spans.receiver if sent else spans.sender)
-        heads = sorted((head, offsets) for offsets, members in self.classes.items() for head in members)
-        # Sorted by peer once: to look for each among all would take the square of their number.
-        parts = {}
-        for key, needs in needed.items():
-            of = needs.receiver if sent else needs.sender
-            order = np.argsort(of, kind="stable")
-            parts[key] = needs.where(order), np.searchsorted(of[order], [peers, peers + 1])
-        for place, peer in enumerate(peers.tolist()):
-            lists: dict[Any, Integers] = {}
-            for key, (needs, (first, end)) in parts.items():
-                lists[key] = _tokens(needs.where(slice(first[place], end[place])))
-            rows = [(head, lists[(offsets, head) if exchange == "heads" else offsets]) for head, offsets in heads]
-            if not any(len(tokens) for _, tokens in rows):
-                continue
-            yield peer, np.repeat([head for head, _ in rows], [len(x) for _, x in rows]), np.concatenate([x for _, x in rows])
-
 
 @lru_cache(maxsize=64)
 def context_plan(
@@ -290,11 +238,3 @@ def _shown(values: tuple[Any, ...]) -> Any:
     if len(values) <= 64:
         return [list(value) if isinstance(value, tuple) else value for value in values]
     return f"{len(values)} values of sha256 {sha256(repr(values).encode()).hexdigest()}"
-
-
-def _tokens(needs: Needs) -> Integers:
-    """The tokens of some progressions: ascending, each once."""
-    if len(needs.rows) == 1:
-        return needs.first[0] + needs.stride[0] * np.arange(needs.rows[0])
-    run, number = expanded(np.zeros_like(needs.rows), needs.rows)
-    return np.unique(needs.first[run] + number * needs.stride[run])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexdilated.backends.transforms import in_no_mode
 from flexdilated.distributed.exchange import Index, Links, link
+from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.distributed.tasks import Task, tasks_of
@@ -98,7 +99,7 @@ def _build(plan: ContextPlan, exchange: str, rank: int, device: torch.device) ->
                 else:
                     asked.setdefault(owner, []).append((number, at))
         # One message at a time: the rows of all ranks together would be the whole sequence.
-        for peer, heads, tokens in plan.messages(exchange, kind, rank, sent=kind == "out"):
+        for peer, heads, tokens in messages(plan, exchange, kind, rank, sent=kind == "out"):
             borrowed[kind][peer] = len(tokens)
             keys = heads * plan.num_tokens + tokens
             for number, at in asked.pop(peer, ()):

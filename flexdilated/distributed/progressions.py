@@ -56,13 +56,16 @@ def common(a: Progressions, b: Progressions) -> tuple[Integers, Progressions]:
 
 def _inverse(number: Integers, modulus: Integers) -> Integers:
     """What times a number leaves 1 by division by a modulus without a common divisor; by a modulus of 1, 0."""
-    kept, rest = modulus, number % modulus
-    last, inverse = np.zeros_like(number), np.ones_like(number)
+    found = number % modulus
+    hard = np.flatnonzero(found > 1)  # none where strides are powers of one number: 0 and 1 are their own inverses
+    kept, rest = modulus[hard], found[hard]
+    last, inverse = np.zeros_like(rest), np.ones_like(rest)
     while (some := rest > 0).any():
         quotient = kept // np.maximum(rest, 1)
         kept, rest = np.where(some, rest, kept), np.where(some, kept - quotient * rest, 0)
         last, inverse = np.where(some, inverse, last), np.where(some, last - quotient * inverse, inverse)
-    return last % modulus
+    found[hard] = last % modulus[hard]
+    return found
 
 
 def num_different(progressions: Progressions, size: Integers) -> Integers:

@@ -144,6 +144,6 @@ def has_rows(spans: Spans, kept: Sequence[Kept]) -> bool:
     return False
 
 
-def kept_below(length: Integers, rate: int, offset: int) -> Integers:
+def kept_below(length: Integers, rate: int, offset: int | Integers) -> Integers:
     """How many positions `offset, offset + rate, ...` lie below `length`."""
     return np.maximum(0, -((offset - length) // rate))

@@ -12,7 +12,9 @@ import numpy as np
 from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.segments import Segments, inside
-from flexdilated.distributed.spans import Integers, kept_below
+from flexdilated.distributed.spans import Integers, expanded, kept_below
+
+TOGETHER = 1 << 14  # segments, each at an offset, that are looked at together
 
 
 class Task(NamedTuple):
@@ -46,34 +48,40 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
     whole, at = plan.taken(exchange)[branch], plan.segments[branch]
     found: dict[Task, list[Integers]] = {}
     near = at.where(np.flatnonzero(plan.near(branch, rank) & ~whole)).alone()
-    alone, held = [np.full_like(near.token, rank)] * 2, plan.held(near.out_token, near.outputs, rank)
-    for offset, heads in plan.offsets_of(branch).items():
-        for task, chosen in _alike(plan, branch, offset, near, alone, held):
-            found.setdefault(task, []).append(_lanes(offset, heads, near.where(chosen)))
+    held, several = plan.held(near.out_token, near.outputs, rank), max(1, TOGETHER // max(1, len(near.token)))
+    members = plan.offsets_of(branch)
+    for some in range(0, len(members), several):
+        offset = np.array([*members][some : some + several], np.int64)
+        group, of = expanded(np.zeros_like(offset), np.full_like(offset, len(near.token)))
+        here, alone = near.where(of), np.full_like(of, rank)
+        for task, chosen in _alike(plan, branch, offset[group], here, (alone, alone), [slot[of] for slot in held]):
+            found.setdefault(task, []).append(_lanes([*members.items()][some : some + several], group[chosen], here.where(chosen)))
     if whole.any():
         mine = plan.parts[branch].where(plan.parts[branch].executor == rank)
-        for place, (head, offset) in enumerate(plan.kept[branch].heads):
-            its = mine.of_head(place)
-            of = at.where(its.segment)
-            for task, chosen in _alike(plan, branch, offset, of, (of.first_owner, of.last_owner), (its.low, its.high)):
-                found.setdefault(task, []).append(_lanes(offset, [head], of.where(chosen)))
+        heads = plan.kept[branch].heads
+        which, place = expanded(mine.place, mine.places)
+        mine, offset = mine.where(which), np.array([offset for _, offset in heads], np.int64)[place]
+        here = at.where(mine.segment)
+        for task, chosen in _alike(plan, branch, offset, here, (here.first_owner, here.last_owner), (mine.low, mine.high)):
+            alone_of = [(offset, [head]) for head, offset in heads]
+            found.setdefault(task, []).append(_lanes(alone_of, place[chosen], here.where(chosen)))
     for task, lanes in found.items():
         numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
         yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
 
 
-def _lanes(offset: int, heads: list[int], at: Segments) -> Integers:
-    """`(3, lanes)`: head, token and output token of row 0, for some heads of segments."""
-    first = np.stack([np.zeros_like(at.token), at.token + offset, at.out_token + offset])
-    lanes = np.repeat(first, len(heads), axis=1)
-    lanes[0] = np.tile(np.array(heads, np.int64), len(at.token))
-    return lanes
+def _lanes(groups: Sequence[tuple[int, list[int]]], group: Integers, at: Segments) -> Integers:
+    """`(3, lanes)`: head, token and output token of row 0, for segments of which each has the heads of a group, of one offset."""
+    offset, count = (np.array(x, np.int64) for x in zip(*((offset, len(heads)) for offset, heads in groups)))
+    of, place = expanded((np.cumsum(count) - count)[group], count[group])
+    heads = np.array([head for _, heads in groups for head in heads], np.int64)
+    return np.stack([heads[place], *((first + offset[group])[of] for first in (at.token, at.out_token))])
 
 
 def _alike(
-    plan: ContextPlan, branch: int, offset: int, at: Segments, owners: Sequence[Integers], slots: Sequence[Integers]
+    plan: ContextPlan, branch: int, offset: Integers, at: Segments, owners: Sequence[Integers], slots: Sequence[Integers]
 ) -> Iterator[tuple[Task, Integers]]:
-    """Of segments those whose tasks at one offset are equal but for the lane, which the task lacks.
+    """Of segments, each at an offset, those whose tasks are equal but for the lane, which the task lacks.
 
     Their outputs are those of the slots that lie between two, and at the ranks from an owner to another.
     """
@@ -81,14 +89,14 @@ def _alike(
     rows, kept = kept_below(at.size, rate, offset), kept_below(at.slots, rate, offset)
     columns = [rows, kept - rows, kept_below(at.padded, rate, offset) - kept, at.first_source, at.last_source, *owners]
     spread = np.maximum(at.last_source - at.first_source, owners[1] - owners[0]) + 1
-    for ranks in np.unique(spread):  # how many columns it takes
+    for ranks in np.unique(spread).tolist():  # how many columns it takes
         few = np.flatnonzero(spread == ranks)
         table = [x[few] for x in columns]
         everything = np.zeros_like(at.size), at.size
         for token, begin, (low, high) in ((at.token, at.first_source, everything), (at.out_token, owners[0], slots)):
             who = np.minimum(begin[few, None] + np.arange(ranks), plan.num_ranks - 1)
             held = plan.held(token[few, None], high[few, None], who)
-            bounds = [kept_below(np.maximum(slot, low[few, None]), rate, offset) for slot in held]
+            bounds = [kept_below(np.maximum(slot, low[few, None]), rate, offset[few, None]) for slot in held]
             table += [*np.stack(bounds, axis=-1).reshape(len(few), 2 * ranks).T]
         kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
         order = np.argsort(which.reshape(-1), kind="stable")

@@ -16,7 +16,7 @@ from flexdilated.backends.operator import Inputs
 from flexdilated.call import Call
 from flexdilated.distributed import cost, rows
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed.plan import EXCHANGES, ContextPlan, Needs
+from flexdilated.distributed.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.spans import Spans
 from tests.distributed.cases import ShardedCase, random_case
@@ -277,24 +277,13 @@ def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pyte
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes no value: only the bytes tell."""
-    spans_of, needs_of = ContextPlan.spans, ContextPlan.needs
-    of_keys: list[Spans] = []
+    spans_of = ContextPlan.spans
 
-    def noted(self: ContextPlan, exchange: str, kind: str, *args: Any, **options: Any) -> Spans:
+    def generous(self: ContextPlan, exchange: str, kind: str, *args: Any, **options: Any) -> Spans:
         spans = spans_of(self, exchange, kind, *args, **options)
-        if kind == "kv":
-            of_keys.append(spans)
-        return spans
-
-    def generous(self: ContextPlan, head: int, spans: Spans) -> Needs:
-        needs = needs_of(self, head, spans)
-        if head != 0 or not any(spans is each for each in of_keys):
-            return needs
-        ends = needs.first + needs.rows * needs.stride
         # Of one pair of ranks, which both of them see.
-        more = (needs.receiver == 0) & (needs.sender == 2) & (ends < self.borders[3])
-        rows = needs.rows + more  # the sender holds that row too
-        return needs._replace(rows=rows)
+        more = (kind == "kv") & (spans.receiver == 0) & (spans.sender == 2) & (spans.end + 2 <= self.borders[3])
+        return spans._replace(end=spans.end + 2 * more)  # the sender holds that row too
 
     case = ShardedCase(DilatedPattern((30,), (2,)), shard_lengths=(11, 13, 17))
     ahead, back = simulate(case, exchange)[1:]
@@ -304,8 +293,7 @@ def test_one_extra_row_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(ShardedCase, "plan", lambda self: plan)
     with monkeypatch.context() as planted:
-        planted.setattr(ContextPlan, "spans", noted)
-        planted.setattr(ContextPlan, "needs", generous)
+        planted.setattr(ContextPlan, "spans", generous)
         ahead, back = simulate(case, exchange)[1:]
     monkeypatch.undo()
     with pytest.raises(AssertionError):

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
-from flexdilated.distributed import cost, lines
+from flexdilated.distributed import cost, lines, listing, tasks
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
 from flexdilated.distributed import program as programs
@@ -198,11 +198,22 @@ def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int],
 
 def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
     """`(peer, head, token)` of each row."""
-    messages = plan.messages(exchange, kind, rank, sent=sent)
+    messages = listing.messages(plan, exchange, kind, rank, sent=sent)
     return [(peer, head, token) for peer, *rows in messages for head, token in zip(*(x.tolist() for x in rows))]
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "way", [{"LONG": 0}, {"LONG": 99, "SPREAD": 0}, {"LONG": 99, "SPREAD": 99}], ids=["each", "sorted", "marked"]
+)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), max_size=5))
+def test_tokens_of_progressions_are_listed_once_and_ascending(way: dict[str, int], runs: list[tuple[int, int, int]]) -> None:
+    expected = sorted({first + i * stride for first, stride, rows in runs for i in range(rows)})
+    columns = np.array(runs, np.int64).reshape(-1, 3).T
+    with mock.patch.multiple(listing, **way):
+        assert listing.Runs(np.zeros(len(runs), np.int64), *columns).tokens().tolist() == expected
 
 
 @pytest.mark.slow
@@ -417,15 +428,21 @@ def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softma
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("together", [1, tasks.TOGETHER])
 @given(plan=plans())
-def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(plan: ContextPlan, exchange: str) -> None:
+def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(
+    plan: ContextPlan, together: int, exchange: str
+) -> None:
     expected = Counter((rank, *softmax[1:]) for rank, softmax in placed(plan, exchange))
     of_branches = {(rank, softmax) for rank, softmax in placed(plan, exchange)}
     found: Counter[tuple[Any, ...]] = Counter()
     for rank in range(plan.num_ranks):
         for piece in local_pieces(plan, rank):
             found.update((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
-        for task in tasks_of(plan, exchange, rank):
+        with mock.patch.object(tasks, "TOGETHER", together):
+            found_tasks = tasks_of(plan, exchange, rank)
+        assert len({task._replace(heads=(), tokens=(), out_tokens=()) for task in found_tasks}) == len(found_tasks)
+        for task in found_tasks:
             for _, softmax in task_softmaxes(task, is_causal=plan.is_causal):
                 assert (rank, softmax) in of_branches
                 found[(rank, *softmax[1:])] += 1
@@ -927,9 +944,9 @@ def test_longnet_of_a_million_tokens_on_8_ranks_is_local() -> None:
 def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_head(num_heads: int) -> None:
     plan = plan_of(DilatedPattern.longnet(), MILLION, 64, num_heads)
     # Of 32,768 tokens a rank holds half: one branch's rows of the other half, all heads alike to one row.
-    for head in range(num_heads):
-        needs = plan.needs(head, plan.spans("gather", "kv"))
-        assert np.bincount(needs.receiver, needs.rows, 64).max() <= 1366
+    for rank in range(64):
+        heads = [head for _, head, _ in listing.messages(plan, "gather", "kv", rank, sent=False)]
+        assert np.bincount(np.concatenate(heads)).max() <= 1366
     assert 1365 <= rows_per_head(plan, "gather", "kv").max() <= 1366
 
 
