@@ -1,4 +1,4 @@
-"""Sets of heads along a line of tokens: how many different rows some spans hold, at a cost that tokens and spans bound.
+"""Sets of heads along a line of tokens: how many different rows spans hold. Long: each way to add a span, the fastest being taken.
 
 An entry is a set of heads, one bit each: what a branch adds is its spans, or, where few spans are long, one common period of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -120,10 +121,15 @@ class Tiles:
     """Sets of heads along some tokens, kept to be looked at again."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], Sets] = {}
+        self._names: dict[tuple[object, ...], int] = {}
+        self._found: dict[tuple[int, int], Sets] = {}
         self._room = KEEP
 
-    def get(self, key: tuple[object, ...], period: Callable[[], Sets]) -> Sets:
+    def name(self, of: tuple[object, ...]) -> int:
+        """A number, one for all that is equal."""
+        return self._names.setdefault(of, len(self._names))
+
+    def get(self, key: tuple[int, int], period: Callable[[], Sets]) -> Sets:
         """A period over and over: as often as fits `PIECE` tokens or once, and once more."""
         tile = self._found.get(key)
         if tile is None:
@@ -145,8 +151,7 @@ class Line:
         self._rates = np.array([rate for rate, _ in kept], np.int64)
         self._places = np.array([len(heads) for _, heads in kept], np.int64)
         self._bits = {head: bit for bit, head in enumerate(heads)}
-        self._kinds: dict[tuple[int, ...], tuple[tuple[int, np.unsignedinteger[Any]], ...]] = {}
-        self._blocks: dict[tuple[int, ...], tuple[int, Sets] | None] = {}
+        self._found: dict[tuple[int, ...], _Whose] = {}
 
     def count_between(self, spans: Spans, borders: Integers) -> Integers:
         """Rows of spans, from each border to the next; all spans lie between the first and the last."""
@@ -209,58 +214,74 @@ class Line:
         rate, heads = self.kept[branch]
         run, at = expanded(spans.first, spans.end - spans.first)
         # Spans of one branch are disjoint: no token is written twice.
-        seen[at - begin] |= self._table(branch, 0, len(heads))[(at - spans.origin[run]) % spans.period[run] % rate]
+        table = self._whose(branch, 0, len(heads)).table()
+        seen[at - begin] |= table[(at - spans.origin[run]) % spans.period[run] % rate]
 
     def _add(self, seen: Sets, span: _Span, first: int) -> None:
         """Add to each of the tokens from `first` on the heads of a span that keep it."""
-        rate, whose = self.kept[span.branch].rate, (span.branch, span.place, span.places)
-        phase, kinds = (first - span.origin) % span.period, self._kind(*whose)
-        dense = span.period != rate or (rate > 1 and len(kinds) * DENSE > rate * seen.itemsize)
-        if dense and span.period <= TILE and span.residues == rate:
-            tile = self._tiles.get((seen.itemsize, rate, span.period, *kinds), lambda: np.resize(self._table(*whose), span.period))
-            tile = tile[phase : phase + len(tile) - span.period]
-            rows, rest = divmod(len(seen), len(tile))
-            seen[: len(seen) - rest].reshape(rows, len(tile))[...] |= tile
-            seen[len(seen) - rest :] |= tile[:rest]
+        whose = self._whose(span.branch, span.place, span.places)
+        rate, period = whose.rate, span.period
+        phase = (first - span.origin) % period
+        if (whose.is_dense or period != rate) and period <= TILE and span.residues == rate:
+            tile = self._tiles.get((whose.name, period), lambda: np.resize(whose.table(), period))
+            tile = tile[phase : phase + len(tile) - period]
+            rest = len(seen) % len(tile)
+            if rest < len(seen):
+                many = seen[: len(seen) - rest].reshape(-1, len(tile))
+                many |= tile
+            last = seen[len(seen) - rest :]
+            last |= tile[:rest]
             return
-        block = self._block(*whose) if span.period == rate == span.residues else None
-        if block is not None:
-            _add_block(seen, *block, rate, phase)
+        if period == rate == span.residues and whose.block is not None:
+            _add_block(seen, *whose.block, rate, phase)
             return
-        length = phase + len(seen) if span.period == rate else span.period
+        length = phase + len(seen) if period == rate else period
         for begin in range(-phase, len(seen), length):
             segment, skipped = seen[max(0, begin) : begin + length], max(0, -begin)
-            for offset, members in kinds:
+            for offset, members in zip(whose.offsets, whose.sets):
                 if (offset - span.residue) % rate < span.residues:
                     segment[(offset - skipped) % rate :: rate] |= members
 
-    def _table(self, branch: int, place: int, places: int) -> Sets:
-        """`(rate,)`: the heads, of some, that keep each residue."""
-        table = np.zeros(self.kept[branch].rate, self.dtype)
-        for offset, members in self._kind(branch, place, places):
-            table[offset] = members
-        return table
-
-    def _block(self, branch: int, place: int, places: int) -> tuple[int, Sets] | None:
-        """The first residue that some heads keep, and who keeps it and those behind it; none where most of those have no head."""
+    def _whose(self, branch: int, place: int, places: int) -> _Whose:
+        """What some heads of a branch keep."""
         key = (branch, place, places)
-        if key not in self._blocks:
-            kinds = self._kind(*key)
-            low, high = (extreme((offset for offset, _ in kinds), default=0) for extreme in (min, max))
-            is_dense = MANY < high + 1 - low <= SPARSE * len(kinds)
-            self._blocks[key] = (low, self._table(*key)[low : high + 1].copy()) if is_dense else None
-        return self._blocks[key]
-
-    def _kind(self, branch: int, place: int, places: int) -> tuple[tuple[int, np.unsignedinteger[Any]], ...]:
-        """Different offsets of some heads of a branch, and who has them."""
-        key = (branch, place, places)
-        if key not in self._kinds:
-            found: dict[int, int] = {}
-            for head, offset in self.kept[branch].heads[place : place + places]:
+        found = self._found.get(key)
+        if found is None:
+            rate, heads = self.kept[branch]
+            members: dict[int, int] = {}
+            for head, offset in heads[place : place + places]:
                 if head in self._bits:
-                    found[offset] = found.get(offset, 0) | 1 << self._bits[head]
-            self._kinds[key] = tuple((offset, self.dtype(members)) for offset, members in found.items())
-        return self._kinds[key]
+                    members[offset] = members.get(offset, 0) | 1 << self._bits[head]
+            sets = np.fromiter(members.values(), self.dtype, len(members))
+            found = self._found[key] = _Whose(rate, [*members], sets, self._tiles.name((self.dtype, rate, *members.items())))
+        return found
+
+
+class _Whose:
+    """Different offsets of some heads of a branch, and who has them.
+
+    Args:
+        rate: Of the branch.
+        offsets: Each once.
+        sets: The heads of each.
+        name: Of all this, where tiles are kept.
+    """
+
+    def __init__(self, rate: int, offsets: Sequence[int], sets: Sets, name: int) -> None:
+        self.rate, self.offsets, self.sets, self.name = rate, offsets, sets, name
+        self.is_dense = rate > 1 and len(offsets) * DENSE > rate * sets.itemsize
+
+    @cached_property
+    def block(self) -> tuple[int, Sets] | None:
+        """The first residue that a head keeps, and who keeps it and those behind it; none where most of those have no head."""
+        low, high = (extreme(self.offsets, default=0) for extreme in (min, max))
+        return (low, self.table()[low : high + 1].copy()) if MANY < high + 1 - low <= SPARSE * len(self.offsets) else None
+
+    def table(self) -> Sets:
+        """`(rate,)`: the heads that keep each residue."""
+        table = np.zeros(self.rate, self.sets.dtype)
+        table[self.offsets] = self.sets
+        return table
 
 
 def _add_block(seen: Sets, low: int, block: Sets, rate: int, phase: int) -> None:
@@ -280,11 +301,12 @@ if hasattr(np, "bitwise_count"):
 
     def _num_members(sets: Sets, borders: Sequence[int] | Integers = (0,)) -> Integers:
         """How many heads the sets from each border to the next hold together."""
-        return np.add.reduceat(np.bitwise_count(sets), borders, dtype=np.int64)
+        return np.add.reduceat(np.bitwise_count(sets), borders, dtype=np.uint32).astype(np.int64)
 
 else:  # numpy before 2.0
     _MEMBERS = np.array([bin(x).count("1") for x in range(256)], np.uint8)
 
     def _num_members(sets: Sets, borders: Sequence[int] | Integers = (0,)) -> Integers:
         """How many heads the sets from each border to the next hold together."""
-        return np.add.reduceat(_MEMBERS[sets.view(np.uint8)], np.multiply(borders, sets.itemsize), dtype=np.int64)
+        counts = np.add.reduceat(_MEMBERS[sets.view(np.uint8)], np.multiply(borders, sets.itemsize), dtype=np.uint32)
+        return counts.astype(np.int64)

@@ -10,6 +10,8 @@ import numpy as np
 from flexdilated.distributed.segments import CutSegments, inside
 from flexdilated.distributed.spans import Booleans, Integers, expanded, kept_below
 
+TOGETHER = 1 << 14  # runs of queries, each of one offset, that are counted together
+
 
 class Parts(NamedTuple):
     """Heads of cut segments of one branch, or parts of them: who computes them. Arrays over parts, by segment, head and query.
@@ -72,11 +74,16 @@ def of_rows(cut: CutSegments, branch: int, chosen: Integers) -> Integers:
     which, rank = expanded(at.first_owner[chosen], (at.last_owner - at.first_owner + 1)[chosen])
     which = chosen[which]
     held = cut.held(at.out_token[which], at.outputs[which], rank)
-    for offset, members in cut.offsets_of(branch).items():
+    members = cut.offsets_of(branch)
+    offsets, heads = np.array([*members], np.int64)[:, None], np.array([len(those) for those in members.values()], np.int64)
+    several = max(1, TOGETHER // max(1, len(which)))
+    pairs = np.zeros(len(which), np.int64)
+    for some in range(0, len(offsets), several):
+        offset = offsets[some : some + several]
         rows = kept_below(at.size[which], rate, offset)
         low, high = (np.minimum(kept_below(slot, rate, offset), rows) for slot in held)
-        pairs = at.repeats[which] * scored(rows, low, high, is_causal=cut.is_causal)
-        np.add.at(work, rank, len(members) * pairs)
+        pairs += heads[some : some + several] @ scored(rows, low, high, is_causal=cut.is_causal)
+    np.add.at(work, rank, at.repeats[which] * pairs)
     return work
 
 
