@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -52,6 +53,7 @@ from flexdilated.distributed import cost
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.program import Program, program
 from tests.distributed.cases import executors
 
 MILLION = 1 << 20
@@ -249,6 +251,24 @@ def test_planning_is_bounded_for_any_pattern(benchmark: Any, name: str) -> None:
         return cost.choose(plan, budget=cost.default_budget(plan, head_dim=HEAD_DIM, itemsize=2), head_dim=HEAD_DIM, itemsize=2)
 
     assert benchmark.pedantic(choose, rounds=1) in EXCHANGES
+
+
+@pytest.mark.parametrize("count", [4, 64, 1000])
+@pytest.mark.parametrize("name", ["longnet", "gigapath"])
+def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> None:
+    """Plan, choice among exchanges and what a middle one of 8 ranks does, where each step has documents of its own: the times are
+    those to look at."""
+    seeds = iter(range(100))
+
+    def prepare() -> Program:
+        borders = borders_of(MILLION, count, next(seeds)).tolist()
+        spans = tuple((a, b - a) for a, b in pairwise(borders))
+        plan = context_plan(PATTERNS[name], (MILLION // 8,) * 8, 16, range(16), 1, spans, False)
+        budget = cost.default_budget(plan, head_dim=HEAD_DIM, itemsize=2)
+        chosen = cost.choose(plan, budget=budget, head_dim=HEAD_DIM, itemsize=2)
+        return program(plan, chosen, 3, torch.device("cpu"))
+
+    assert benchmark.pedantic(prepare, rounds=5, warmup_rounds=1).jobs
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------------------

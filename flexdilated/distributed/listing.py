@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.spans import Integers, Kept, Spans, expanded, rows_of
+from flexdilated.distributed.spans import Integers, Spans, expanded, rows_of
 
 SPREAD = 64  # tokens for each row, above which rows are sorted; else they are marked along the line of tokens
+TOGETHER = 1 << 16  # spans, each of one head, that are looked at together
 LONG = 16  # rows of a progression, on average, from which each is marked by itself
 
 
@@ -50,34 +51,37 @@ class Runs(NamedTuple):
 def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
     """Peer by peer, `(peer, head, token)` of the rows that a rank sends or receives, ascending; tokens of the whole sequence."""
     spans = plan.spans(exchange, kind, rank, sent=sent)
-    branches = [spans.where(spans.branch == branch).alone(rate) for branch, (rate, _) in enumerate(plan.kept)]
     peers = np.unique(spans.receiver if sent else spans.sender)
-    heads: list[tuple[int, Hashable]] = []
-    # By class, sorted by peer once, and where each peer's begin: to look for each among all would take the square of their number.
-    parts: dict[Hashable, tuple[Runs, list[int]]] = {}
-    for offsets, members in plan.classes.items():
-        for head in members:
-            # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows.
-            key = (offsets, head) if exchange == "heads" else offsets
-            heads.append((head, key))
-            if key not in parts:
-                runs = _runs(plan.kept, branches, head, sent=sent)
-                runs = runs.where(np.argsort(runs.peer, kind="stable"))
-                parts[key] = runs, [*np.searchsorted(runs.peer, peers).tolist(), len(runs.peer)]
-    for place, peer in enumerate(peers.tolist()):
-        lists = {key: runs.where(slice(*starts[place : place + 2])).tokens() for key, (runs, starts) in parts.items()}
-        rows = [(head, lists[key]) for head, key in sorted(heads, key=lambda each: each[0])]
-        if any(len(tokens) for _, tokens in rows):
+    # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows: those of its first.
+    groups = plan.classes.values()
+    alike = [(head,) for heads in groups for head in heads] if exchange == "heads" else list(groups)
+    of, runs = _runs(plan, spans, [heads[0] for heads in alike], sent=sent)
+    name = of * plan.num_ranks + runs.peer
+    order = np.argsort(name, kind="stable")
+    runs, name = runs.where(order), name[order]
+    which = sorted((head, number) for number, heads in enumerate(alike) for head in heads)
+    for peer in peers.tolist():
+        names = np.arange(len(alike)) * plan.num_ranks + peer
+        borders = zip(*(np.searchsorted(name, names, side).tolist() for side in ("left", "right")))
+        lists = [runs.where(slice(first, end)).tokens() for first, end in borders]
+        rows = [(head, lists[number]) for head, number in which]
+        if any(len(tokens) for tokens in lists):
             yield peer, np.repeat([head for head, _ in rows], [len(x) for _, x in rows]), np.concatenate([x for _, x in rows])
 
 
-def _runs(kept: Sequence[Kept], branches: Sequence[Spans], head: int, *, sent: bool) -> Runs:
-    """What travels of the spans of each branch for one head, which some branch keeps; progressions of two branches may overlap."""
+def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) -> tuple[Integers, Runs]:
+    """What travels of spans for some heads: which of these, and what; progressions of two branches may overlap."""
     found = []
-    for (rate, heads), spans in zip(kept, branches):
-        place = next((i for i, (each, _) in enumerate(heads) if each == head), None)
-        if place is not None:
-            chosen, first, rows = rows_of(spans, rate, heads[place][1], place)
-            peer = (spans.receiver if sent else spans.sender)[chosen]
-            found.append(Runs(peer, first, np.full_like(first, rate), rows))
-    return Runs(*(np.concatenate(parts) for parts in zip(*found)))
+    for branch, (rate, kept) in enumerate(plan.kept):
+        here = spans.where(spans.branch == branch).alone(rate)
+        peer = here.receiver if sent else here.sender
+        places = {head: place for place, (head, _) in enumerate(kept)}
+        those = np.array([number for number, head in enumerate(heads) if head in places], np.int64)
+        place = np.array([places[head] for head in heads if head in places], np.int64)[:, None]
+        offset = np.array([offset for _, offset in kept], np.int64)[place]
+        several = max(1, TOGETHER // max(1, len(peer)))
+        for some in range(0, len(those) if len(peer) else 0, several):
+            chosen, first, rows = rows_of(here, rate, offset[some : some + several], place[some : some + several])
+            found.append((those[some + chosen // len(peer)], peer[chosen % len(peer)], first, np.full_like(first, rate), rows))
+    columns = [np.concatenate(column) for column in zip(*found)] if found else [np.empty(0, np.int64)] * 5
+    return columns[0], Runs(*columns[1:])

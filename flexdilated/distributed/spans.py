@@ -85,7 +85,7 @@ def _firsts(joins: Booleans, columns: Sequence[Integers]) -> Integers:
 
 
 class Rows(NamedTuple):
-    """Of some spans those that hold rows of one offset: which, the first such token, and how many."""
+    """Of some spans those that hold rows of one offset: which, the first such token, and how many. Of several, those of each."""
 
     chosen: Integers
     first: Integers
@@ -121,13 +121,17 @@ def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     return run, np.arange(len(run)) + np.repeat(first - ends + count, count)
 
 
-def rows_of(spans: Spans, rate: int, offset: int, place: int) -> Rows:
-    """The rows of one head in spans of one segment each, of one branch: its offset, and its place among the heads of the branch."""
+def rows_of(spans: Spans, rate: int, offset: int | Integers, place: int | Integers) -> Rows:
+    """The rows of one head in spans of one segment each, of one branch: its offset, and its place among the heads of the branch.
+
+    Offsets and places of several heads are columns, `(heads, 1)`: then spans are numbered on from one head to the next.
+    """
     first = spans.first + (offset - (spans.first - spans.origin)) % rate
     takes_part = (offset - spans.residue) % rate < spans.residues
     takes_part &= (spans.place <= place) & (place < spans.place + spans.places)
     chosen = np.flatnonzero(takes_part & (first < spans.end))
-    return Rows(chosen, first[chosen], (spans.end[chosen] - first[chosen] - 1) // rate + 1)
+    first, end = first.reshape(-1)[chosen], spans.end[chosen % max(1, len(spans.end))]
+    return Rows(chosen, first, (end - first - 1) // rate + 1)
 
 
 def has_rows(spans: Spans, kept: Sequence[Kept]) -> bool:

@@ -198,7 +198,8 @@ def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int],
 
 def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
     """`(peer, head, token)` of each row."""
-    messages = listing.messages(plan, exchange, kind, rank, sent=sent)
+    with mock.patch.object(listing, "TOGETHER", (1, 9, listing.TOGETHER)[len(plan.borders) % 3]):  # alone, some, all
+        messages = list(listing.messages(plan, exchange, kind, rank, sent=sent))
     return [(peer, head, token) for peer, *rows in messages for head, token in zip(*(x.tolist() for x in rows))]
 
 
