@@ -76,10 +76,11 @@ def attention_map(
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
     from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
-    from flexdilated.distributed.telling import is_one_graph, telling
+    from flexdilated.distributed.telling import is_one_graph, telling, traces_call
 
     sums = Sums(mesh)
     if sums.num_ranks > 1 and torch.compiler.is_compiling():
+        traces_call(mesh.get_group().group_name)
         if is_one_graph():
             raise NotImplementedError("fullgraph must be False with attention_map over several ranks, where it runs uncompiled")
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "shard_lengths": shard_lengths}

@@ -12,7 +12,6 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._guards import CompileContext
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import flexdilated
@@ -52,12 +51,6 @@ def withdraw(group: dist.ProcessGroup, reason: str) -> None:
     if group.size() > 1:
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone, or full: this rank has its own error to tell
             _ledger(group).withdraw(reason)
-
-
-def withdraw_later(group: dist.ProcessGroup) -> None:
-    """Say while a compiler traces a call, which it may do several times, that this rank refuses it; told before its next call."""
-    if group.size() > 1:
-        _ledger(group).traced.add(str(CompileContext.current_compile_id()))
 
 
 @contextmanager
@@ -130,7 +123,6 @@ class Ledger:
         self.ahead: tuple[str, str] | None = None  # of this kind, with these words
         self.meanwhile = 0  # refused calls of other threads while one is made
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
-        self.traced: set[str] = set()  # compilations in which this rank has refused a call
         self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
@@ -138,9 +130,6 @@ class Ledger:
 
     def agree(self, plan: Mapping[str, object], timeout: timedelta) -> None:
         """As the function `agree`, waiting for the others for `timeout` at most."""
-        while self.traced:
-            self.traced.pop()
-            self.withdraw("torch.compile could not trace its arguments")
         try:
             key = digest(plan)
         except TypeError as error:

@@ -30,7 +30,7 @@ from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, is_one_graph, refuse_in_trace, tell
+from flexdilated.distributed.telling import all_know, is_one_graph, tell, traces_call
 from flexdilated.distributed.waits import Wait
 
 UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
@@ -57,10 +57,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     mesh = call.mesh
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
-    if (call.is_modified() or call.backend == "flex") and num_ranks > 1 and torch.compiler.is_compiling():
-        if is_one_graph():
-            raise NotImplementedError(UNCOMPILED)
-        return torch.compiler.disable(attend)(q, k, v, call)
+    if torch.compiler.is_compiling() and num_ranks > 1:
+        traces_call(group_name)
+        if call.is_modified() or call.backend == "flex":
+            if is_one_graph():
+                raise NotImplementedError(UNCOMPILED)
+            return torch.compiler.disable(attend)(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
         if num_ranks == 1:
@@ -80,9 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 "autograd keeps them"
             )
     except Exception as error:  # of a score or mask function too
-        if torch.compiler.is_compiling():
-            refuse_in_trace(group_name)
-        else:
+        if not torch.compiler.is_compiling():
             tell(mesh, error)  # the other ranks would wait for this one
         raise
     if by_autograd:

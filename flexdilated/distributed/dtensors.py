@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from flexdilated.call import Call, check_mods
-from flexdilated.distributed.telling import refuse_in_trace, tell
+from flexdilated.distributed.telling import tell, traces_call
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -50,7 +50,7 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     except (TypeError, ValueError, NotImplementedError) as error:
         mesh = _waiting((q, k, v), call)
         if mesh is not None and torch.compiler.is_compiling():
-            refuse_in_trace(mesh.get_group().group_name)
+            traces_call(mesh.get_group().group_name)
         elif mesh is not None:
             tell(mesh, error)
         raise

@@ -52,6 +52,8 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
     """Peer by peer, `(peer, head, token)` of the rows that a rank sends or receives, ascending; tokens of the whole sequence."""
     spans = plan.spans(exchange, kind, rank, sent=sent)
     peers = np.unique(spans.receiver if sent else spans.sender)
+    if not len(peers):
+        return
     # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows: those of its first.
     groups = plan.classes.values()
     alike = [(head,) for heads in groups for head in heads] if exchange == "heads" else list(groups)
@@ -70,7 +72,7 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
 
 
 def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) -> tuple[Integers, Runs]:
-    """What travels of spans for some heads: which of these, and what; progressions of two branches may overlap."""
+    """What travels of one span or more for some heads: which of these, and what; progressions of two branches may overlap."""
     found = []
     for branch, (rate, kept) in enumerate(plan.kept):
         here = spans.where(spans.branch == branch).alone(rate)
@@ -79,9 +81,11 @@ def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) 
         those = np.array([number for number, head in enumerate(heads) if head in places], np.int64)
         place = np.array([places[head] for head in heads if head in places], np.int64)[:, None]
         offset = np.array([offset for _, offset in kept], np.int64)[place]
-        several = max(1, TOGETHER // max(1, len(peer)))
-        for some in range(0, len(those) if len(peer) else 0, several):
+        if not len(peer):
+            continue
+        several = max(1, TOGETHER // len(peer))
+        for some in range(0, len(those), several):
             chosen, first, rows = rows_of(here, rate, offset[some : some + several], place[some : some + several])
             found.append((those[some + chosen // len(peer)], peer[chosen % len(peer)], first, np.full_like(first, rate), rows))
-    columns = [np.concatenate(column) for column in zip(*found)] if found else [np.empty(0, np.int64)] * 5
-    return columns[0], Runs(*columns[1:])
+    which, *columns = (np.concatenate(column) for column in zip(*found))
+    return which, Runs(*columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -11,11 +12,13 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import withdraw, withdraw_later
+from flexdilated.distributed.agreement import withdraw
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
+
+_traced: set[str] = set()  # groups of the calls that a compiler traces
 
 
 def known(error: BaseException) -> None:
@@ -55,16 +58,38 @@ def is_one_graph() -> bool:
     return bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
-def refuse_in_trace(group_name: str) -> None:
-    """What `tell` is while a compiler traces, which runs this at once: under fullgraph=True a refusal is an error of the compiler.
+def traces_call(group_name: str) -> None:
+    """Say that what a compiler traces calls ranks of a group: if it fails they hear of it. Runs while it traces.
 
-    Else the call is made once more uncompiled, and refused there.
+    Under fullgraph=True alone: else the call is made once more uncompiled, and tells for itself.
     """
-    if is_one_graph():
-        withdraw_later(distributed_c10d._resolve_process_group(group_name))  # type: ignore[attr-defined, arg-type, unused-ignore]
+    if is_one_graph() and not torch.compiler.is_exporting():
+        from torch._dynamo.callback import callback_handler  # here already
+
+        _traced.add(group_name)
+        if _after_trace not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(_after_trace)
 
 
-for _at_once in (is_one_graph, refuse_in_trace):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
+def _after_trace(*_: object) -> None:
+    """Tell of the calls that were traced last, if the compiler has failed."""
+    error = sys.exc_info()[1]
+    while _traced:
+        group_name = _traced.pop()
+        if error is not None:
+            group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+            withdraw(group, f"torch.compile failed: {_reason(error)}")
+            known(error)
+
+
+def _reason(error: BaseException) -> str:
+    """What a compiler's error says first, and what it met."""
+    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    met = [line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Developer debug context: "))]
+    return ": ".join([lines[0], *met[-1:]])
+
+
+for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
     vars(_at_once)["_dynamo_marked_constant"] = True
 
 
@@ -88,7 +113,12 @@ def tells_others(forward: Forward) -> Forward:
 
     @wraps(forward)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (mesh := _mesh_of(self, kwargs)) is None:
+        mesh = _mesh_of(self, kwargs)
+        if mesh is None:
+            return forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if mesh.ndim == 1:  # else it is refused
+                traces_call(mesh.get_group().group_name)
             return forward(self, *args, **kwargs)
         with telling(mesh):
             return forward(self, *args, **kwargs)

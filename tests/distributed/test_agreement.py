@@ -534,18 +534,6 @@ def test_a_round_that_another_rank_was_alone_in_is_left_behind(pair: list[Ledger
     assert round_of(pair, {"next": 1}) == [None] * 2
 
 
-def test_a_call_refused_while_it_was_traced_is_refused_before_the_next(pair: list[Ledger]) -> None:
-    pair[1].withdraw("q must be a tensor, got list")
-    pair[1].traced |= {"[0/0]", "[0/1]"}
-    with over_once(lambda: pair[1].store.check(["1/3/1"])):
-        late = str(attempt(lambda: pair[1].agree(PLAN, SHORT)))
-    assert late.startswith("TimeoutError: rank 0 must take part in dilated_attention over this mesh within 0.2 s")
-    assert pair[1].refused == 4
-    texts = ["q must be a tensor, got list", *["torch.compile could not trace its arguments"] * 2]
-    for text in texts:
-        assert attempt(lambda: pair[0].agree(PLAN, SHORT)) == f"ValueError: rank 1 refused: {text}"
-
-
 def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
     ledgers = [Ledger(dist.PrefixStore("p", store), rank, range(3)) for rank, store in enumerate(stores)]
     keys = []

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
-from flexdilated.distributed import agreement, exchange, unshard_sequence, waits
+from flexdilated.distributed import agreement, exchange, telling, unshard_sequence, waits
 from flexdilated.distributed.agreement import Ledger, _ledger
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.attention import TAGS, _tag
 from flexdilated.distributed.waits import Wait
+from flexdilated.nn import DilatedAttention, MultiheadDilatedAttention
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
 
@@ -339,6 +340,109 @@ def check_refusals_count(rank: int, mesh: DeviceMesh, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dtensors", "compiled whole", "compiled"])
 def test_refused_calls_are_counted(pair: Ranks, kind: str) -> None:
     pair.run(check_refusals_count, kind)
+
+
+FAILING = {  # what the others read of it
+    "arguments": r"key_padding_mask must have shape \(B, N\)=\(1, 13\), got \(1, 7\)",
+    "module before": r"query must have shape \(B, N, 6\) or \(N, 6\), got \(1, 13, 7\)",
+    "operation before": "must have same reduction dim",
+    "operation behind": "must have same reduction dim",
+    "break behind": "graph_break",
+    "attention maps": "fullgraph must be False with attention_map over several ranks",
+}
+
+
+def failing(kind: str, mesh: DeviceMesh) -> Callable[[], Any]:
+    """A compiled call that fails while it is traced: by its arguments, before its attention, behind it, or by what it is."""
+    q, k, v = (x[:, :TOKENS] for x in whole(3))
+    module, module_of_wrong_width = (MultiheadDilatedAttention(6, 3, PATTERN, mesh=mesh) for _ in range(2))
+    module_of_wrong_width.q_proj = torch.nn.Linear(11, 6)
+
+    def arguments() -> Any:
+        return dilated_attention(q, k, v, PATTERN, mesh=mesh, key_padding_mask=torch.zeros(1, 7, dtype=torch.bool))
+
+    def module_before() -> Any:
+        x = torch.zeros(1, TOKENS, 7)
+        return module(x, x, x)
+
+    def operation_before() -> Any:
+        x = torch.zeros(1, TOKENS, 6)
+        return module_of_wrong_width(x, x, x)
+
+    def operation_behind() -> Any:
+        return dilated_attention(q, k, v, PATTERN, mesh=mesh, scale=0.3) @ torch.zeros(11, 2)
+
+    def break_behind() -> Any:
+        out = dilated_attention(q, k, v, PATTERN, mesh=mesh, scale=0.3)
+        torch._dynamo.graph_break()
+        return out
+
+    def attention_maps() -> Any:
+        return attention_map(q, k, PATTERN, queries=[0], mesh=mesh)
+
+    calls = (arguments, module_before, operation_before, operation_behind, break_behind, attention_maps)
+    return torch.compile(dict(zip(FAILING, calls))[kind], fullgraph=True, backend="eager")
+
+
+def check_compiler_fails(rank: int, mesh: DeviceMesh, kind: str) -> None:
+    """On one rank, while the other makes a call whose plan is new: it hears of it at once. On all, which go on."""
+    torch._dynamo.reset()
+    ledger = _ledger(mesh.get_group())
+    for failed in (0, 1):
+        before = ledger.refused
+        if rank == failed:
+            with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+                failing(kind, mesh)()
+            assert ledger.refused == before + 1
+        else:
+            scale = 0.5 + failed + 2 * [*FAILING].index(kind)
+            with pytest.raises(ValueError, match=f"rank {failed} refused: torch.compile failed: .*{FAILING[kind]}"):
+                dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+        check_step(rank, mesh, 2)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        failing(kind, mesh)()
+    check_step(rank, mesh, 5)
+    check_step(rank, mesh, 6, DilatedPattern((26,), ([*FAILING].index(kind) + 1,)))
+    assert not telling._traced
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", FAILING)
+def test_ranks_hear_of_a_compiler_that_fails(pair: Ranks, kind: str) -> None:
+    pair.run(check_compiler_fails, kind)
+
+
+class Breaking(DilatedAttention):
+    """An attention that a compiler must take whole, and cannot until it is mended."""
+
+    is_broken = True
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        out = super().forward(*args, **options)
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return out
+
+
+def check_compiler_fails_inside(rank: int, mesh: DeviceMesh) -> None:
+    """A compiled part of a module that tells of its errors: they are told once."""
+    torch._dynamo.reset()
+    module, x = MultiheadDilatedAttention(6, 3, PATTERN, mesh=mesh), torch.randn(1, TOKENS, 6)
+    module.attention.__class__ = Breaking
+    module.attention.compile(fullgraph=True, backend="eager")
+    ledger = _ledger(mesh.get_group())
+    before = ledger.refused
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        module(x, x, x)
+    assert ledger.refused == before + 1
+    module.attention.is_broken = False
+    module(x, x, x)
+    check_step(rank, mesh, 7)
+
+
+@pytest.mark.ranks
+def test_a_compiler_that_fails_in_a_module_is_told_of_once(pair: Ranks) -> None:
+    pair.run(check_compiler_fails_inside)
 
 
 @pytest.mark.ranks

@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flexdilated.call import EXCHANGES
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
-from flexdilated.distributed.telling import known, telling
+from flexdilated.distributed.telling import known, telling, traces_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
 from flexdilated.hub.transformers.patterns import NAME
@@ -275,7 +274,11 @@ def _telling(hook: Any) -> Any:
 
     @functools.wraps(hook)
     def told(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with nullcontext() if torch.compiler.is_compiling() else telling(getattr(module, PLACE).mesh):
+        mesh = getattr(module, PLACE).mesh
+        if torch.compiler.is_compiling():
+            traces_call(mesh.get_group().group_name)
+            return hook(module, args, kwargs)
+        with telling(mesh):
             return hook(module, args, kwargs)
 
     return told
