@@ -75,10 +75,11 @@ class Ranks:
         world_size: Processes.
         folder: For the ranks to find each other.
         timeout: Of the group. None: no group, and cases get None for a mesh.
+        device: Of the mesh: "cuda" gives each rank a GPU of its own, and a group of NCCL.
     """
 
-    def __init__(self, world_size: int, folder: Path, timeout: timedelta | None = TIMEOUT) -> None:
-        self.world_size, self.folder, self.timeout = world_size, folder, timeout
+    def __init__(self, world_size: int, folder: Path, timeout: timedelta | None = TIMEOUT, device: str = "cpu") -> None:
+        self.world_size, self.folder, self.timeout, self.device = world_size, folder, timeout, device
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._stacks: list[Path] = []  # where a rank that is late writes its own
@@ -152,7 +153,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             stacks = Path(f"{file}_stacks_{rank}")
             stacks.touch()
-            arguments = (rank, self.world_size, file, self.timeout, theirs, stacks)
+            arguments = (rank, self.world_size, file, self.timeout, self.device, theirs, stacks)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -161,7 +162,9 @@ class Ranks:
             self._stacks.append(stacks)
 
 
-def _serve(rank: int, world_size: int, file: str, timeout: timedelta | None, connection: Connection, stacks: Path) -> None:
+def _serve(
+    rank: int, world_size: int, file: str, timeout: timedelta | None, device: str, connection: Connection, stacks: Path
+) -> None:
     """Answer cases for ever. Where one is not done in time, all threads' stacks go to a file and the process ends."""
     with stacks.open("w") as late:
         faulthandler.dump_traceback_later(GRACE, exit=True, file=late)
@@ -171,8 +174,11 @@ def _serve(rank: int, world_size: int, file: str, timeout: timedelta | None, con
             store = dist.FileStore(file, world_size)
             store.set(f"rank {rank}", "")
             store.wait([f"rank {other}" for other in range(world_size)], TIMEOUT)  # the group's own may be short
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            if device == "cuda":
+                torch.cuda.set_device(rank)
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("cp",))
         faulthandler.cancel_dump_traceback_later()
         while True:
             deadline, message = pickle.loads(connection.recv_bytes())

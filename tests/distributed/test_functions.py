@@ -57,6 +57,7 @@ def weighed(case: ShardedCase, rank: int, mods: Mods, out: Tensor, lse: Tensor) 
     """This rank's part of the loss of `run`."""
     given, here = case.named(), case.shard(rank)
     reached = expected_of(case, mods)[1][:, :, here] > -torch.inf
+    out, lse = out.double().cpu(), lse.double().cpu()
     return (out * given["dout"][:, here]).sum() + torch.where(reached, lse * given["dlse"][:, :, here], 0.0).sum()
 
 
@@ -70,7 +71,7 @@ def joined(parts: list[Any]) -> list[Tensor]:
 
 
 def simulate(
-    case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa"
+    case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa", device: str = "cpu", dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], Counter[Any], Counter[Any]]:
     """As `run`, and the bytes of forward and backward by (receiver, sender)."""
     plan, given, mask = case.plan(), case.named(), case.mask()
@@ -80,16 +81,16 @@ def simulate(
 
     def part(rank: int) -> object:
         here = case.shard(rank)
-        q, k, v = (given[name][:, here].clone().requires_grad_() for name in "qkv")
+        q, k, v = (given[name][:, here].to(device, dtype, copy=True).requires_grad_() for name in "qkv")
         table = mods.table(q.shape[2])
         call = Call(
             case.pattern,
             case.is_causal,
             case.scale,
-            key_padding_mask=None if mask is None else mask[:, here],
+            key_padding_mask=None if mask is None else mask[:, here].to(device),
             num_heads=case.kv_heads,
             backend=backend,
-            **mods.functions(table),
+            **mods.functions(table.to(device, dtype)),
         )
         share = share_of(plan, exchange, rank, case.scale)
         out, lse = functions.attend(q, k, v, call, share, lambda backward: SimulatedTransport(rank, mail))
@@ -99,7 +100,8 @@ def simulate(
         ahead.wait(60.0)
         inputs = (q, k, v, table)
         grads = torch.autograd.grad(weighed(case, rank, mods, out, lse), inputs, allow_unused=True)
-        return out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
+        grads = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
+        return tuple(x.detach().cpu() for x in (out, lse, *grads))
 
     parts = run_ranks(len(case.shard_lengths), part)
     return joined(parts), moved[0], mail.bytes
