@@ -18,7 +18,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
 
-_traced: set[str] = set()  # groups of the calls that a compiler traces
+# Groups of the calls that a compiler traces, and what error was handled meanwhile: a fallback is compiled while one is.
+_traced: dict[str, BaseException | None] = {}
 
 
 def known(error: BaseException) -> None:
@@ -66,7 +67,7 @@ def traces_call(group_name: str) -> None:
     if is_one_graph() and not torch.compiler.is_exporting():
         from torch._dynamo.callback import callback_handler  # here already
 
-        _traced.add(group_name)
+        _traced[group_name] = sys.exc_info()[1]
         if _after_trace not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(_after_trace)
 
@@ -75,8 +76,10 @@ def _after_trace(*_: object) -> None:
     """Tell of the calls that were traced last, if the compiler has failed."""
     error = sys.exc_info()[1]
     while _traced:
-        group_name = _traced.pop()
-        if error is not None:
+        group_name, handled = _traced.popitem()
+        while handled is not None and handled is not error:
+            handled = handled.__context__
+        if error is not None and error is not handled:
             group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
             withdraw(group, f"torch.compile failed: {_reason(error)}")
             known(error)

@@ -440,6 +440,28 @@ def check_compiler_fails_inside(rank: int, mesh: DeviceMesh) -> None:
     check_step(rank, mesh, 7)
 
 
+def check_compiler_in_a_handler(rank: int, mesh: DeviceMesh) -> None:
+    """A fallback is compiled while another error is handled, which is none of its own."""
+    torch._dynamo.reset()
+    ledger, good = _ledger(mesh.get_group()), [x.detach() for x in shard(rank, 8)]
+    before = ledger.refused + ledger.exchanged
+    try:
+        raise RuntimeError("what the fallback is for")
+    except RuntimeError:
+        attend = torch.compile(dilated_attention, fullgraph=True, backend="eager")
+        assert_right(attend(*good, PATTERN, mesh=mesh), good, rank, 8)
+        assert ledger.refused + ledger.exchanged == before + 1
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            failing("break behind", mesh)()
+        assert ledger.refused + ledger.exchanged == before + 2
+    check_step(rank, mesh, 8)
+
+
+@pytest.mark.ranks
+def test_a_compiler_that_succeeds_in_a_handler_has_not_failed(pair: Ranks) -> None:
+    pair.run(check_compiler_in_a_handler)
+
+
 @pytest.mark.ranks
 def test_a_compiler_that_fails_in_a_module_is_told_of_once(pair: Ranks) -> None:
     pair.run(check_compiler_fails_inside)
