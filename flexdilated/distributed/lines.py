@@ -225,9 +225,9 @@ class Line:
         if (whose.is_dense or period != rate) and period <= TILE and span.residues == rate:
             tile = self._tiles.get((whose.name, period), lambda: np.resize(whose.table(), period))
             tile = tile[phase : phase + len(tile) - period]
-            rest = len(seen) % len(tile)
-            if rest < len(seen):
-                many = seen[: len(seen) - rest].reshape(-1, len(tile))
+            rows, rest = divmod(len(seen), len(tile))
+            if rows:
+                many = seen[: len(seen) - rest].reshape(rows, len(tile))
                 many |= tile
             last = seen[len(seen) - rest :]
             last |= tile[:rest]

@@ -50,6 +50,7 @@ TESTS = {
     "flexdilated/distributed/spans.py": ("tests/distributed/test_spans.py", "tests/distributed/test_plan.py"),
     "flexdilated/distributed/progressions.py": ("tests/distributed/test_progressions.py",),
     "flexdilated/distributed/lines.py": ("tests/distributed/test_counts.py", "tests/distributed/test_plan.py"),
+    "flexdilated/distributed/listing.py": ("tests/distributed/test_plan.py",),
     "flexdilated/distributed/counts.py": ("tests/distributed/test_counts.py", "tests/distributed/test_plan.py"),
     "flexdilated/masks/blocks.py": ("tests/masks/test_blocks.py", "tests/masks/test_masks.py"),
     "flexdilated/masks/functions.py": ("tests/masks/test_masks.py",),
