@@ -49,7 +49,7 @@ from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
-from flexdilated.distributed import cost
+from flexdilated.distributed import cost, waits
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
@@ -447,6 +447,9 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
 # -- planning -----------------------------------------------------------------------------------------------------------------
 
 
+PLANNING = ((ranks, "_plan"), (ranks, "_contract"), (waits, "agree"), (rank_module, "program"))  # where a step calls them
+
+
 class Planned(NamedTuple):
     """Of one rank in five steps: seconds of each after the first, what of them is plan, agreement and program, and agreements."""
 
@@ -477,14 +480,12 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
 
         return call
 
-    names = ("_plan", "_contract", "agree")
-    parts = (*((ranks, name) for name in names), (rank_module, "program"))
     results: list[Results] = []
     steps, planning = [], []
     ledger = _ledger(mesh.get_group())
     before = ledger.round
     with ExitStack() as stack:
-        for module, name in parts:
+        for module, name in PLANNING:
             stack.enter_context(patch.object(module, name, timed(name, getattr(module, name))))
         for number in range(5):
             results.clear()
@@ -493,7 +494,7 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
             one = partial(step, x, pattern, mesh, exchange, cu_seqlens=cu_seqlens)
             dist.barrier()
             steps.append(seconds(lambda one=one: results.append(one())))
-            assert set(spent) == {name for _, name in parts}
+            assert set(spent) == {name for _, name in PLANNING}
             planning.append(sum(spent.values()))
     agreements = ledger.round - before
     assert agreements > 0, "another benchmark has agreed on this plan before"
