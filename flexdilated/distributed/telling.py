@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._guards import CompileContext
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,13 +19,29 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
 
-# Groups of the calls that a compiler traces, and what error was handled meanwhile: a fallback is compiled while one is.
-_traced: dict[str, BaseException | None] = {}
+
+class _Trace(NamedTuple):
+    """Calls of a group that a compiler traces."""
+
+    group_name: str
+    handled: BaseException | None  # meanwhile: a fallback is compiled while the error that it is for is handled
+    is_whole: bool  # whether all errors reach the user; else some frames are skipped, and run uncompiled
+
+
+# By the compiler's number of what it traces, the last one alone: some compilations end without a word.
+_traced: dict[str, list[_Trace]] = {}
 
 
 def known(error: BaseException) -> None:
     """Say that the other ranks know of an error."""
     setattr(error, MARK, True)
+
+
+def _is_known(error: BaseException | None, handled: BaseException | None) -> bool:
+    """Whether the other ranks know of an error, or of one that it came from, since another was handled."""
+    while error is not None and error is not handled and not hasattr(error, MARK):
+        error = error.__cause__ or error.__context__
+    return error is not None and error is not handled
 
 
 def all_know(call: Forward) -> Forward:
@@ -48,15 +65,20 @@ def tell(mesh: DeviceMesh, error: Exception) -> None:
         known(error)
 
 
-def is_one_graph() -> bool:
-    """Whether a compiler traces that must take all or fail, as under fullgraph=True; runs while it traces."""
+def _tracer() -> Any:
+    """Dynamo's, while it traces; else None."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import, and here already
 
     try:
-        tracer = InstructionTranslator.current_tx()
+        return InstructionTranslator.current_tx()
     except AttributeError:  # another tracer
-        return False
-    return bool(tracer.one_graph or tracer.error_on_graph_break)
+        return None
+
+
+def is_one_graph() -> bool:
+    """Whether a compiler traces that must take all or fail, as under fullgraph=True; runs while it traces."""
+    tracer = _tracer()
+    return tracer is not None and bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
 def traces_call(group_name: str) -> None:
@@ -67,27 +89,31 @@ def traces_call(group_name: str) -> None:
     if is_one_graph() and not torch.compiler.is_exporting():
         from torch._dynamo.callback import callback_handler  # here already
 
-        _traced[group_name] = sys.exc_info()[1]
+        number, trace = str(CompileContext.current_compile_id()), _Trace(group_name, sys.exc_info()[1], bool(_tracer().one_graph))
+        traces = _traced.get(number, [])
+        _traced.clear()
+        _traced[number] = [*(each for each in traces if each.group_name != group_name), trace]
         if _after_trace not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(_after_trace)
 
 
-def _after_trace(*_: object) -> None:
-    """Tell of the calls that were traced last, if the compiler has failed."""
+def _after_trace(args: Any) -> None:
+    """Tell of the calls that were traced, if the compiler has failed."""
     error = sys.exc_info()[1]
-    while _traced:
-        group_name, handled = _traced.popitem()
+    for group_name, handled, is_whole in _traced.pop(args.compile_id, []):
         while handled is not None and handled is not error:
             handled = handled.__context__
-        if error is not None and error is not handled:
-            group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
-            withdraw(group, f"torch.compile failed: {_reason(error)}")
+        is_skipped = not is_whole and (torch._dynamo.config.suppress_errors or getattr(error, "skip_frame", False))
+        if error is not None and error is not handled and not is_skipped:
+            with suppress(Exception):  # an error of a callback breaks the compiler for good
+                group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+                withdraw(group, f"torch.compile failed: {_reason(error)}")
             known(error)
 
 
 def _reason(error: BaseException) -> str:
     """What a compiler's error says first, and what it met."""
-    lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines()]
     met = [line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Developer debug context: "))]
     return ": ".join([lines[0], *met[-1:]])
 
@@ -99,10 +125,11 @@ for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_consta
 @contextmanager
 def telling(mesh: DeviceMesh | None) -> Iterator[None]:
     """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except Exception as error:
-        if mesh is not None:
+        if mesh is not None and not _is_known(error, handled):
             tell(mesh, error)
         raise
 

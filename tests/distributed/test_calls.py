@@ -440,6 +440,88 @@ def check_compiler_fails_inside(rank: int, mesh: DeviceMesh) -> None:
     check_step(rank, mesh, 7)
 
 
+class Wrapping(torch.nn.Module):
+    """A user's layer that says where it failed."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.mesh, self.is_causal = inner, inner.mesh, inner.is_causal
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        try:
+            found: Tensor = self.inner(*args, **options)
+        except Exception as error:
+            raise RuntimeError("layer 0 failed") from (error if self.training else None)
+        return found
+
+
+@contextmanager
+def broken_compiler() -> Iterator[None]:
+    """An error inside of dynamo, which it raises as another."""
+    with mock.patch.object(torch._dynamo.guards.CheckFunctionManager, "__init__", side_effect=RuntimeError("guards break")):
+        yield
+
+
+def check_told_once(rank: int, mesh: DeviceMesh, kind: str) -> None:
+    """One rank fails inside modules that tell, by an error that becomes another on its way; all go on."""
+    torch._dynamo.reset()
+    module, x = MultiheadDilatedAttention(6, 3, PATTERN, mesh=mesh), torch.randn(1, TOKENS, 6)
+    attention: Any = module.attention
+    if kind == "internal":
+        attention.compile(fullgraph=True, backend="eager")
+    else:
+        module.attention = Wrapping(attention).train(kind == "caused")
+    ledger, scale = _ledger(mesh.get_group()), 0.01 * (1 + len(kind))
+    before = ledger.refused
+    if rank == 0:
+        breaking = broken_compiler() if kind == "internal" else mock.patch.object(attention, "exchange", "none")
+        with breaking, pytest.raises(Exception, match=r"guards break|layer 0 failed"):
+            module(x, x, x)
+        assert ledger.refused == before + 1
+    else:
+        with pytest.raises(ValueError, match="rank 0 refused: "):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+    for seed in (2, 3):
+        check_step(rank, mesh, seed)
+    check_step(rank, mesh, 4, DilatedPattern((26,), (10 + len(kind),)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["internal", "caused", "instead"])
+def test_an_error_that_becomes_another_is_told_of_once(pair: Ranks, kind: str) -> None:
+    pair.run(check_told_once, kind)
+
+
+def check_marks_of_other_compilations(rank: int, mesh: DeviceMesh) -> None:
+    """What is compiled ahead of time ends without a word, and what fails behind it is another's; a frame that is skipped runs."""
+    torch._dynamo.reset()
+    ledger, inputs = _ledger(mesh.get_group()), [x.detach() for x in shard(rank, 9)]
+    assert_right(torch.compile(dilated_attention, fullgraph=True, backend="eager")(*inputs, PATTERN, mesh=mesh), inputs, rank, 9)
+    before = ledger.refused + ledger.exchanged
+    with mock.patch.dict(telling._traced, {"[7/0]": [telling._Trace(mesh.get_group().group_name, None, True)]}, clear=True):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(lambda x: torch._dynamo.graph_break(), fullgraph=True, backend="eager")(inputs[0])
+        assert ledger.refused + ledger.exchanged == before
+
+    def skipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        for _ in range(1):
+            with torch._dynamo.error_on_graph_break(True):
+                out = out + dilated_attention(q, k, v, PATTERN, mesh=mesh)
+            if rank == 1:
+                torch._dynamo.graph_break()
+        return out
+
+    assert_right(torch.compile(skipped, backend="eager")(*inputs), inputs, rank, 9)
+    assert ledger.refused + ledger.exchanged == before + 1
+    check_step(rank, mesh, 10)
+
+
+@pytest.mark.ranks
+def test_other_compilations_are_not_those_of_a_call(pair: Ranks) -> None:
+    pair.run(check_marks_of_other_compilations)
+
+
 def check_compiler_in_a_handler(rank: int, mesh: DeviceMesh) -> None:
     """A fallback is compiled while another error is handled, which is none of its own."""
     torch._dynamo.reset()
