@@ -125,8 +125,8 @@ def plan(
     needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
     why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
     message_bytes (of the rank that holds most), rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers,
-    total), fits_budget, pairs (busiest, mean), imbalance, seconds of the busiest rank (total, receiving, computing; auto chooses by
-    the total).
+    total), fits_budget, pairs of all query heads and sequences (busiest, mean), imbalance, seconds of the busiest rank (total,
+    receiving, computing; auto chooses by the total).
     """
     options.check_picture(output)
     for option, value, most in (
@@ -194,7 +194,7 @@ def _check_counts(layer: Layer) -> None:
         n, rows = largest // rate + 1, w // rate + 1
         # Of one branch at most: all heads of the own rows, twice where heads are dealt, and what is rounded in two segments.
         pairs += 3 * layer.kv_heads * n * rows + 2 * rows * rows * (w > largest)
-    if pairs >= LIMIT:
+    if pairs * layer.group * layer.batch >= LIMIT:
         refuse(
             f"--tokens must be such that a rank scores fewer than 2**62 pairs, got {layer.tokens} with "
             f"--context-parallel={layer.ranks}; use more ranks or shorter segments"
@@ -232,8 +232,8 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
     numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance", "seconds")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
         return row | dict.fromkeys(numbers)
-    mean, moved_bytes = _mean(each.pairs), each.forward + each.backward
-    scored = each.pairs * (layer.group * layer.batch)
+    scored, moved_bytes = each.pairs * (layer.group * layer.batch), each.forward + each.backward
+    mean = _mean(scored)
     seconds = cost.taken(moved_bytes, scored, layer.head_dim, speeds)
     busiest = int(seconds.argmax())
     receiving = float(moved_bytes[busiest] / speeds.link)
@@ -245,8 +245,8 @@ def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: st
         float(each.rows.max()) / layer.kv_heads,
         memory(layer, whole, each.buffers)._asdict(),
         int(each.buffers.max()) <= budget,
-        {"busiest": int(each.pairs.max()), "mean": mean},
-        int(each.pairs.max()) / mean,
+        {"busiest": int(scored.max()), "mean": mean},
+        int(scored.max()) / mean,
         {"total": float(seconds[busiest]), "receiving": receiving, "computing": float(seconds[busiest]) - receiving},
     )
     return row | dict(zip(numbers, values))
