@@ -254,7 +254,7 @@ def test_planning_is_bounded_for_any_pattern(benchmark: Any, name: str) -> None:
     assert benchmark.pedantic(choose, rounds=1) in EXCHANGES
 
 
-@pytest.mark.parametrize("count", [4, 64, 1000])
+@pytest.mark.parametrize("count", [4, 64, 1000, 20_000])
 @pytest.mark.parametrize("name", ["longnet", "gigapath"])
 def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> None:
     """Plan, choice among exchanges and what a middle one of 8 ranks does, where each step has documents of its own: the times are

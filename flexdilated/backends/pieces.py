@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexdilated.backends.recent import DOCUMENT, PIECE, recent
 from flexdilated.pattern import DilatedPattern, HeadRun, ceil_div, num_kept
 
 
@@ -88,16 +88,15 @@ def uncached(function: Any) -> Any:
     return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda pieces, pattern, documents, *rest: PIECE * len(pieces) + DOCUMENT * len(documents))
 def _plan(
     pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
+    some = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
     return tuple(
-        piece._replace(tiles=i == everything_kept(pattern))
+        piece
         for i in branch_order(pattern)
-        for start, num_tokens in documents
-        if num_tokens
-        for piece in segment_pieces(pattern, i, start, num_tokens, num_heads, is_causal, within=within)
+        for piece in document_pieces(pattern, i, some, num_heads, is_causal, within=within, tiles=i == everything_kept(pattern))
     )
 
 
@@ -121,6 +120,7 @@ def segment_pieces(
     *,
     within: range | None = None,
     segments: range | None = None,
+    tiles: bool = False,
 ) -> Iterator[Piece]:
     """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments."""
     length, rate = pattern.branches[branch]
@@ -151,8 +151,36 @@ def segment_pieces(
                 out_rows=rows.out_rows,
                 zero_row=rows.zero_row,
                 zero_keys=rows.zero_keys,
-                tiles=False,
+                tiles=tiles,
             )
+
+
+def document_pieces(
+    pattern: DilatedPattern,
+    branch: int,
+    documents: Sequence[tuple[int, int, range | None]],
+    num_heads: int,
+    is_causal: bool,
+    *,
+    within: range | None,
+    tiles: bool,
+) -> Iterator[Piece]:
+    """The same over documents, of each `(first token, number of tokens, segments)`. Many are alike but for their place."""
+
+    def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
+        return segment_pieces(
+            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, tiles=tiles
+        )
+
+    if len(documents) == 1:  # whose length a compiler may know by a symbol alone
+        yield from pieces(*documents[0])
+        return
+    known: dict[tuple[int, range | None], tuple[Piece, ...]] = {}
+    for start, num_tokens, segments in documents:
+        if (num_tokens, segments) not in known:
+            known[num_tokens, segments] = tuple(pieces(0, num_tokens, segments))
+        for piece in known[num_tokens, segments]:
+            yield piece._replace(token=start + piece.token, out_token=start + piece.out_token)
 
 
 def _segment_rows(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, without_autocast
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
+from flexdilated.backends.recent import recent
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
@@ -158,7 +158,7 @@ def _plan(inputs: Inputs, flat: Flat, place: Place) -> tuple[ContextPlan, str]:
     return plan, place.exchange
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda choice, plan, *sizes: plan.nbytes)
 def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost.Speeds) -> str:
     """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
     if plan.is_local:
@@ -192,7 +192,7 @@ class _Terms(NamedTuple):
         return cls(*sizes, flat.scale, flat.dropout_p, masked, place.exchange, place.differentiable, speeds)
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda contract, plan, terms: plan.nbytes)
 def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
     """The plan and the terms in JSON types, and a number below `TAGS` that stands for them."""
     described = plan.description | terms._asdict() | {"dtype": str(terms.dtype)}

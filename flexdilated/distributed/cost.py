@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.backends.recent import recent
 from flexdilated.distributed import work
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
@@ -141,7 +142,7 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
     return _count_pairs(plan, plan.counted_as(exchange))
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda pairs, plan, exchange: plan.nbytes)
 def _count_pairs(plan: ContextPlan, exchange: str) -> Integers:
     pairs = work.by_rows(plan)
     for branch, whole in enumerate(plan.taken(exchange)):

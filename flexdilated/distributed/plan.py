@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.backends.recent import recent
 from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
@@ -198,7 +199,7 @@ class ContextPlan(CutSegments):
         )
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda plan, *integers: plan.nbytes)
 def context_plan(
     pattern: DilatedPattern,
     shard_lengths: tuple[int, ...],
@@ -217,7 +218,7 @@ def context_plan(
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
 
 
-@lru_cache(maxsize=128)
+@recent(size=lambda found, plan, exchange: plan.nbytes)
 def _traffic(plan: ContextPlan, exchange: str) -> dict[str, Traffic]:
     """By kind; what is known of one kind holds for spans of another that lie alike."""
     counter = Counter(plan.kept, plan.num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexdilated.backends.recent import recent
 from flexdilated.backends.transforms import in_no_mode
 from flexdilated.distributed.exchange import Index, Links, link
 from flexdilated.distributed.listing import messages
@@ -19,8 +19,7 @@ from flexdilated.distributed.plan import KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
 from flexdilated.distributed.tasks import Task, tasks_of
 
-MOST, FEWEST = 64, 8  # programs that are kept, as many as plans where they are small
-KEPT = 1 << 28  # bytes
+KEPT = 1 << 28  # bytes of programs
 
 
 class Part(NamedTuple):
@@ -64,28 +63,10 @@ class Program:
         return sum(at.nbytes for at in (*parts, *blocks))
 
 
-# The last ones used, at the end.
-_programs: dict[tuple[ContextPlan, str, int, torch.device], Program] = {}
-_turn = threading.Lock()
-
-
+@recent(size=lambda program, plan, *rest: program.nbytes + plan.nbytes, room=KEPT)
+@in_no_mode
 def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
     """What a rank does; built once for every layer's pattern, as far as `KEPT` bytes allow."""
-    key = plan, exchange, rank, device
-    with _turn:
-        found = _programs.pop(key, None)
-    if found is None:
-        found = _build(*key)
-    with _turn:
-        _programs[key] = found
-        held = sum(each.nbytes for each in _programs.values())
-        while len(_programs) > MOST or (len(_programs) > FEWEST and held > KEPT):
-            held -= _programs.pop(next(iter(_programs))).nbytes
-    return found
-
-
-@in_no_mode
-def _build(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -> Program:
     tasks = tasks_of(plan, exchange, rank)
     found: dict[tuple[int, str, int], Index] = {}
     borrowed: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows that others own, by peer

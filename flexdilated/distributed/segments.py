@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.backends.recent import DOCUMENT
 from flexdilated.distributed.spans import Integers, Kept, Spans, expanded
 from flexdilated.pattern import DilatedPattern
 
@@ -71,6 +72,11 @@ class CutSegments:
         return len(self.shard_lengths)
 
     @property
+    def nbytes(self) -> int:
+        """Of the documents and shards, which are what a plan has most of."""
+        return DOCUMENT * (len(self.documents) + self.num_ranks)
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.shard_lengths)
 
@@ -94,6 +100,18 @@ class CutSegments:
             if i >= 0 and starts[i] < border < sum(self.documents[i]):
                 found[i] = self.documents[i]
         return tuple(found.values())
+
+    @cached_property
+    def parts_of_documents(self) -> tuple[Integers, Integers, Integers, Integers, Integers]:
+        """`(rank, begin, end, tokens of the document, how many alike)` of each part of a document that a rank holds."""
+        start, num_tokens = np.array([document for document in self.documents if document[1]], np.int64).reshape(-1, 2).T
+        first, last = self.rank_of(start), self.rank_of(start + num_tokens - 1)
+        which, rank = expanded(first, last - first + 1)
+        of = start[which], num_tokens[which]
+        begin, end = (np.clip(border - of[0], 0, of[1]) for border in (self.limits[rank], self.limits[rank + 1]))
+        # Few of many are not whole.
+        parts, times = np.unique(np.stack([rank, begin, end, of[1]]), axis=1, return_counts=True)
+        return (*parts, times)
 
     def stride_of_outputs(self, length: Any, rate: int) -> Any:
         """How far the outputs of segments of such lengths lie apart: a number, or an array of them."""

@@ -70,7 +70,7 @@ def _deal(cut: CutSegments, branch: int, segment: int, pairs: Integers) -> Itera
     ranks, tokens = ranks[low < high], (high - low)[low < high]
 
     def scored(first: int, end: int) -> int:
-        return int(work.scored(*np.array((rows, first, end)), is_causal=cut.is_causal))
+        return work.scored(rows, first, end, is_causal=cut.is_causal)
 
     shares = _shares(pairs[ranks], tokens, scored(0, asked) * len(heads))
     ends = _ends(shares, len(heads), asked, is_causal=cut.is_causal)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from flexdilated.backends.pieces import Piece, branch_order, everything_kept, segment_pieces
+from flexdilated.backends.pieces import Piece, branch_order, document_pieces, everything_kept
+from flexdilated.backends.recent import PIECE, recent
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.segments import Segments, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below
@@ -136,35 +135,23 @@ def _task(plan: ContextPlan, branch: int, kind: list[int], ranks: int) -> Task |
     )
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda pieces, plan, rank: PIECE * len(pieces) + plan.nbytes)
 def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     """What a rank computes of segments that lie inside its shard; tokens count from the shard's first."""
     begin, end = plan.borders[rank], plan.borders[rank + 1]
-    starts = [start for start, _ in plan.documents]
+    start, num_tokens = np.array(plan.documents, np.int64).reshape(-1, 2).T
+    here = (start < end) & (start + num_tokens > begin) & (num_tokens > 0)
+    start, num_tokens = start[here], num_tokens[here]
     pieces: list[Piece] = []
     for branch in branch_order(plan.pattern):
         length, rate = plan.pattern.branches[branch]
-        found: list[Piece] = []
-        for start, num_tokens in plan.documents[max(0, bisect_right(starts, begin) - 1) :]:
-            if start >= end:
-                break
-            if not num_tokens or start + num_tokens <= begin:
-                continue
-            w = min(length, num_tokens)
-            first, stop = inside(begin - start, end - start, num_tokens, w, plan.stride_of_outputs(w, rate))
-            found += segment_pieces(
-                plan.pattern,
-                branch,
-                start - begin,
-                num_tokens,
-                plan.num_heads,
-                plan.is_causal,
-                within=plan.within,
-                segments=range(int(first), int(stop)),
-            )
+        w = np.minimum(length, num_tokens)
+        limits = inside(begin - start, end - start, num_tokens, w, plan.stride_of_outputs(w, rate))
+        columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
+        documents = [(token, count, range(first, stop)) for token, count, first, stop in zip(*columns)]
         # The whole segments of the branch that keeps everything tile the shard where it cuts none.
         tiles = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
-        pieces += [piece._replace(tiles=tiles) for piece in found]
+        pieces += document_pieces(plan.pattern, branch, documents, plan.num_heads, plan.is_causal, within=plan.within, tiles=tiles)
     return tuple(pieces)
 
 

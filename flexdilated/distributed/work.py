@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from flexdilated.backends.recent import recent
 from flexdilated.distributed.segments import CutSegments, inside
 from flexdilated.distributed.spans import Booleans, Integers, expanded, kept_below
+
+Count = TypeVar("Count", int, Integers)
 
 TOGETHER = 1 << 14  # runs of queries, each of one offset, that are counted together
 
@@ -35,14 +37,14 @@ class Parts(NamedTuple):
         return Parts(*(x[chosen] for x in self))
 
 
-def scored(rows: Integers, low: Integers, high: Integers, *, is_causal: bool) -> Integers:
-    """Pairs of the queries `low ... high` of so many rows."""
+def scored(rows: Count, low: Count, high: Count, *, is_causal: bool) -> Count:
+    """Pairs of the queries `low ... high` of so many rows: of numbers, or of arrays of them."""
     if is_causal:
         return high * (high + 1) // 2 - low * (low + 1) // 2
     return (high - low) * rows
 
 
-@lru_cache(maxsize=64)
+@recent(size=lambda work, cut: cut.nbytes)
 def by_rows(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs where each rank computes its own outputs; counted once."""
     everything = (of_rows(cut, branch, np.arange(len(at.token))) for branch, at in enumerate(cut.segments))
@@ -102,17 +104,14 @@ def _local_sizes(cut: CutSegments, branch: int) -> tuple[Integers, tuple[tuple[I
     """Ranks with documents of which they hold segments, and of those `(how many, tokens, outputs)`: whole ones with all their
     outputs, the one whose outputs the end of the document cuts, and the last."""
     length, rate = cut.pattern.branches[branch]
-    start, num_tokens = np.array([document for document in cut.documents if document[1]], np.int64).reshape(-1, 2).T
-    first, count = cut.rank_of(start), cut.rank_of(start + num_tokens - 1) - cut.rank_of(start) + 1
-    which, rank = expanded(first, count)
-    start, num_tokens = start[which], num_tokens[which]
+    rank, begin, end, num_tokens, times = cut.parts_of_documents
     w = np.minimum(length, num_tokens)
     out = cut.stride_of_outputs(w, rate)
-    a, b = inside(cut.limits[rank] - start, cut.limits[rank + 1] - start, num_tokens, w, out)
+    a, b = inside(begin, end, num_tokens, w, out)
     whole, shown = num_tokens // w, num_tokens // out  # segments with all of their tokens, and with all of their outputs
-    full = np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
-    edge = ((a <= shown) & (shown < np.minimum(b, whole))).astype(np.int64)
-    last = ((a <= whole) & (whole < b)).astype(np.int64)
+    full = times * np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
+    edge = times * ((a <= shown) & (shown < np.minimum(b, whole)))
+    last = times * ((a <= whole) & (whole < b))
     rest = num_tokens - whole * w
     return rank, (
         (full, w, w),

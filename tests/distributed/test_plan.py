@@ -22,7 +22,6 @@ from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost, lines, listing, tasks
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
-from flexdilated.distributed import program as programs
 from flexdilated.distributed.lines import Line, Lines
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.program import Program, program
@@ -189,6 +188,13 @@ def shifted(shards: tuple[int, ...], length: int, rate: int, num_heads: int, *, 
     """torchscale's shifted positions: the last outputs of the last segment fall behind the end."""
     pattern = DilatedPattern((length,), (rate,), offsets="interleaved", zero_padding=True)
     return context_plan(pattern, shards, num_heads, range(num_heads), 1, ((0, sum(shards)),), is_causal)
+
+
+def of_equal_documents(*, zero_padding: bool) -> ContextPlan:
+    """Documents of one length: some lie inside a shard, of others a border cuts a segment, or lies between two."""
+    pattern = DilatedPattern((7, 14), (2, 3), zero_padding=zero_padding)
+    documents = tuple((21 * i, 21) for i in range(6))
+    return context_plan(pattern, (52, 46, 28), 3, range(3), 1, documents, False)
 
 
 def counts(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int], int]:
@@ -430,6 +436,8 @@ def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softma
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("together", [1, tasks.TOGETHER])
+@example(plan=of_equal_documents(zero_padding=False))
+@example(plan=of_equal_documents(zero_padding=True))
 @given(plan=plans())
 def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(
     plan: ContextPlan, together: int, exchange: str
@@ -897,7 +905,7 @@ def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
 
 def test_the_programs_of_many_layers_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has a pattern of its own; the second step builds nothing."""
-    monkeypatch.setattr(programs, "_programs", {})
+    program.cache_clear()
     plans = [plan_of(DilatedPattern((16 + length, 64), (1, 3)), 64, 4, 3) for length in range(24)]
 
     def step() -> list[Program]:
@@ -912,18 +920,13 @@ def test_the_programs_of_many_layers_are_kept_while_they_are_small(monkeypatch: 
         tables += [at for links in (each.kv, each.q, each.out) for owned in links.owned.values() for _, at in owned]
         total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.listed) if x is not None))
         assert each.nbytes == held > 0
-    monkeypatch.setattr(programs, "KEPT", total // 2)
+    plans_held = 2 * sum(plan.nbytes for plan in plans)
+    assert program.nbytes == total + plans_held
+    monkeypatch.setattr(program, "room", (total + plans_held) // 2)
+    program.cache_clear()
     step()
-    assert 8 < len(programs._programs) < 48
-    assert sum(each.nbytes for each in programs._programs.values()) <= total // 2
-    last = programs._programs[plans[-1], "gather", 2, torch.device("cpu")]
-    monkeypatch.setattr(programs, "KEPT", 0)
-    assert program(plans[-1], "gather", 2, torch.device("cpu")) is last
-    assert len(programs._programs) == 8
-    monkeypatch.setattr(programs, "KEPT", 1 << 40)
-    monkeypatch.setattr(programs, "MOST", 30)
-    step()
-    assert len(programs._programs) == 30
+    assert 8 < len(program) < 48
+    assert program.nbytes <= program.room
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""Results that are kept to be used again: many small ones, few large ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from functools import update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Value = TypeVar("Value")
+
+DOCUMENT, PIECE = 128, 400  # bytes of `(first token, number of tokens)`, and of a tuple of a dozen numbers
+
+
+class Recent(Generic[P, Value]):
+    """A function whose last results are kept, and are the same objects where its arguments are equal.
+
+    Args:
+        function: Of hashable arguments.
+        size: Bytes of a result, and of the arguments that it is kept under: it is called with both.
+        room: Bytes of all that are kept beyond the fewest.
+        most: Results that are kept at most.
+        fewest: Results that are kept however large they are.
+    """
+
+    def __init__(self, function: Callable[P, Value], size: Callable[..., int], room: int, most: int = 64, fewest: int = 8) -> None:
+        self.function, self.size, self.room, self.most, self.fewest = function, size, room, most, fewest
+        self._found: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
+        self._turn = threading.Lock()
+        update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Value:
+        key = args, tuple(kwargs.items())
+        with self._turn:
+            if key in self._found:
+                self._found[key] = found = self._found.pop(key)
+                return found[0]
+        result = self.function(*args, **kwargs)
+        with self._turn:
+            # Another thread may have been as fast: all take what came first.
+            self._found.setdefault(key, (result, self.size(result, *args, **kwargs)))
+            self._found[key] = found = self._found.pop(key)
+            held = self.nbytes
+            while len(self._found) > self.most or (len(self._found) > self.fewest and held > self.room):
+                held -= self._found.pop(next(iter(self._found)))[1]
+        return found[0]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return sum(size for _, size in self._found.values())
+
+    def cache_clear(self) -> None:
+        """Forget all."""
+        self._found = {}
+
+
+def recent(size: Callable[..., int], room: int = 1 << 26) -> Callable[[Callable[P, Value]], Recent[P, Value]]:
+    """Keep the last results of a function, in some bytes."""
+    return lambda function: Recent(function, size, room)
