@@ -448,7 +448,7 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
 # -- planning -----------------------------------------------------------------------------------------------------------------
 
 
-PLANNING = ((ranks, "_plan"), (ranks, "_contract"), (waits, "agree"), (rank_module, "program"))  # where a step calls them
+PLANNING = ((ranks, "_plan"), (ranks, "contract_of"), (waits, "agree"), (rank_module, "program"))  # where a step calls them
 
 
 class Planned(NamedTuple):

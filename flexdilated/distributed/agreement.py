@@ -137,7 +137,7 @@ class Ledger:
         self.made += 1
         if key in self.agreed:
             return
-        fields = {name: [shown(x), digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
+        fields = fields_of(plan)
         end = time.monotonic() + timeout.total_seconds()
         if self.ahead is not None and self.made == 0:
             (kind, message), count = self.ahead, 0
@@ -268,16 +268,27 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
 def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, int]:
     """The outcome of a round to which all ranks came: kind, message, and the last number that a call of any rank has."""
     plans, least, most = zip(*(json.loads(post) for post in posts))
-    differences = []
-    for name in dict.fromkeys(name for plan in plans for name in plan):
-        values = [plan.get(name, ["nothing", ""]) for plan in plans]
-        if any(value[1] != values[0][1] for value in values):
-            differences.append(f"{name}, got {_listed(ranks, values)}")
+    differences = differing(ranks, plans)
     if max(least) > min(most):
         differences.append(f"how many calls they made before this one, got {_listed(ranks, [[str(n), str(n)] for n in most])}")
     if not differences:
         return "", "", max(most)
     return "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", max(most)
+
+
+def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
+    """Each field of a plan as messages show it, and a digest by which it is compared; the version too."""
+    return {name: [shown(x), digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
+
+
+def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    """For each field that is not the same in the plans of some ranks its name, and what each of them has."""
+    differences = []
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        values = [plan.get(name, ["nothing", ""]) for plan in plans]
+        if any(value[1] != values[0][1] for value in values):
+            differences.append(f"{name}, got {_listed(ranks, values)}")
+    return differences
 
 
 def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:

@@ -5,9 +5,7 @@ Both directions are opaque custom operators, communication included: the compile
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +24,14 @@ from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.agreement import in_turn, number_of_call, withdraw
-from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
+from flexdilated.distributed.contract import Terms, contract_of
+from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.telling import all_know, is_one_graph, tell, traces_call
-from flexdilated.distributed.waits import Wait
 
 UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
-TAGS = 1 << 30  # of plans and numbers of calls; gloo's tags are non-negative C ints
 
 
 class Place(NamedTuple):
@@ -111,18 +108,18 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
     except (ValueError, NotImplementedError) as error:
         withdraw(group, str(error))
         raise
-    terms = _Terms.of(inputs, flat, place)._replace(
+    terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
         score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None, flex=call.backend == "flex"
     )
-    described, contract = _contract(plan, terms)
+    contract = contract_of(plan, terms)
     seed = draw_seed(call.dropout_p, call.first_sequence)
     share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
     with in_turn(group):
-        Wait(group, f"the first call with {plan.pattern}").agree(described)
+        contract.agree(group)
         number = 0 if plan.is_local else number_of_call(group)
 
         def transport(backward: bool) -> Transport:
-            return _transport(group, plan, q.device, contract, number, backward=backward)
+            return contract.transport(group, q.device, number, backward=backward)
 
         return functions.attend(q, k, v, call, share, transport)
 
@@ -168,43 +165,6 @@ def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, ma
     return cost.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
 
 
-class _Terms(NamedTuple):
-    """What ranks must share in a call beside the plan."""
-
-    dtype: torch.dtype
-    batch: int
-    head_dim: int
-    scale: float
-    dropout_p: float
-    masked: bool
-    exchange: str  # as asked
-    differentiable: bool
-    speeds: tuple[float, float] | None  # by which an exchange is chosen
-    score_mod: bool = False  # whether there is one: functions cannot be compared
-    mask_mod: bool = False
-    flex: bool = False  # whether it runs by flex_attention, whose backward sends other messages than a kernel's
-
-    @classmethod
-    def of(cls, inputs: Inputs, flat: Flat, place: Place) -> _Terms:
-        q, masked = inputs.q, inputs.key_padding_mask is not None
-        speeds = cost.speeds_of_environment() if place.exchange == "auto" else None
-        sizes = q.dtype, q.shape[0], q.shape[3]
-        return cls(*sizes, flat.scale, flat.dropout_p, masked, place.exchange, place.differentiable, speeds)
-
-
-@recent(size=lambda contract, plan, terms: plan.nbytes)
-def _contract(plan: ContextPlan, terms: _Terms) -> tuple[dict[str, object], int]:
-    """The plan and the terms in JSON types, and a number below `TAGS` that stands for them."""
-    described = plan.description | terms._asdict() | {"dtype": str(terms.dtype)}
-    digest = sha256(json.dumps(described, sort_keys=True).encode()).digest()
-    return described, int.from_bytes(digest[:8], "big") % TAGS
-
-
-def _tag(contract: int, number: int, *, backward: bool) -> int:
-    """The tag of a call's messages: calls of one plan differ by their number, calls of two by what stands for the plan."""
-    return 2 * ((contract + number) % TAGS) + backward
-
-
 def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
     count = len(Flat._fields)
     return Flat(*options[:count]), Place(*options[count:])
@@ -221,14 +181,14 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     except ValueError as error:
         withdraw(group, str(error))
         raise
-    described, contract = _contract(plan, _Terms.of(inputs, flat, place))
+    contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
     share = _share(plan, chosen, inputs, flat, place)
     device = inputs.q.device
     with in_turn(group), without_autocast(device):
-        Wait(group, f"the first call with {plan.pattern}").agree(described)
+        contract.agree(group)
         # A call that moves nothing has no number: a rank may make it alone.
         number = 0 if plan.is_local else number_of_call(group)
-        transport = _transport(group, plan, device, contract, number, backward=False)
+        transport = contract.transport(group, device, number, backward=False)
         out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
     return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)
 
@@ -264,8 +224,8 @@ def _backward(
     out, lse, received, number = outputs
     plan, chosen = _plan(inputs, flat, place)
     share = _share(plan, chosen, inputs, flat, place)
-    contract = _contract(plan, _Terms.of(inputs, flat, place))[1]
-    transport = _transport(_resolve(place.group_name), plan, dout.device, contract, int(number.item()), backward=True)
+    contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
+    transport = contract.transport(_resolve(place.group_name), dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
     with without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
@@ -289,12 +249,3 @@ CONTEXT_PARALLEL = operator(
 
 def _resolve(group_name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
-
-
-def _transport(
-    group: dist.ProcessGroup, plan: ContextPlan, device: torch.device, contract: int, number: int, *, backward: bool
-) -> Transport:
-    if plan.is_local:
-        return Silence()
-    call = f"{'the backward of ' if backward else ''}call {number} with {plan.pattern}, {contract:x} of plan and options"
-    return GroupTransport(group, device, _tag(contract, number, backward=backward), Wait(group, call, number))

@@ -49,11 +49,12 @@ class Sums:
         if self.num_ranks == 1:
             return
         what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
-        Wait(self._group, f"the first {what}").agree({"call": call, **described})
+        plan = {"call": call, **described}
+        Wait(self._group, f"the first {what}").agree(plan)
         number = number_of_call(self._group)
         # As many numbers as where shards are put together, so that such a call is not taken for this one either.
-        numbers = [int.from_bytes(digest({"call": call, **described})[:7], "big"), *[number] * self.num_ranks]
-        wait = self._wait = Wait(self._group, f"call {number}, {what}", number)
+        numbers = [int.from_bytes(digest(plan)[:7], "big"), *[number] * self.num_ranks]
+        wait = self._wait = Wait(self._group, f"call {number}, {what}", number, plan)
         wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
 
     def total(self, x: Tensor) -> Tensor:

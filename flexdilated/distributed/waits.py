@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import LAST_PAUSE, agree, groups, posts_of
+from flexdilated.distributed.agreement import LAST_PAUSE, agree, differing, fields_of, groups, posts_of
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.telling import all_know
-from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named
+from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
@@ -33,10 +33,13 @@ class Wait:
         group: The ranks.
         call: What this one waits in, in words.
         number: Of the call, among those that exchange rows. A rank that has refused it, or a later one, does not come.
+        plan: Of the call, in JSON types: where ranks wait in calls that differ, they say in what.
     """
 
-    def __init__(self, group: dist.ProcessGroup, call: str, number: float = math.inf) -> None:
-        self._group, self._call, self._number = group, call, number
+    def __init__(
+        self, group: dist.ProcessGroup, call: str, number: float = math.inf, plan: Mapping[str, object] | None = None
+    ) -> None:
+        self._group, self._call, self._number, self._plan = group, call, number, plan
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
         told, now = _told.get(group, {}), time.monotonic()
         for key in [key for key, then in told.items() if now - then > 2 * MOMENT]:
@@ -70,6 +73,7 @@ class Wait:
 
     def agree(self, plan: Mapping[str, object]) -> None:
         """As `agreement.agree`, with the calls of the others where they do not come."""
+        self._plan = plan
         try:
             agree(self._group, plan)
         except TimeoutError as error:
@@ -103,12 +107,13 @@ class Wait:
         rank, end = self._group.rank(), time.monotonic() + seconds
         asked = [peer for peer in peers if peer != rank]
         words = {rank: f"waited {of}in {self._call}"}
+        plans = {rank: {} if self._plan is None else fields_of(self._plan)}
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            store, life = _post(self._group, topic, words[rank], asked)
+            store, life = _post(self._group, topic, words[rank], asked, plans[rank])
             for other in groups():
                 if other is not self._group and topic == "waited":
                     with suppress(TimeoutError, RuntimeError, ValueError):  # of a group that is gone
-                        _post(other, topic, f"{words[rank]} over another mesh", [])
+                        _post(other, topic, f"{words[rank]} over another mesh", [], {})
             while True:
                 for peer in asked:
                     if peer not in words and store.check([key := f"{life}/refused/{peer}"]):
@@ -116,13 +121,16 @@ class Wait:
                         if number >= self._number:
                             words[peer] = f"refused call {number}: {reason}"
                     if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
-                        words[peer], more = json.loads(store.get(key))
+                        words[peer], more, plans[peer] = json.loads(store.get(key))
                         asked += [other for other in more if other not in (rank, *asked)][: max(0, MAX_ITEMS - len(asked))]
                 if len(words) > len(asked) or time.monotonic() >= end:
                     break
                 time.sleep(LAST_PAUSE)
         ranks = global_ranks(self._group)
         told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
+        alike = [peer for peer, plan in sorted(plans.items()) if plan.keys() == plans[rank].keys()]  # else words say enough
+        if differences := differing([ranks[peer] for peer in alike], [plans[peer] for peer in alike]):
+            told.append(f"these calls differ in {short(differences, '; in ', 'fields')}")
         silent = [ranks[peer] for peer in asked if peer not in words]
         return "; ".join([*told, f"{named(silent)} did not tell of a wait"] if silent else told)
 
@@ -143,12 +151,14 @@ def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
     return posts_of(group, timedelta(seconds=MOMENT))
 
 
-def _post(group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int]) -> tuple[AnsweringStore, str]:
-    """Tell a group's ranks what this one did, and for which of them it waited."""
+def _post(
+    group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int], plan: Mapping[str, Sequence[str]]
+) -> tuple[AnsweringStore, str]:
+    """Tell a group's ranks what this one did, for which of them it waited, and the plan of that."""
     store, life = _posts(group)
     key = f"{life}/{topic}/{group.rank()}"
     _told.setdefault(group, {})[key] = time.monotonic()
-    store.set(key, json.dumps([word, list(peers)]))
+    store.set(key, json.dumps([word, list(peers), plan]))
     return store, life
 
 

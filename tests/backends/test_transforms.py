@@ -18,7 +18,7 @@ from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttentio
 from flexdilated.backends.flex import rows
 from flexdilated.backends.hardware import TRACES_FUNCTIONS
 from flexdilated.distributed.plan import context_plan
-from flexdilated.distributed.program import _build
+from flexdilated.distributed.program import program
 from flexdilated.masks import block_mask
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
@@ -48,7 +48,7 @@ WANTED = block_mask._Wanted(DilatedPattern((128, 300), (1, 2)), 2, 2, 600, True,
 
 def _program() -> Any:
     plan = context_plan(SHORT, (9, 4, 8), 2, range(2), 1, ((0, 21),), True)
-    return _build(plan, "gather", 1, torch.device("cpu"))
+    return program.__wrapped__(plan, "gather", 1, torch.device("cpu"))
 
 
 def _faked(make: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import agreement, exchange, telling, unshard_sequence, waits
 from flexdilated.distributed.agreement import Ledger, _ledger
 from flexdilated.distributed.answering import AnsweringStore
-from flexdilated.distributed.attention import TAGS, _tag
+from flexdilated.distributed.contract import TAGS, Contract
 from flexdilated.distributed.waits import Wait
 from flexdilated.nn import DilatedAttention, MultiheadDilatedAttention
 from tests.distributed.processes import Ranks
@@ -121,6 +121,33 @@ def one_call_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     assert "rank 1 waited for rank 0 in the backward of call 1 with DilatedPattern(" in str(caught.value)
 
 
+def calls_of_two_known_plans(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """Both ranks have made both calls before: no round compares them again."""
+
+    def call(is_wide: bool) -> Tensor:
+        x = [each.double() if is_wide else each.float() for each in shard(rank, 1)]
+        return dilated_attention(*x, PATTERN, mesh=mesh, exchange=exchange, scale=0.5 if is_wide else None)
+
+    call(True), call(False)
+    with PATIENT, pytest.raises(RuntimeError, match=OUT_OF_STEP) as caught:
+        call(rank == 0)
+    assert all(f"rank {each} waited for rank {1 - each} in call 3 with DilatedPattern(" in str(caught.value) for each in (0, 1))
+    assert (
+        "; these calls differ in dtype, got 'torch.float64' on rank 0 and 'torch.float32' on rank 1; in scale, got 0.5 on "
+        in str(caught.value)
+    )
+
+
+def a_new_plan_beside_a_known_one(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """One rank waits for the others to agree, the other one for rows."""
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    errors = TimeoutError if rank else RuntimeError
+    with PATIENT, pytest.raises(errors, match="rank 1 waited in the first call with Dilated") as caught:
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, is_causal=bool(rank))
+    assert "rank 0 waited for rank 1 in call 2 with DilatedPattern(" in str(caught.value)
+    assert "; these calls differ in is_causal, got False on rank 0 and True on rank 1" in str(caught.value)
+
+
 def goes_on_after_its_refusal(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     """The others wait in the refused call: the next one of this rank is not taken for it."""
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
@@ -140,7 +167,10 @@ def test_backwards_in_another_order_are_an_error_on_both_ranks(breaking: Ranks, 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [one_call_left_out, goes_on_after_its_refusal])
+@pytest.mark.parametrize(
+    "case",
+    [one_call_left_out, goes_on_after_its_refusal, calls_of_two_known_plans, a_new_plan_beside_a_known_one],
+)
 def test_calls_out_of_step_are_an_error_on_both_ranks(breaking: Ranks, case: Callable[..., None]) -> None:
     breaking.run(case, "gather")
 
@@ -562,12 +592,14 @@ def test_messages_of_another_call_are_refused_without_tags(breaking: Ranks) -> N
 
 
 def test_tags_differ_between_calls_and_directions() -> None:
-    contract = TAGS - 3
-    tags = {_tag(contract, number, backward=back) for number in range(1000) for back in (False, True)}
+    def tag(digest: int, number: int, *, backward: bool) -> int:
+        return Contract(mock.Mock(), {}, digest).tag(number, backward=backward)
+
+    tags = {tag(TAGS - 3, number, backward=back) for number in range(1000) for back in (False, True)}
     assert len(tags) == 2000
     assert min(tags) >= 0
-    assert max(_tag(c, n, backward=True) for c in (0, TAGS - 1) for n in (0, TAGS - 1, TAGS)) < 1 << 31
-    assert _tag(5, TAGS + 7, backward=True) == _tag(5, 7, backward=True)  # a billion calls later
+    assert max(tag(c, n, backward=True) for c in (0, TAGS - 1) for n in (0, TAGS - 1, TAGS)) < 1 << 31
+    assert tag(5, TAGS + 7, backward=True) == tag(5, 7, backward=True)  # a billion calls later
 
 
 @contextmanager
@@ -598,6 +630,20 @@ def test_a_lost_rank_has_no_word_and_a_store_that_is_gone_none_of_others() -> No
         assert wait(1, "call 1").tell([0], LATER) == "ranks 5, 4 waited in call 1; rank 6 waited in call 3"
         store.gone = TimeoutError("silent")
         assert wait(1, "call 4").tell([0], LATER) == "rank 5 waited in call 4; rank 4 did not tell of a wait"
+
+
+def test_waits_in_calls_that_differ_say_in_what() -> None:
+    store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
+    plan: dict[str, object] = {"scale": 0.5, "documents": [[0, 7]]}
+    with ranks_on(store, 0.2) as wait:
+        wait(0, "call 1", 1, plan).tell([], SOON)
+        assert wait(1, "call 1", 1, plan).tell([0], LATER) == "ranks 5, 4 waited in call 1"
+        assert wait(2, "call 1", 1, plan | {"scale": 1}).tell([0, 1], LATER) == (
+            "ranks 6, 4, 5 waited in call 1; these calls differ in scale, got 0.5 on ranks 4, 5 and 1 on rank 6"
+        )
+        # Of another kind of call words say enough.
+        assert wait(2, "a sum", 1, {"what": "a sum"}).tell([0], LATER) == "rank 6 waited in a sum; rank 4 waited in call 1"
+        assert wait(2, "a sum").tell([0], LATER) == "rank 6 waited in a sum; rank 4 waited in call 1"
 
 
 def test_a_rank_that_others_wait_for_through_a_third_is_named() -> None:
@@ -639,7 +685,7 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
     store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
 
     def sleep(seconds: float) -> None:  # between two looks the other rank tells
-        store.set("1/waited/1", json.dumps(["waited in call 2", []]))
+        store.set("1/waited/1", json.dumps(["waited in call 2", [], {}]))
 
     with (
         ranks_on(store, 30.0) as wait,
@@ -691,7 +737,7 @@ def test_many_ranks_that_may_be_meant_are_counted_and_all_are_asked() -> None:
         mock.patch.object(waits, "global_ranks", return_value=list(range(20))),
     ):
         for rank in (*range(1, 13), *range(14, 20)):
-            store.set(f"1/waited/{rank}", json.dumps(["waited for one of 19 ranks in call 7", []]))
+            store.set(f"1/waited/{rank}", json.dumps(["waited for one of 19 ranks in call 7", [], {}]))
         wait, silent = Wait(group, "call 7"), "rank 13 did not tell of a wait"
         with pytest.raises(RuntimeError, match=f"^one of 19 ranks must .*; {silent}") as caught, wait.for_rows(range(1, 20)):
             raise LOST
