@@ -163,7 +163,8 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: A
         with stop_deadline(store, trainer.rank, trainer.num_ranks, trainer.lost):
             finished = trainer.run(report)
     if not finished:
-        console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
+        where = "" if trainer.stopped_by is None else f", as rank {trainer.stopped_by} was asked to"
+        console.print(f"stopped{where}; the checkpoint is saved: the same command with --resume goes on")
         raise typer.Exit(130)
     return trainer
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import flexdilated
 from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import RankLostError, UserError
+from flexdilated.training.waking import sign, wake
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +76,7 @@ def started(
     store = AnsweringStore(_join(count, rank, device, timedelta(seconds=timeout_seconds)), answers)
     world = dist.group.WORLD
     assert world is not None
+    sign(store, rank)
     left = threading.Event()
     threading.Thread(target=_beat, args=(store, rank, left), daemon=True).start()
     try:
@@ -84,9 +86,9 @@ def started(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as another rank has ended
         if isinstance(error, RankLostError):
             error = named(store, rank, count, error)
-        if tells(store, rank, error):
-            raise error from None
-        raise SystemExit(2) from None
+        is_told = tells(store, rank, error)
+        wake(store, (other for other in range(count) if other != rank))
+        raise (error if is_told else SystemExit(2)) from None
     finally:
         left.set()
         if device.type == "cuda":

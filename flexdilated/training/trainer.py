@@ -95,6 +95,7 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
+        self.stopped_by: int | None = None  # the one rank that was asked to stop, or the last of several; None: all were
 
     def _shard(self, tokens: Tensor) -> Tensor:
         """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
@@ -186,7 +187,8 @@ class Trainer:
                     self.history[-1]["held_out"] = self.evaluate()
                 self.seconds += time.perf_counter() - start
                 report(self)
-                if span(self.mesh, int(stop()))[-1]:
+                if (asked := span(self.mesh, (self.rank + 1) * stop()))[-1]:
+                    self.stopped_by = asked[-1] - 1 if len(asked) > 1 and asked[0] == 0 else None
                     self._save_finite()
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
