@@ -12,7 +12,7 @@ from torch import Tensor
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import Call, check_dtypes, check_tensors
+from flexdilated.call import Call, check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.pattern import DilatedPattern, as_integer, num_kept
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def attention_map(
         if shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got {shard_lengths} and no mesh")
         call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask)
+        refuse_shards_of_torch(0)
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
     from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
@@ -87,6 +88,7 @@ def attention_map(
         return torch.compiler.disable(attention_map)(q, k, pattern, queries=queries, mesh=mesh, **options)
     call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
     with telling(mesh):
+        refuse_shards_of_torch(sums.num_ranks)
         _check(q, k, call)
         lengths = sums.lengths(q, shard_lengths)
         positions = _positions(queries, sum(lengths))

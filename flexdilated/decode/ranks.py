@@ -20,11 +20,11 @@ from flexdilated.backends.hardware import holds_values
 from flexdilated.call import EXCHANGES, Call
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
-from flexdilated.distributed.agreement import in_turn, number_of_call
+from flexdilated.distributed.agreement import failed, in_turn, number_of_call
 from flexdilated.distributed.contract import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
-from flexdilated.distributed.telling import all_know
+from flexdilated.distributed.telling import telling, telling_group
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
 
@@ -91,7 +91,8 @@ class Ranks:
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
         here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
         told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        check_same(told[:, 1:], self.numbers)
+        with telling(self.mesh, 0, is_call=True):
+            check_same(told[:, 1:], self.numbers)
         if not bool(told[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
@@ -130,7 +131,6 @@ class Ranks:
         with in_turn(group):
             _swap(group, self._described, sends, receives)
 
-    @all_know
     def agree(self, q: Tensor, scale: float | None, shard_lengths: Sequence[int]) -> None:
         """Return once all ranks are known to make such a call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
@@ -166,6 +166,7 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
     mine = torch.cat([following, following.new_tensor([zlib.crc32(repr(terms).encode())])])
     told = unshard_sequence(mine[None], mesh, dim=0)
     if not bool((told[:, -1] == told[0, -1]).all()):
+        failed(mesh.get_group())
         raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {terms} here")
     return told[0, :-1]
 
@@ -201,7 +202,6 @@ def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], rece
     GroupTransport(group, device, 2 * tag, wait).swap(sends, receives).wait()
 
 
-@all_know
 def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     rank, size = group.rank(), lengths.nbytes
@@ -211,12 +211,13 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     messages = message.new_empty(group.size(), len(message))
     messages[rank] = message
     peers = [peer for peer in range(group.size()) if peer != rank]
-    with in_turn(group):
-        Wait(group, "the first such call of a cache").agree(call)
-        _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-    told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
-    check_same(told[:, :num_lengths], global_ranks(group))
-    check_same(told[:, num_lengths:], global_ranks(group), "the order of the sequences of a cache", "by hashes ")
+    with telling_group(group, 1, is_call=True):
+        with in_turn(group):
+            Wait(group, "the first such call of a cache").agree(call)
+            _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
+        told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
+        check_same(told[:, :num_lengths], global_ranks(group))
+        check_same(told[:, num_lengths:], global_ranks(group), "the order of the sequences of a cache", "by hashes ")
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

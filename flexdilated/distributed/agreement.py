@@ -1,4 +1,4 @@
-"""The ranks of a group agree on a plan over their store, without a collective: every way to miss each other is told."""
+"""The ranks of a group agree on a plan over their store, without a collective. Long: every way to miss each other is told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -20,16 +21,17 @@ from flexdilated.distributed.words import digest, global_ranks, holders, named, 
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
+MAX_REASON = 2000  # characters
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
 
-def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
+def agree(group: dist.ProcessGroup, plan: Mapping[str, object], *, each_time: bool = False) -> None:
     """Return once all ranks of the group are known to hold this plan.
 
     The first call with a plan is a round of the group: all of its ranks must call, and the last to come compares. Later calls with
-    it return at once and touch no store. Ranks in messages are global ones. A plan maps names to JSON types (number, string,
-    bool, None, lists of them; a tuple counts as a list).
+    it return at once and touch no store, unless they are to be compared each time. Ranks in messages are global ones. A plan maps
+    names to JSON types (number, string, bool, None, lists of them; a tuple counts as a list).
 
     Raises:
         ValueError: If the ranks differ in a field, the same error on every rank; if a rank withdrew from the round.
@@ -38,7 +40,7 @@ def agree(group: dist.ProcessGroup, plan: Mapping[str, object]) -> None:
         TypeError: If a value of the plan is not of JSON types.
     """
     if group.size() > 1:
-        _ledger(group).agree(plan, timeout_of(group))
+        _ledger(group).agree(plan, timeout_of(group), each_time=each_time)
 
 
 def withdraw(group: dist.ProcessGroup, reason: str) -> None:
@@ -63,6 +65,7 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     ledger = _ledger(group)
     if not ledger.turn.acquire(blocking=False):
         ledger.meanwhile += 1
+        ledger.fail()
         raise RuntimeError(
             "dilated_attention must run in one thread at a time over one mesh, got a call during another; "
             "give each thread a mesh of its own"
@@ -82,6 +85,55 @@ def number_of_call(group: dist.ProcessGroup) -> int:
     call for the one that its peers still wait in.
     """
     return _ledger(group).number()
+
+
+class Since(NamedTuple):
+    """Where the calls of a group stood."""
+
+    events: int
+    calls: int
+    numbered: int
+
+
+def since(group: dist.ProcessGroup) -> Since:
+    """Where the calls of a group stand now."""
+    ledger = _ledgers.get(group)
+    return Since(0, 0, 0) if ledger is None else Since(ledger.events, ledger.calls, ledger.numbered)
+
+
+def failed(group: dist.ProcessGroup) -> None:
+    """Say that what this rank raises next all ranks of a group raise, or will: it lost them, or they compared what differs."""
+    if (ledger := _ledgers.get(group)) is not None:  # else there was no call of which to tell
+        ledger.fail()
+
+
+def tell(group: dist.ProcessGroup, before: Since, reason: str, *, calls: int | None, is_call: bool) -> None:
+    """Tell the other ranks of an error of this one, unless they have it too.
+
+    Args:
+        group: The ranks that make the calls in which they might wait for this one.
+        before: `since` where what has failed began.
+        reason: The error.
+        calls: How many it makes, if it is known. Behind the last of them no rank waits for this one in a forward: it refuses none.
+        is_call: Whether it is a call itself, or the backward of one, which makes none: if rows travel others lose this rank in it.
+    """
+    ledger = _ledger(group)
+    if ledger.failed_at > max(before.events, ledger.called_at):
+        return
+    reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+    if calls is None or ledger.calls - before.calls < calls:
+        withdraw(group, reason)
+        return
+    with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+        ledger.inform(f"failed {'in' if is_call else 'behind'}", reason)
+    if is_call and (calls == 0 or ledger.numbered > before.numbered):
+        ledger.fail()
+
+
+def next_number(group: dist.ProcessGroup) -> int:
+    """That of the next call that exchanges rows, or is refused."""
+    ledger = _ledgers.get(group)
+    return 1 if ledger is None else ledger.exchanged + ledger.refused + 1
 
 
 def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:
@@ -123,19 +175,23 @@ class Ledger:
         self.ahead: tuple[str, str] | None = None  # of this kind, with these words
         self.meanwhile = 0  # refused calls of other threads while one is made
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
+        # All that happened, when the last call that ranks agreed on and the last failure that all know was, how many calls there
+        # were, and how many with messages.
+        self.events, self.called_at, self.failed_at, self.calls, self.numbered = 0, 0, 0, 0, 0
         self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
         self.life = store.add(f"lives/{rank}", 1)
 
-    def agree(self, plan: Mapping[str, object], timeout: timedelta) -> None:
+    def agree(self, plan: Mapping[str, object], timeout: timedelta, *, each_time: bool = False) -> None:
         """As the function `agree`, waiting for the others for `timeout` at most."""
         try:
             key = digest(plan)
         except TypeError as error:
             raise TypeError(f"plan must map names to JSON types, got another: {error}") from error
         self.made += 1
-        if key in self.agreed:
+        if key in self.agreed and not each_time:
+            self._call()
             return
         fields = fields_of(plan)
         end = time.monotonic() + timeout.total_seconds()
@@ -153,11 +209,29 @@ class Ledger:
         else:
             self.exchanged, self.refused = count, 0
         if kind:
+            self.fail()
             raise (TimeoutError if kind == "overdue" else ValueError)(message)
+        self._call()
+        if each_time:
+            return
         # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
         if len(self.agreed) == MAX_AGREED:
             del self.agreed[next(iter(self.agreed))]
         self.agreed[key] = None
+
+    def _call(self) -> None:
+        self.events, self.calls = self.events + 1, self.calls + 1
+        self.called_at = self.events
+
+    def fail(self) -> None:
+        """Remember a failure that all ranks know."""
+        self.events += 1
+        self.failed_at = self.events
+
+    def inform(self, how: str, reason: str) -> None:
+        """Tell those that will wait in vain for this rank, in the last call that it has made or in one before."""
+        number = self.exchanged + self.refused
+        self.store.set(f"{self.life}/failed/{self.rank}", json.dumps([number, f"{how} call {number}: {reason}"]))
 
     def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> tuple[str, str, int]:
         """Take part in the next round: its outcome."""
@@ -176,8 +250,12 @@ class Ledger:
         """As the function `withdraw`."""
         self.made += 1
         self.refused += 1
+        self.fail()
         # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
-        self.store.set(f"{self.life}/refused/{self.rank}", json.dumps([self.exchanged + self.refused, reason]))
+        self.store.set(
+            f"{self.life}/refused/{self.rank}",
+            json.dumps([number := self.exchanged + self.refused, f"refused call {number}: {reason}"]),
+        )
         if self.ahead is not None and self.made == 0:
             self.ahead = None
             return
@@ -198,7 +276,7 @@ class Ledger:
 
     def number(self) -> int:
         """As the function `number_of_call`."""
-        self.exchanged += 1
+        self.exchanged, self.numbered = self.exchanged + 1, self.numbered + 1
         return self.exchanged + self.refused
 
     def _enter(self) -> str:

@@ -29,7 +29,7 @@ from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import all_know, is_one_graph, tell, traces_call
+from flexdilated.distributed.telling import is_one_graph, tell, telling_group, traces_call
 
 UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
 
@@ -78,7 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 f"exchange must be 'auto', 'gather' or 'heads' with {asked}, got 'ring', which keeps no rows of other ranks: "
                 "autograd keeps them"
             )
-    except Exception as error:  # of a score or mask function too
+    except Exception as error:  # of a score or mask function too; no call has begun
         if not torch.compiler.is_compiling():
             tell(mesh, error)  # the other ranks would wait for this one
         raise
@@ -97,31 +97,27 @@ def _shares_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-@all_know
 def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
     """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
     group = _resolve(place.group_name)
     inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
-    try:
+    with telling_group(group, 1, is_call=True):
         plan, chosen = _plan(inputs, flat, place)
         functions.refuse_shifted(plan, call)
-    except (ValueError, NotImplementedError) as error:
-        withdraw(group, str(error))
-        raise
-    terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
-        score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None, flex=call.backend == "flex"
-    )
-    contract = contract_of(plan, terms)
-    seed = draw_seed(call.dropout_p, call.first_sequence)
-    share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
-    with in_turn(group):
-        contract.agree(group)
-        number = 0 if plan.is_local else number_of_call(group)
+        terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
+            score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None, flex=call.backend == "flex"
+        )
+        contract = contract_of(plan, terms)
+        seed = draw_seed(call.dropout_p, call.first_sequence)
+        share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
+        with in_turn(group):
+            contract.agree(group)
+            number = 0 if plan.is_local else number_of_call(group)
 
-        def transport(backward: bool) -> Transport:
-            return contract.transport(group, q.device, number, backward=backward)
+            def transport(backward: bool) -> Transport:
+                return contract.transport(group, q.device, number, backward=backward)
 
-        return functions.attend(q, k, v, call, share, transport)
+            return functions.attend(q, k, v, call, share, transport)
 
 
 def withdraw_from(group_name: str, reason: str) -> None:
@@ -170,26 +166,21 @@ def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
     return Flat(*options[:count]), Place(*options[count:])
 
 
-@all_know
 def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     flat, place = options
-    group = _resolve(place.group_name)
-    try:
+    group, device = _resolve(place.group_name), inputs.q.device
+    with telling_group(group, 1, is_call=True):
         refuse_shards_of_torch(len(place.shard_lengths))
         plan, chosen = _plan(inputs, flat, place)
-    except ValueError as error:
-        withdraw(group, str(error))
-        raise
-    contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
-    share = _share(plan, chosen, inputs, flat, place)
-    device = inputs.q.device
-    with in_turn(group), without_autocast(device):
-        contract.agree(group)
-        # A call that moves nothing has no number: a rank may make it alone.
-        number = 0 if plan.is_local else number_of_call(group)
-        transport = contract.transport(group, device, number, backward=False)
-        out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
+        contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
+        share = _share(plan, chosen, inputs, flat, place)
+        with in_turn(group), without_autocast(device):
+            contract.agree(group)
+            # A call that moves nothing has no number: a rank may make it alone.
+            number = 0 if plan.is_local else number_of_call(group)
+            transport = contract.transport(group, device, number, backward=False)
+            out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
     return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)
 
 
@@ -225,9 +216,10 @@ def _backward(
     plan, chosen = _plan(inputs, flat, place)
     share = _share(plan, chosen, inputs, flat, place)
     contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
-    transport = contract.transport(_resolve(place.group_name), dout.device, int(number.item()), backward=True)
+    group = _resolve(place.group_name)
+    transport = contract.transport(group, dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
-    with without_autocast(dout.device):
+    with telling_group(group, 0, is_call=True), without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
 from weakref import WeakSet
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
@@ -35,16 +37,25 @@ class Transport(Protocol):
 
 class _Works:
     def __init__(
-        self, works: list[dist.Work], peers: list[int], wait: Wait, kept: list[Tensor], headers: list[Tensor], tag: int
+        self,
+        works: list[dist.Work],
+        peers: list[int],
+        wait: Wait,
+        kept: list[Tensor],
+        headers: list[Tensor],
+        tag: int,
+        limit: timedelta | None,
     ) -> None:
         self._works, self._peers, self._wait, self._kept, self._headers, self._tag = works, peers, wait, kept, headers, tag
+        # gloo waits as its connections were told when they were made; NCCL's streams wait, and a timeout would stop the host.
+        self._limit = () if limit is None else (limit,)
 
     def wait(self) -> None:
         # A backend that joins all operations to one cannot tell which of them failed.
         each = [[peer] for peer in self._peers] if len(self._peers) == len(self._works) else [self._peers] * len(self._works)
         for work, peers in zip(self._works, each):
             with self._wait.for_rows(peers):
-                work.wait()
+                work.wait(*self._limit)
         self._kept = []
         if self._headers:
             same = (torch.cat(self._headers) == self._tag).all()
@@ -99,7 +110,8 @@ class GroupTransport:
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
         with self._wait.for_rows(peers):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, peers, self._wait, [*sends.values(), *receives.values()], headers, self._tag)
+        limit = timeout_of(self._group) if has_tags(self._group, self._device) else None
+        return _Works(works, peers, self._wait, [*sends.values(), *receives.values()], headers, self._tag, limit)
 
 
 class Silence:

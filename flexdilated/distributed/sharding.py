@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
+from flexdilated.call import refuse_shards_of_torch
+from flexdilated.distributed.agreement import next_number
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import shown
 
@@ -256,7 +258,8 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
-    wait = Wait(group, f"unshard_sequence of {described}")
+    refuse_shards_of_torch(group.size())
+    wait = Wait(group, f"unshard_sequence of {described}", next_number(group))
     _check_alike(x, lengths, dim, wait)
     whole = _whole(x, lengths, dim)
     longest = max(lengths)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.distributed.agreement import number_of_call
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import digest, shown
+from flexdilated.distributed.words import shown
 
 
 class Sums:
@@ -40,7 +40,7 @@ class Sums:
         return declared_lengths(self.rank, self.num_ranks, x.shape[1], shard_lengths)
 
     def agree(self, call: str, described: Mapping[str, object]) -> None:
-        """Return once all ranks are known to make this call, and not another that they have agreed on before.
+        """Return once all ranks are known to make this call, and not another. They compare each one.
 
         Raises:
             ValueError: If they differ, or one refused.
@@ -50,12 +50,9 @@ class Sums:
             return
         what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
         plan = {"call": call, **described}
-        Wait(self._group, f"the first {what}").agree(plan)
+        Wait(self._group, what).agree(plan, each_time=True)
         number = number_of_call(self._group)
-        # As many numbers as where shards are put together, so that such a call is not taken for this one either.
-        numbers = [int.from_bytes(digest(plan)[:7], "big"), *[number] * self.num_ranks]
-        wait = self._wait = Wait(self._group, f"call {number}, {what}", number, plan)
-        wait.check_same(numbers, torch.device(self._device_type), f"{call} must be the same call on all ranks")
+        self._wait = Wait(self._group, f"call {number}, {what}", number, plan)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""

@@ -9,15 +9,21 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._guards import CompileContext
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import withdraw
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
-MARK = "_flexdilated_ranks_know"  # of errors that all ranks of a call have, or will have
+# What ends a block in which nothing has failed: a generator that is closed, a recomputation that has all that it needs.
+ENDS = (GeneratorExit, getattr(torch.utils.checkpoint, "_StopRecomputationError", GeneratorExit))
+# What `torch.compile` raises without fullgraph too, instead of running what it cannot compile.
+RAISED = ("BackendCompilerFailed", "InductorError", "TorchRuntimeError")
 
 
 class _Trace(NamedTuple):
@@ -25,44 +31,25 @@ class _Trace(NamedTuple):
 
     group_name: str
     handled: BaseException | None  # meanwhile: a fallback is compiled while the error that it is for is handled
-    is_whole: bool  # whether all errors reach the user; else some frames are skipped, and run uncompiled
+    takes: str  # "all" or nothing; "some": frames with an error may be skipped and run uncompiled; "any"
 
 
 # By the compiler's number of what it traces, the last one alone: some compilations end without a word.
 _traced: dict[str, list[_Trace]] = {}
 
 
-def known(error: BaseException) -> None:
-    """Say that the other ranks know of an error."""
-    setattr(error, MARK, True)
+def reason_of(error: BaseException) -> str:
+    """What an error says, or what it is."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # its own
+        return type(error).__name__
 
 
-def _is_known(error: BaseException | None, handled: BaseException | None) -> bool:
-    """Whether the other ranks know of an error, or of one that it came from, since another was handled."""
-    while error is not None and error is not handled and not hasattr(error, MARK):
-        error = error.__cause__ or error.__context__
-    return error is not None and error is not handled
-
-
-def all_know(call: Forward) -> Forward:
-    """A call that all ranks make, and whose errors they all have."""
-
-    @wraps(call)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            known(error)
-            raise
-
-    return made  # type: ignore[return-value]
-
-
-def tell(mesh: DeviceMesh, error: Exception) -> None:
-    """Tell the other ranks of a mesh that this one takes no part in the call that they make now or next, unless they know."""
-    if mesh.size() > 1 and not hasattr(error, MARK):
-        withdraw(mesh.get_group(), str(error) or type(error).__name__)
-        known(error)
+def tell(mesh: DeviceMesh, error: BaseException) -> None:
+    """Tell the other ranks of a mesh that this one takes no part in the call that they make now or next."""
+    if mesh.size() > 1:
+        withdraw(mesh.get_group(), reason_of(error))
 
 
 def _tracer() -> Any:
@@ -84,12 +71,14 @@ def is_one_graph() -> bool:
 def traces_call(group_name: str) -> None:
     """Say that what a compiler traces calls ranks of a group: if it fails they hear of it. Runs while it traces.
 
-    Under fullgraph=True alone: else the call is made once more uncompiled, and tells for itself.
+    Not where the frame is then run uncompiled, which tells for itself.
     """
-    if is_one_graph() and not torch.compiler.is_exporting():
+    tracer = _tracer()
+    if tracer is not None and not torch.compiler.is_exporting():
         from torch._dynamo.callback import callback_handler  # here already
 
-        number, trace = str(CompileContext.current_compile_id()), _Trace(group_name, sys.exc_info()[1], bool(_tracer().one_graph))
+        takes = "all" if tracer.one_graph else "some" if tracer.error_on_graph_break else "any"
+        number, trace = str(CompileContext.current_compile_id()), _Trace(group_name, sys.exc_info()[1], takes)
         traces = _traced.get(number, [])
         _traced.clear()
         _traced[number] = [*(each for each in traces if each.group_name != group_name), trace]
@@ -100,22 +89,28 @@ def traces_call(group_name: str) -> None:
 def _after_trace(args: Any) -> None:
     """Tell of the calls that were traced, if the compiler has failed."""
     error = sys.exc_info()[1]
-    for group_name, handled, is_whole in _traced.pop(args.compile_id, []):
+    for group_name, handled, takes in _traced.pop(args.compile_id, []):
         while handled is not None and handled is not error:
             handled = handled.__context__
-        is_skipped = not is_whole and (torch._dynamo.config.suppress_errors or getattr(error, "skip_frame", False))
-        if error is not None and error is not handled and not is_skipped:
+        if error is not None and error is not handled and (takes == "all" or _is_raised(error, takes)):
             with suppress(Exception):  # an error of a callback breaks the compiler for good
                 group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
                 withdraw(group, f"torch.compile failed: {_reason(error)}")
-            known(error)
+
+
+def _is_raised(error: BaseException, takes: str) -> bool:
+    """Whether an error of a compiler that need not take all reaches the user."""
+    if torch._dynamo.config.suppress_errors or getattr(error, "skip_frame", False):
+        return False
+    return takes == "some" or any(each.__name__ in RAISED for each in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
     """What a compiler's error says first, and what it met."""
-    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines()]
+    lines = [line.strip() for line in f"{type(error).__name__}: {reason_of(error)}".splitlines()]
     met = [line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Developer debug context: "))]
-    return ": ".join([lines[0], *met[-1:]])
+    # What a backend raised stands in the next line.
+    return ": ".join([lines[0].removesuffix(":"), *(lines[1:2] if lines[0].endswith(":") else met[-1:])])
 
 
 for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
@@ -123,45 +118,68 @@ for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_consta
 
 
 @contextmanager
-def telling(mesh: DeviceMesh | None) -> Iterator[None]:
-    """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh."""
-    handled = sys.exc_info()[1]
+def telling(mesh: DeviceMesh | None, calls: int | None = None, *, is_call: bool = False) -> Iterator[None]:
+    """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh.
+
+    Args:
+        mesh: Their mesh.
+        calls: How many calls over it are made inside, if that is known: an error behind the last of them refuses none.
+        is_call: Whether what is inside is one call itself, or a part of one.
+    """
+    if mesh is None or mesh.size() == 1 or getattr(mesh, "ndim", 1) != 1:  # the modules refuse several axes
+        yield
+        return
+    with telling_group(mesh.get_group(), calls, is_call=is_call):
+        yield
+
+
+@contextmanager
+def telling_group(group: dist.ProcessGroup, calls: int | None = None, *, is_call: bool = False) -> Iterator[None]:
+    """The same."""
+    before = agreement.since(group)
     try:
         yield
-    except Exception as error:
-        if mesh is not None and not _is_known(error, handled):
-            tell(mesh, error)
+    except ENDS:
+        raise
+    except BaseException as error:
+        agreement.tell(group, before, reason_of(error), calls=calls, is_call=is_call)
         raise
 
 
-def tells_others(forward: Forward) -> Forward:
+def tells_others(calls: Callable[[Any], int] | None = None) -> Callable[[Forward], Forward]:
     """A module's forward whose errors before an attention reach the ranks of its `mesh`, or of its attention's, at once.
 
     Ranks that have agreed on the plan of that attention before, and wait for rows of this one, end by the timeout of their group.
     Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache.
+
+    Args:
+        calls: How many calls over the mesh a module's forward makes, if it does not decode. Default: it is not known.
     """
 
-    @wraps(forward)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh = _mesh_of(self, kwargs)
-        if mesh is None:
-            return forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            if mesh.ndim == 1:  # else it is refused
-                traces_call(mesh.get_group().group_name)
-            return forward(self, *args, **kwargs)
-        with telling(mesh):
-            return forward(self, *args, **kwargs)
+    def decorate(forward: Forward) -> Forward:
+        @wraps(forward)
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            mesh, decodes = _mesh_of(self, kwargs)
+            if mesh is None:
+                return forward(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                if mesh.ndim == 1:  # else it is refused
+                    traces_call(mesh.get_group().group_name)
+                return forward(self, *args, **kwargs)
+            with telling(mesh, None if calls is None or decodes else calls(self)):
+                return forward(self, *args, **kwargs)
 
-    return told  # type: ignore[return-value]
+        return told  # type: ignore[return-value]
+
+    return decorate
 
 
-def _mesh_of(module: Any, options: dict[str, Any]) -> DeviceMesh | None:
-    """Of the ranks that may wait for this one in a call."""
+def _mesh_of(module: Any, options: dict[str, Any]) -> tuple[DeviceMesh | None, bool]:
+    """Of the ranks that may wait for this one in a call, and whether that decodes."""
     for decoding in (options.get("cache"), options.get("caches")):
         if decoding is not None:
             cache = decoding[0] if isinstance(decoding, Sequence) and decoding else decoding
-            return getattr(cache, "mesh", None)
+            return getattr(cache, "mesh", None), True
     # an attention that a user has put in place of ours may know of no mesh
     mesh: DeviceMesh | None = module.mesh if hasattr(module, "mesh") else getattr(module.attention, "mesh", None)
-    return mesh
+    return mesh, False

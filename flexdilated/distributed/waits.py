@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import LAST_PAUSE, agree, differing, fields_of, groups, posts_of
+from flexdilated.distributed.agreement import LAST_PAUSE, agree, differing, failed, fields_of, groups, posts_of
 from flexdilated.distributed.answering import AnsweringStore
-from flexdilated.distributed.telling import all_know
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -53,6 +52,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
+            failed(self._group)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             raise RuntimeError(
@@ -66,20 +66,20 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
+            failed(self._group)
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: {error}; "
                 f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}"
             ) from error
 
-    def agree(self, plan: Mapping[str, object]) -> None:
+    def agree(self, plan: Mapping[str, object], *, each_time: bool = False) -> None:
         """As `agreement.agree`, with the calls of the others where they do not come."""
         self._plan = plan
         try:
-            agree(self._group, plan)
+            agree(self._group, plan, each_time=each_time)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; {self.tell(range(self._group.size()), MOMENT)}") from error
 
-    @all_know
     def check_same(self, numbers: Sequence[int], device: torch.device, message: str) -> None:
         """Return when all ranks have told as many numbers, and the same.
 
@@ -95,6 +95,7 @@ class Wait:
         if device.type != "cpu":
             torch._assert_async(is_same, message)
         elif not bool(is_same):
+            failed(self._group)
             # All ranks tell of this, and of no call before it.
             topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
             raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")
@@ -117,15 +118,20 @@ class Wait:
             while True:
                 for peer in asked:
                     if peer not in words and store.check([key := f"{life}/refused/{peer}"]):
-                        number, reason = json.loads(store.get(key))
+                        number, word = json.loads(store.get(key))
                         if number >= self._number:
-                            words[peer] = f"refused call {number}: {reason}"
+                            words[peer] = word
                     if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
                         words[peer], more, plans[peer] = json.loads(store.get(key))
                         asked += [other for other in more if other not in (rank, *asked)][: max(0, MAX_ITEMS - len(asked))]
                 if len(words) > len(asked) or time.monotonic() >= end:
                     break
                 time.sleep(LAST_PAUSE)
+            for peer in asked:  # it may have gone on to another call, of which it tells more
+                if peer not in words and store.check([key := f"{life}/failed/{peer}"]):
+                    number, word = json.loads(store.get(key))
+                    if number >= self._number:
+                        words[peer] = word
         ranks = global_ranks(self._group)
         told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
         alike = [peer for peer, plan in sorted(plans.items()) if plan.keys() == plans[rank].keys()]  # else words say enough

@@ -156,7 +156,7 @@ class LongNetLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
 
-    @tells_others
+    @tells_others(calls=lambda self: len(self.layers))
     def forward(
         self,
         tokens: Tensor,

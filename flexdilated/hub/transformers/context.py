@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.call import EXCHANGES
+from flexdilated.distributed.agreement import failed
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.sharding import group_of, local_shard_lengths
-from flexdilated.distributed.telling import known, telling, traces_call
+from flexdilated.distributed.telling import telling, traces_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
 from flexdilated.hub.transformers.patterns import NAME
@@ -326,7 +327,7 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
                 f"labels that begin with {first} on rank {other}; cut one batch of all ranks, as Trainer's is not, by "
                 "flexdilated.distributed.shard_sequence"
             )
-            known(error)
+            failed(group)
             raise error
     context.is_compared = True
 
