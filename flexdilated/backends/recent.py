@@ -33,14 +33,15 @@ class Recent(Generic[P, Value]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Value:
         key = args, tuple(kwargs.items())
         with self._turn:
-            if key in self._found:
-                self._found[key] = found = self._found.pop(key)
+            found = self._found.pop(key, None)  # a key of many documents takes long to hash and to compare
+            if found is not None:
+                self._found[key] = found
                 return found[0]
         result = self.function(*args, **kwargs)
         with self._turn:
             # Another thread may have been as fast: all take what came first.
-            self._found.setdefault(key, (result, self.size(result, *args, **kwargs)))
-            self._found[key] = found = self._found.pop(key)
+            found = self._found.pop(key, None) or (result, self.size(result, *args, **kwargs))
+            self._found[key] = found
             held = self.nbytes
             while len(self._found) > self.most or (len(self._found) > self.fewest and held > self.room):
                 held -= self._found.pop(next(iter(self._found)))[1]

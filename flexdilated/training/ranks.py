@@ -24,7 +24,7 @@ import torch.distributed as dist
 import flexdilated
 from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import RankLostError, UserError
-from flexdilated.training.waking import sign, wake
+from flexdilated.training.waking import sign, wake_others
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +87,7 @@ def started(
         if isinstance(error, RankLostError):
             error = named(store, rank, count, error)
         is_told = tells(store, rank, error)
-        wake(store, (other for other in range(count) if other != rank))
+        wake_others(store, rank, count)
         raise (error if is_told else SystemExit(2)) from None
     finally:
         left.set()

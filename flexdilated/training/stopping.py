@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flexdilated.training.options import RankLostError, UserError
 from flexdilated.training.ranks import named, tells
-from flexdilated.training.waking import wake
+from flexdilated.training.waking import wake_others
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from flexdilated.distributed.answering import AnsweringStore
@@ -63,7 +63,7 @@ def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Cal
                 error = named(store, rank, count, lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop"))
                 if tells(store, rank, error):
                     print(f"error: {error}", file=sys.stderr, flush=True)
-                wake(store, (other for other in range(count) if other != rank))
+                wake_others(store, rank, count)
                 os._exit(2)
 
     thread = threading.Thread(target=watch, daemon=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,12 +32,12 @@ def sign(store: AnsweringStore, rank: int) -> None:
         store.set(f"process of rank {rank}", json.dumps([_here(), os.getpid(), _state_of(os.getpid())[1]]))
 
 
-def wake(store: AnsweringStore, ranks: Iterable[int]) -> None:
-    """Let those of some ranks go on that are stopped on this host, to meet the failure of the others and end."""
+def wake_others(store: AnsweringStore, rank: int, count: int) -> None:
+    """Let the other ranks go on that are stopped on this host, to meet the failure of this one and end."""
     with suppress(RuntimeError, TimeoutError, OSError):  # of a store that is gone
         here = _here()
-        for rank in ranks:
-            if store.check([key := f"process of rank {rank}"]):
+        for other in range(count):
+            if other != rank and store.check([key := f"process of rank {other}"]):
                 host, pid, begin = json.loads(store.get(key))
                 with suppress(OSError):  # it has ended
                     if host == here and _state_of(pid) == (STOPPED, begin):

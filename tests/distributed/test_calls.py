@@ -842,20 +842,18 @@ def check_module_step(rank: int, mesh: DeviceMesh, module: Failing, seed: int) -
     torch.testing.assert_close(module(whole_x[:, here]), alone(whole_x, whole_x, whole_x)[0][:, here])
 
 
-def told_errors() -> list[tuple[Callable[[], None], str]]:
+def told_errors() -> list[Callable[[], None]]:
     again, cyclic, one, other = (RuntimeError(name) for name in ("again", "cyclic", "one", "other"))
     one.__cause__, other.__cause__ = other, one
-    kinds = [again, again, RuntimeError("from an earlier one"), KeyboardInterrupt("stop"), UnreadableError(), SystemExit(3)]
-    found = [(raising(error, again if str(type(error)) == "earlier" else None), type(error).__name__) for error in kinds]
-    found.append((raising(RuntimeError("still"), again), "still"))
-    return [*found, (raising(cyclic, cyclic), "cyclic"), (raising(one), "one")]
+    found = [raising(error) for error in (again, again, KeyboardInterrupt("stop"), UnreadableError(), SystemExit(3))]
+    return [*found, raising(RuntimeError("still"), again), raising(cyclic, cyclic), raising(one)]
 
 
 def check_errors_are_told_each_time(rank: int, mesh: DeviceMesh) -> None:
     """Of whatever kind, the same object twice, an earlier one as the cause, or in a circle; all go on."""
     module, x, ledger = Failing(mesh), torch.randn(1, TOKENS, 6), _ledger(mesh.get_group())
     check_module_step(rank, mesh, module, 0)
-    for number, (fail, _) in enumerate(told_errors()):
+    for number, fail in enumerate(told_errors()):
         before = ledger.exchanged + ledger.refused
         if rank == 1:
             module.before = fail

@@ -53,10 +53,10 @@ def stopped(folder: Path) -> Iterator[tuple[subprocess.Popen[str], AnsweringStor
 
 def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
     with stopped(tmp_path) as (process, store):
-        waking.wake(store, [0, 1])  # rank 0 has not signed
+        waking.wake_others(store, 0, 3)  # rank 2 has not signed
         out, _ = process.communicate(timeout=DEADLINE)
         assert (out, process.returncode) == ("awake\n", 0)
-        waking.wake(store, [0, 1])  # there is none any more
+        waking.wake_others(store, 0, 3)  # there is none any more
 
 
 @pytest.mark.parametrize("other", ["host", "process"])
@@ -65,7 +65,7 @@ def test_processes_of_others_are_left_alone(tmp_path: Path, other: str) -> None:
         host, pid, begin = json.loads(store.get("process of rank 1"))
         assert pid == process.pid
         store.set("process of rank 1", json.dumps(["another", pid, begin] if other == "host" else [host, pid, "7"]))
-        waking.wake(store, [1])
+        waking.wake_others(store, 0, 2)
         assert waking._state_of(pid) == (waking.STOPPED, begin)
 
 
@@ -76,10 +76,10 @@ def test_a_process_that_runs_gets_no_signal(tmp_path: Path, monkeypatch: pytest.
     assert (host, pid, begin) == (waking._here(), os.getpid(), waking._state_of(os.getpid())[1])
     sent: list[object] = []
     monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
-    waking.wake(store, [0])
+    waking.wake_others(store, 1, 2)
     assert sent == []
     monkeypatch.setattr(waking, "_state_of", lambda _: (waking.STOPPED, begin))
-    waking.wake(store, [0])
+    waking.wake_others(store, 1, 2)
     assert sent == [(os.getpid(), signal.SIGCONT)]
 
 
@@ -87,4 +87,4 @@ def test_a_store_that_is_gone_wakes_nobody() -> None:
     store = AnsweringStore(dist.HashStore(), timedelta(seconds=60))
     waking.sign(store, 0)
     store.gone = TimeoutError("silent")
-    waking.wake(store, [0])
+    waking.wake_others(store, 1, 2)
