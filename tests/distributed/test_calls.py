@@ -174,6 +174,28 @@ def test_calls_out_of_step_are_an_error_on_both_ranks(breaking: Ranks, case: Cal
     breaking.run(case, "gather")
 
 
+def check_a_shorter_timeout(rank: int, mesh: DeviceMesh) -> None:
+    """One that is set after the connections were made holds for messages too, or this test does not end."""
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
+    mesh.get_group().set_timeout(SHORT)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
+    else:
+        mesh.get_group().get_group_store().wait(["rank 0 has ended"], timedelta(seconds=240))
+    mesh.get_group().get_group_store().set("rank 0 has ended", "")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_timeout_that_is_set_later_holds_for_messages(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path, timeout=timedelta(hours=2))
+    try:
+        ranks.run(check_a_shorter_timeout, deadline=200)
+    finally:
+        ranks.kill()
+
+
 def told_in_the_next_round(rank: int, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)

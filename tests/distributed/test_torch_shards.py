@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _attention, context_parallel
 
-from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import shard_sequence
+from flexdilated import DilatedPattern, attention_map, dilated_attention
+from flexdilated.distributed import shard_sequence, unshard_sequence
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
 
@@ -34,10 +34,11 @@ def check_context(rank: int, mesh: DeviceMesh) -> None:
     compiled = torch.compile(lambda q: dilated_attention(q, q, q, PATTERN, mesh=mesh), backend="eager")
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         assert x.shape[1] == 12
-        for call in (compiled, lambda q: dilated_attention(q, q, q, PATTERN, mesh=mesh)):
+        others = (lambda q: attention_map(q, q, PATTERN, queries=3, mesh=mesh), lambda q: unshard_sequence(q, mesh))
+        for call in (compiled, lambda q: dilated_attention(q, q, q, PATTERN, mesh=mesh), *others):
             with pytest.raises(ValueError, match=HEAD_TAIL):
                 call(x)
-        for call in (torch.compile(alone, backend="eager"), alone):
+        for call in (torch.compile(alone, backend="eager"), alone, lambda q: attention_map(q, q, PATTERN, queries=3)):
             with pytest.raises(ValueError, match=r"^mesh must be given inside torch's context_parallel, .*, got None$"):
                 call(x)
     balances = _attention._cp_options.enable_load_balance
