@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import ClassVar, Protocol
 from weakref import WeakSet
 
@@ -128,31 +128,47 @@ class Silence:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """`(lanes, rows)` integers, as `first + step * arange(rows)` where that says it: a ring would list the rows of all ranks."""
+    """`(lanes, rows)` integers: the first of each lane, and how far each row lies behind it, as a step where that says it.
+
+    A ring would list the rows of all ranks, and those of many heads are alike.
+    """
 
     first: Tensor  # (lanes, 1) int32
     step: int
     rows: int
-    listed: Tensor | None  # all of them, where they have no common step
+    listed: Tensor | None = None  # (kinds, rows) int32 behind the first, where they have no common step
+    which: Tensor | None = None  # (lanes,) int32, of these, where there are several
 
     @classmethod
-    def of(cls, values: Integers, device: torch.device) -> Index:
-        """An index of these integers, `(lanes, rows)`, below 2 ** 31."""
-        steps = np.diff(values, axis=1)
-        table = torch.from_numpy(values.astype(np.int32)).to(device)
+    def every(cls, step: int, first: Integers, rows: int, device: torch.device) -> Index:
+        """`first, first + step, ...` of each lane, below 2 ** 31."""
+        return cls(_as_int32(first, device)[:, None], step, rows)
+
+    @classmethod
+    def of(cls, kinds: Integers, which: Integers, begin: Integers | int, device: torch.device) -> Index:
+        """Of each lane one of some lists, `(kinds, rows)`, from where it begins on; all below 2 ** 31."""
+        first, rows = kinds[:, 0], kinds.shape[1]
+        steps = kinds[:, 1:] - kinds[:, :-1]
         step = int(steps.flat[0]) if steps.size else 1
+        made = cls.every(step, first[which] + begin, rows, device)
         if (steps == step).all():
-            return cls(table[:, :1].clone(), step, values.shape[1], None)
-        return cls(table[:, :1], 0, values.shape[1], table)
+            return made
+        return replace(
+            made, listed=_as_int32(kinds - first[:, None], device), which=_as_int32(which, device) if len(kinds) > 1 else None
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.first.nbytes + (0 if self.listed is None else self.listed.nbytes)
+        return sum(table.nbytes for table in (self.first, self.listed, self.which) if table is not None)
 
     def read(self) -> Tensor:
-        if self.listed is not None:
-            return self.listed
-        return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
+        if self.listed is None:
+            return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
+        return self.first + (self.listed if self.which is None else self.listed[self.which])
+
+
+def _as_int32(values: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,9 +208,12 @@ class Links:
 def link(plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, borrowed: Mapping[int, int]) -> Links:
     """What a rank exchanges of one kind under a plan; `borrowed`: how many rows that others own, by peer in their order."""
     owned, lent = {}, {}
-    for peer, heads, tokens in messages(plan, exchange, kind, rank, sent=kind != "out"):
-        lent[peer] = len(tokens)
-        owned[peer] = tuple(_blocks(heads, tokens - plan.borders[rank], device))
+    for message in messages(plan, exchange, kind, rank, sent=kind != "out"):
+        lent[message.peer] = message.num_rows
+        owned[message.peer] = tuple(
+            (_as_int32(heads, device)[:, None], Index.of(tokens, which, -plan.borders[rank], device))
+            for heads, tokens, which in message.blocks()
+        )
     sends, receives = (borrowed, lent) if kind == "out" else (lent, borrowed)
     return Links(_places(sends), _places(receives), owned)
 
@@ -203,12 +222,3 @@ def _places(counts: Mapping[int, int]) -> dict[int, slice]:
     """Where the rows of each peer stand, one peer after another."""
     ends = list(accumulate(counts.values(), initial=0))
     return {peer: slice(first, end) for peer, first, end in zip(counts, ends, ends[1:])}
-
-
-def _blocks(heads: Integers, tokens: Integers, device: torch.device) -> Iterator[tuple[Tensor, Index]]:
-    """Neighbouring heads of as many rows, ascending, together."""
-    found, first, count = np.unique(heads, return_index=True, return_counts=True)
-    borders = [0, *(np.flatnonzero(np.diff(count)) + 1), len(found)]
-    for a, b in pairwise(borders):
-        table = tokens[first[a] : first[a] + (b - a) * count[a]].reshape(b - a, count[a])
-        yield torch.from_numpy(found[a:b].astype(np.int32)).to(device)[:, None], Index.of(table, device)

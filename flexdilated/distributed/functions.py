@@ -100,7 +100,7 @@ def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
         places = Lanes(
             torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(lanes),
             (job.heads * group + torch.arange(group, dtype=torch.int32, device=device)).repeat(batch, 1),
-            torch.tensor(task.tokens, dtype=torch.int32, device=device).repeat(batch),
+            torch.from_numpy(task.tokens).to(device, torch.int32).repeat(batch),
             task.stride,
             task.queries[0],
             job.keys[0].first,
@@ -111,7 +111,7 @@ def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
     hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
     b = torch.arange(batch, device=device)[:, None, None, None, None]
     h = (job.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
-    first = torch.tensor(task.tokens, device=device)[None, :, None, None, None]
+    first = torch.from_numpy(task.tokens).to(device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(job.keys[0].first, job.keys[-1].end, device=device)
     per_row = batch * group * k.shape[3]

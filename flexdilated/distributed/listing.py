@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers, Spans, expanded, rows_of
 
-SPREAD = 64  # tokens for each row, above which rows are sorted; else they are marked along the line of tokens
+SPREAD = 64  # places in a table for each row, above which rows are sorted; else they are marked in it
+MARKS = 1 << 24  # bytes of such a table
 TOGETHER = 1 << 16  # spans, each of one head, that are looked at together
+LOOKED = 8  # places in a table of numbers for each row, above which rows are searched for
 LONG = 16  # rows of a progression, on average, from which each is marked by itself
 
 
 class Runs(NamedTuple):
-    """Arithmetic progressions of tokens that travel from or to a peer, one array entry each."""
+    """Arithmetic progressions of tokens that travel, one array entry each, and the group of heads that each is for."""
 
-    peer: Integers
+    group: Integers
     first: Integers
     stride: Integers
     rows: Integers
@@ -26,53 +32,141 @@ class Runs(NamedTuple):
     def where(self, chosen: Integers | slice) -> Runs:
         return Runs(*(x[chosen] for x in self))
 
-    def tokens(self) -> Integers:
-        """Those of all, ascending, each once."""
-        first, stride, rows = self.first, self.stride, self.rows
-        if len(rows) == 1:
-            return first[0] + stride[0] * np.arange(rows[0])
-        if not len(rows):
-            return np.empty(0, np.int64)
-        total, low, high = int(rows.sum()), int(first.min()), int((first + stride * (rows - 1)).max())
-        if total < LONG * len(rows):
-            run, number = expanded(np.zeros_like(rows), rows)
-            found = first[run] + number * stride[run]
-            if high - low >= SPREAD * total:
-                return np.unique(found)
-            seen = np.zeros(high + 1 - low, bool)
-            seen[found - low] = True
+    def tokens(self, groups: int) -> tuple[Integers, ...]:
+        """Of each group those of all its progressions, ascending, each once."""
+        if not len(self.rows):
+            return (np.empty(0, np.int64),) * groups
+        low = int(self.first.min())
+        width = int((self.first + self.stride * (self.rows - 1)).max()) + 1 - low
+        several = max(1, MARKS // width)
+        found: list[Integers] = []
+        for first in range(0, groups, several):
+            end = min(first + several, groups)
+            some = self if several >= groups else self.where(np.flatnonzero((first <= self.group) & (self.group < end)))
+            places = some._places(first, end, low, width)
+            borders = np.searchsorted(places, width * np.arange(end - first + 1)).tolist()
+            found += [low - width * i + places[a:b] for i, (a, b) in enumerate(pairwise(borders))]
+        return tuple(found)
+
+    def _places(self, first: int, end: int, low: int, width: int) -> Integers:
+        """`width * (group - first) + (token - low)` of all rows, ascending, each once."""
+        begin = width * (self.group - first) + (self.first - low)
+        total, size = int(self.rows.sum()), width * (end - first)
+        if total >= LONG * len(self.rows):
+            seen = np.zeros(size, bool)
+            for at, step, count in zip(begin.tolist(), self.stride.tolist(), self.rows.tolist()):
+                seen[at : at + step * count : step] = True
+            return np.flatnonzero(seen)
+        run, number = expanded(np.zeros_like(self.rows), self.rows)
+        found = begin[run] + number * self.stride[run]
+        if size >= SPREAD * total:
+            return np.unique(found)
+        seen = np.zeros(size, bool)
+        seen[found] = True
+        return np.flatnonzero(seen)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Rows that travel from or to a peer: head after head, ascending, and of each the tokens of its group, ascending."""
+
+    peer: int
+    heads: Integers  # those that have rows
+    group: Integers  # of each of them
+    tokens: tuple[Integers, ...]  # of each group, of the whole sequence
+
+    @cached_property
+    def counts(self) -> Integers:
+        """Rows of each head."""
+        return np.array([len(tokens) for tokens in self.tokens], np.int64)[self.group]
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
+
+    @cached_property
+    def _begin(self) -> Integers:
+        """Where each group begins among the tokens of all."""
+        return np.cumsum([0, *(len(tokens) for tokens in self.tokens)])
+
+    @cached_property
+    def _keys(self) -> tuple[int, int, Integers]:
+        """`low`, `width`, and the tokens of all groups as numbers `width * group + (token - low)`, ascending."""
+        low = min(int(tokens[0]) for tokens in self.tokens if len(tokens))
+        width = max(int(tokens[-1]) for tokens in self.tokens if len(tokens)) + 1 - low
+        return low, width, np.concatenate([width * number - low + tokens for number, tokens in enumerate(self.tokens)])
+
+    @cached_property
+    def _table(self) -> NDArray[np.int32] | None:
+        """Of each such number its place, or -1; where they are too many, None."""
+        _, width, keys = self._keys
+        size = width * len(self.tokens)
+        if size > LOOKED * len(keys):
+            return None
+        table = np.full(size, -1, np.int32)
+        table[keys] = np.arange(len(keys))
+        return table
+
+    def _found(self, numbers: Integers) -> Integers:
+        """The places of such numbers."""
+        if self._table is not None:
+            found = self._table[numbers].astype(np.int64)
+            travel = found >= 0
         else:
-            seen = np.zeros(high + 1 - low, bool)
-            for begin, step, count in zip((first - low).tolist(), stride.tolist(), rows.tolist()):
-                seen[begin : begin + step * count : step] = True
-        return low + np.flatnonzero(seen)
+            keys = self._keys[2]
+            found = np.searchsorted(keys, numbers)
+            travel = keys[np.minimum(found, len(keys) - 1)] == numbers
+        assert travel.all(), "a row that does not travel"
+        return found
+
+    def places(self, heads: Integers, first: Integers, stride: int, rows: int) -> tuple[Integers, Integers, Integers]:
+        """Where the rows `first, first + stride, ...` of some heads, a lane each, stand in the message.
+
+        Returns:
+            `(kinds, rows)` places from the first row of the head on; which of these is each lane's; where its head begins.
+        """
+        low, width, _ = self._keys
+        at = np.searchsorted(self.heads, heads)
+        assert ((low <= first) & (first + stride * (rows - 1) < low + width)).all(), "a row that does not travel"
+        lane = width * self.group[at] + (first - low)
+        kinds, which = np.unique(lane, return_inverse=True) if len(self.tokens) < len(self.heads) else (lane, np.arange(len(lane)))
+        found = self._found(kinds[:, None] + stride * np.arange(rows))
+        return found - self._begin[kinds // width][:, None], which, (np.cumsum(self.counts) - self.counts)[at]
+
+    def blocks(self) -> Iterator[tuple[Integers, Integers, Integers]]:
+        """Neighbouring heads of as many rows: these, `(kinds, rows)` tokens, and which of these is each head's."""
+        borders = [0, *(np.flatnonzero(np.diff(self.counts)) + 1).tolist(), len(self.heads)]
+        for a, b in pairwise(borders):
+            # Most often neighbours differ.
+            groups, which = self.group[a:b], np.arange(b - a)
+            if len(self.tokens) < len(self.heads):
+                groups, which = np.unique(groups, return_inverse=True)
+            yield self.heads[a:b], np.stack([self.tokens[group] for group in groups.tolist()]), which
 
 
-def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[tuple[int, Integers, Integers]]:
-    """Peer by peer, `(peer, head, token)` of the rows that a rank sends or receives, ascending; tokens of the whole sequence."""
+def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[Message]:
+    """Peer by peer what a rank sends or receives. One at a time: the rows of all ranks together would be the whole sequence."""
     spans = plan.spans(exchange, kind, rank, sent=sent)
-    peers = np.unique(spans.receiver if sent else spans.sender)
-    if not len(peers):
+    if not len(spans.first):
         return
     # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows: those of its first.
     groups = plan.classes.values()
     alike = [(head,) for heads in groups for head in heads] if exchange == "heads" else list(groups)
-    of, runs = _runs(plan, spans, [heads[0] for heads in alike], sent=sent)
-    name = of * plan.num_ranks + runs.peer
-    order = np.argsort(name, kind="stable")
-    runs, name = runs.where(order), name[order]
-    which = sorted((head, number) for number, heads in enumerate(alike) for head in heads)
-    for peer in peers.tolist():
-        names = np.arange(len(alike)) * plan.num_ranks + peer
-        borders = zip(*(np.searchsorted(name, names, side).tolist() for side in ("left", "right")))
-        lists = [runs.where(slice(first, end)).tokens() for first, end in borders]
-        rows = [(head, lists[number]) for head, number in which]
-        if any(len(tokens) for tokens in lists):
-            yield peer, np.repeat([head for head, _ in rows], [len(x) for _, x in rows]), np.concatenate([x for _, x in rows])
+    peer, runs = _runs(plan, spans, [heads[0] for heads in alike], sent=sent)
+    order = np.argsort(peer.astype(np.min_scalar_type(plan.num_ranks)), kind="stable")  # of narrow integers it counts
+    peer = peer[order]
+    if not len(peer):
+        return
+    borders = np.flatnonzero(np.diff(peer)) + 1
+    heads, of = np.array(sorted((head, number) for number, those in enumerate(alike) for head in those), np.int64).T
+    for number, some in zip(peer[np.append(0, borders)].tolist(), np.split(order, borders)):
+        tokens = runs.where(some).tokens(len(alike))
+        has_rows = np.array([len(x) > 0 for x in tokens])[of]
+        yield Message(number, heads[has_rows], of[has_rows], tokens)
 
 
 def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) -> tuple[Integers, Runs]:
-    """What travels of one span or more for some heads: which of these, and what; progressions of two branches may overlap."""
+    """What travels of one span or more for some heads, each of a group: the peer, and what; those of two branches may overlap."""
     found = []
     for branch, (rate, kept) in enumerate(plan.kept):
         here = spans.where(spans.branch == branch).alone(rate)
@@ -86,6 +180,6 @@ def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) 
         several = max(1, TOGETHER // len(peer))
         for some in range(0, len(those), several):
             chosen, first, rows = rows_of(here, rate, offset[some : some + several], place[some : some + several])
-            found.append((those[some + chosen // len(peer)], peer[chosen % len(peer)], first, np.full_like(first, rate), rows))
-    which, *columns = (np.concatenate(column) for column in zip(*found))
-    return which, Runs(*columns)
+            found.append((peer[chosen % len(peer)], those[some + chosen // len(peer)], first, np.full_like(first, rate), rows))
+    peer, *columns = (np.concatenate(column) for column in zip(*found))
+    return peer, Runs(*columns)

@@ -71,23 +71,19 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
     found: dict[tuple[int, str, int], Index] = {}
     borrowed: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows that others own, by peer
     for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs)):
-        asked: dict[int, list[tuple[int, Integers]]] = {}
+        asked: dict[int, list[tuple[int, Integers, int]]] = {}
         for number, task in enumerate(tasks):
             for owner, low, high, first in lanes(task):
-                at = np.array(first, np.int64)[:, None] + task.stride * np.arange(low, high)
+                at = first + task.stride * low
                 if owner == rank:
-                    found[number, kind, owner] = Index.of(at - plan.borders[rank], device)
+                    found[number, kind, owner] = Index.every(task.stride, at - plan.borders[rank], high - low, device)
                 else:
-                    asked.setdefault(owner, []).append((number, at))
-        # One message at a time: the rows of all ranks together would be the whole sequence.
-        for peer, heads, tokens in messages(plan, exchange, kind, rank, sent=kind == "out"):
-            borrowed[kind][peer] = len(tokens)
-            keys = heads * plan.num_tokens + tokens
-            for number, at in asked.pop(peer, ()):
-                wanted = np.array(tasks[number].heads, np.int64)[:, None] * plan.num_tokens + at
-                places = np.searchsorted(keys, wanted)
-                assert (keys[np.minimum(places, len(keys) - 1)] == wanted).all(), "a row that does not travel"
-                found[number, kind, peer] = Index.of(places, device)
+                    asked.setdefault(owner, []).append((number, at, high - low))
+        for message in messages(plan, exchange, kind, rank, sent=kind == "out"):
+            borrowed[kind][message.peer] = message.num_rows
+            for number, at, rows in asked.pop(message.peer, ()):
+                places = message.places(tasks[number].heads, at, tasks[number].stride, rows)
+                found[number, kind, message.peer] = Index.of(*places, device)
         assert not asked, "a message that is not sent"
 
     def parts(number: int, task: Task, kind: str, lanes: Lanes) -> tuple[Part, ...]:
@@ -96,7 +92,7 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
     jobs = [
         Job(
             task,
-            torch.tensor(task.heads, dtype=torch.int32, device=device)[:, None],
+            torch.from_numpy(task.heads.astype(np.int32)).to(device)[:, None],
             parts(number, task, "q", _queries),
             parts(number, task, "kv", _keys),
             parts(number, task, "out", _outputs),
@@ -107,24 +103,24 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
     return Program(tuple(jobs), kv, q, out)
 
 
-Lanes = Callable[[Task], Iterator[tuple[int, int, int, tuple[int, ...]]]]  # (owner, first row, end, token of row 0 per lane)
+Lanes = Callable[[Task], Iterator[tuple[int, int, int, Integers]]]  # (owner, first row, end, token of row 0 per lane)
 
 
-def _queries(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+def _queries(task: Task) -> Iterator[tuple[int, int, int, Integers]]:
     return _among(task.sources, task.queries, task.tokens)
 
 
-def _keys(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+def _keys(task: Task) -> Iterator[tuple[int, int, int, Integers]]:
     return _among(task.sources, task.keys, task.tokens)
 
 
-def _outputs(task: Task) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+def _outputs(task: Task) -> Iterator[tuple[int, int, int, Integers]]:
     return _among(task.owners, task.queries, task.out_tokens)
 
 
 def _among(
-    rows: tuple[tuple[int, int, int], ...], limits: tuple[int, int], first: tuple[int, ...]
-) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    rows: tuple[tuple[int, int, int], ...], limits: tuple[int, int], first: Integers
+) -> Iterator[tuple[int, int, int, Integers]]:
     for owner, low, high in rows:
         low, high = max(low, limits[0]), min(high, limits[1])
         if low < high:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from flexdilated.distributed.segments import Segments, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below
 
 TOGETHER = 1 << 14  # segments, each at an offset, that are looked at together
+NOBODY: Integers = np.empty(0, np.int64)
 
 
 class Task(NamedTuple):
@@ -23,9 +24,6 @@ class Task(NamedTuple):
     """
 
     branch: int
-    heads: tuple[int, ...]  # of the tensors held here
-    tokens: tuple[int, ...]  # of row 0, one per lane, in the whole sequence
-    out_tokens: tuple[int, ...]
     stride: int
     rows: int
     zero_row: bool
@@ -34,6 +32,14 @@ class Task(NamedTuple):
     keys: tuple[int, int]
     sources: tuple[tuple[int, int, int], ...]  # (rank, first row, end), ascending, of all rows
     owners: tuple[tuple[int, int, int], ...]  # (rank, first row, end) of the outputs, ascending
+    heads: Integers = NOBODY  # (lanes,), of the tensors held here
+    tokens: Integers = NOBODY  # of row 0 in the whole sequence
+    out_tokens: Integers = NOBODY
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What is said of all lanes."""
+        return self[:-3]
 
 
 def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
@@ -45,7 +51,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
 
 def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator[Task]:
     whole, at = plan.taken(exchange)[branch], plan.segments[branch]
-    found: dict[Task, list[Integers]] = {}
+    found: dict[tuple[Any, ...], list[Integers]] = {}
     near = at.where(np.flatnonzero(plan.near(branch, rank) & ~whole)).alone()
     held, several = plan.held(near.out_token, near.outputs, rank), max(1, TOGETHER // max(1, len(near.token)))
     members = plan.offsets_of(branch)
@@ -54,7 +60,9 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
         group, of = expanded(np.zeros_like(offset), np.full_like(offset, len(near.token)))
         here, alone = near.where(of), np.full_like(of, rank)
         for task, chosen in _alike(plan, branch, offset[group], here, (alone, alone), [slot[of] for slot in held]):
-            found.setdefault(task, []).append(_lanes([*members.items()][some : some + several], group[chosen], here.where(chosen)))
+            found.setdefault(task.shape, []).append(
+                _lanes([*members.items()][some : some + several], group[chosen], here.where(chosen))
+            )
     if whole.any():
         mine = plan.parts[branch].where(plan.parts[branch].executor == rank)
         heads = plan.kept[branch].heads
@@ -63,10 +71,9 @@ def _tasks(plan: ContextPlan, exchange: str, rank: int, branch: int) -> Iterator
         here = at.where(mine.segment)
         for task, chosen in _alike(plan, branch, offset, here, (here.first_owner, here.last_owner), (mine.low, mine.high)):
             alone_of = [(offset, [head]) for head, offset in heads]
-            found.setdefault(task, []).append(_lanes(alone_of, place[chosen], here.where(chosen)))
-    for task, lanes in found.items():
-        numbers, tokens, out_tokens = (tuple(x) for x in np.concatenate(lanes, axis=1).tolist())
-        yield task._replace(heads=numbers, tokens=tokens, out_tokens=out_tokens)
+            found.setdefault(task.shape, []).append(_lanes(alone_of, place[chosen], here.where(chosen)))
+    for shape, lanes in found.items():
+        yield Task(*shape, *np.concatenate(lanes, axis=1))
 
 
 def _lanes(groups: Sequence[tuple[int, list[int]]], group: Integers, at: Segments) -> Integers:
@@ -97,13 +104,26 @@ def _alike(
             held = plan.held(token[few, None], high[few, None], who)
             bounds = [kept_below(np.maximum(slot, low[few, None]), rate, offset[few, None]) for slot in held]
             table += [*np.stack(bounds, axis=-1).reshape(len(few), 2 * ranks).T]
-        kinds, which = np.unique(np.stack(table, axis=1), axis=0, return_inverse=True)
-        order = np.argsort(which.reshape(-1), kind="stable")
-        borders = np.searchsorted(which.reshape(-1)[order], np.arange(len(kinds) + 1)).tolist()
-        for kind, low, high in zip(kinds.tolist(), borders, borders[1:]):
-            task = _task(plan, branch, kind, ranks)
+        for those in _equal(table):
+            task = _task(plan, branch, [int(column[those[0]]) for column in table], ranks)
             if task is not None:
-                yield task, few[order[low:high]]
+                yield task, few[those]
+
+
+def _equal(columns: Sequence[Integers]) -> Iterator[Integers]:
+    """The rows of a table that are equal, ascending, group by group."""
+    name = np.zeros_like(columns[0])
+    values = 1
+    for column in columns:
+        low = int(column.min())
+        width = int(column.max()) - low + 1
+        if values * width >= 1 << 62:
+            known, name = np.unique(name, return_inverse=True)
+            values = len(known)
+        assert values * width < 1 << 62, "tokens are counted in fewer bits"
+        name, values = name * width + (column - low), values * width
+    order = np.argsort(name, kind="stable")
+    return iter(np.split(order, np.flatnonzero(np.diff(name[order])) + 1))
 
 
 def _task(plan: ContextPlan, branch: int, kind: list[int], ranks: int) -> Task | None:
@@ -121,9 +141,6 @@ def _task(plan: ContextPlan, branch: int, kind: list[int], ranks: int) -> Task |
     queries = (owners[0][1], owners[-1][2])
     return Task(
         branch=branch,
-        heads=(),
-        tokens=(),
-        out_tokens=(),
         stride=plan.kept[branch].rate,
         rows=rows,
         zero_row=bool(zero_row),

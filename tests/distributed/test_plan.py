@@ -15,14 +15,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import cost, lines, listing, tasks
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
+from flexdilated.distributed.exchange import Index
 from flexdilated.distributed.lines import Line, Lines
+from flexdilated.distributed.listing import Message
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.program import Program, program
 from flexdilated.distributed.segments import inside
@@ -206,21 +208,68 @@ def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool
     """`(peer, head, token)` of each row."""
     with mock.patch.object(listing, "TOGETHER", (1, 9, listing.TOGETHER)[len(plan.borders) % 3]):  # alone, some, all
         messages = list(listing.messages(plan, exchange, kind, rank, sent=sent))
-    return [(peer, head, token) for peer, *rows in messages for head, token in zip(*(x.tolist() for x in rows))]
+    assert all(message.num_rows == sum(len(message.tokens[group]) for group in message.group) for message in messages)
+    return [
+        (message.peer, head, token)
+        for message in messages
+        for head, group in zip(message.heads.tolist(), message.group.tolist())
+        for token in message.tokens[group].tolist()
+    ]
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------------
 
 
+runs_of_groups = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), max_size=9)
+
+
+@pytest.mark.parametrize("marks", [1, 99, listing.MARKS], ids=["one", "some", "all"])
 @pytest.mark.parametrize(
     "way", [{"LONG": 0}, {"LONG": 99, "SPREAD": 0}, {"LONG": 99, "SPREAD": 99}], ids=["each", "sorted", "marked"]
 )
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), max_size=5))
-def test_tokens_of_progressions_are_listed_once_and_ascending(way: dict[str, int], runs: list[tuple[int, int, int]]) -> None:
-    expected = sorted({first + i * stride for first, stride, rows in runs for i in range(rows)})
-    columns = np.array(runs, np.int64).reshape(-1, 3).T
-    with mock.patch.multiple(listing, **way):
-        assert listing.Runs(np.zeros(len(runs), np.int64), *columns).tokens().tolist() == expected
+@given(runs_of_groups)
+def test_tokens_of_progressions_are_listed_once_and_ascending(
+    way: dict[str, int], marks: int, runs: list[tuple[int, int, int, int]]
+) -> None:
+    found = [{first + i * stride for at, first, stride, rows in runs if at == group for i in range(rows)} for group in range(4)]
+    columns = np.array(runs, np.int64).reshape(-1, 4).T
+    with mock.patch.multiple(listing, MARKS=marks, **way):
+        assert [tokens.tolist() for tokens in listing.Runs(*columns).tokens(4)] == [sorted(tokens) for tokens in found]
+
+
+@pytest.mark.parametrize("looked", [0, 99], ids=["searched", "looked up"])
+@given(runs_of_groups.filter(bool), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
+def test_rows_of_a_message_are_found_where_they_stand(
+    looked: int, runs: list[tuple[int, int, int, int]], groups: list[int], data: st.DataObject
+) -> None:
+    tokens = listing.Runs(*np.array(runs, np.int64).T).tokens(4)
+    heads = [3 * i for i, group in enumerate(groups) if len(tokens[group])]
+    assume(heads)  # else nothing travels
+    message = Message(0, np.array(heads, np.int64), np.array([groups[head // 3] for head in heads], np.int64), tokens)
+    stands = {row: i for i, row in enumerate((head, token) for head in heads for token in tokens[groups[head // 3]].tolist())}
+    assert message.num_rows == len(stands)
+    blocks = [(head, t) for those, kinds, which in message.blocks() for head, kind in zip(those, which) for t in kinds[kind]]
+    assert blocks == list(stands)
+    rows, stride = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
+    lanes = [(head, first) for head, first in stands if all((head, first + i * stride) in stands for i in range(rows))]
+    asked = np.array(data.draw(st.lists(st.sampled_from(lanes))) if lanes else [], np.int64).reshape(-1, 2).T
+    if not asked.size:
+        return
+    with mock.patch.object(listing, "LOOKED", looked):
+        places = Index.of(*message.places(*asked, stride, rows), torch.device("cpu")).read()
+        assert places.tolist() == [[stands[head, first + i * stride] for i in range(rows)] for head, first in asked.T.tolist()]
+        absent = next(i for i in range(999) if (heads[0], tokens[groups[heads[0] // 3]][0] + i) not in stands)
+        with pytest.raises((AssertionError, IndexError)):
+            message.places(np.array(heads[:1]), tokens[groups[heads[0] // 3]][:1], absent, 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=3, max_size=3), min_size=1, max_size=4), st.data())
+def test_an_index_reads_what_it_was_made_of(kinds: list[list[int]], data: st.DataObject) -> None:
+    which = data.draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=6))
+    begin = data.draw(st.lists(st.integers(0, 9), min_size=len(which), max_size=len(which)))
+    index = Index.of(np.array(kinds), np.array(which), np.array(begin), torch.device("cpu"))
+    assert index.read().tolist() == [[at + x for x in kinds[kind]] for kind, at in zip(which, begin)]
+    assert index.read().dtype == torch.int32
 
 
 @pytest.mark.slow
@@ -450,7 +499,7 @@ def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(
             found.update((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
         with mock.patch.object(tasks, "TOGETHER", together):
             found_tasks = tasks_of(plan, exchange, rank)
-        assert len({task._replace(heads=(), tokens=(), out_tokens=()) for task in found_tasks}) == len(found_tasks)
+        assert len({task.shape for task in found_tasks}) == len(found_tasks)
         for task in found_tasks:
             for _, softmax in task_softmaxes(task, is_causal=plan.is_causal):
                 assert (rank, softmax) in of_branches
@@ -918,7 +967,7 @@ def test_the_programs_of_many_layers_are_kept_while_they_are_small(monkeypatch: 
     for each in first:
         tables = [part.at for job in each.jobs for part in (*job.queries, *job.keys, *job.outputs)]
         tables += [at for links in (each.kv, each.q, each.out) for owned in links.owned.values() for _, at in owned]
-        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.listed) if x is not None))
+        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.listed, at.which) if x is not None))
         assert each.nbytes == held > 0
     plans_held = 2 * sum(plan.nbytes for plan in plans)
     assert program.nbytes == total + plans_held
@@ -949,8 +998,9 @@ def test_longnet_of_a_million_tokens_on_64_ranks_moves_at_most_1366_rows_per_hea
     plan = plan_of(DilatedPattern.longnet(), MILLION, 64, num_heads)
     # Of 32,768 tokens a rank holds half: one branch's rows of the other half, all heads alike to one row.
     for rank in range(64):
-        heads = [head for _, head, _ in listing.messages(plan, "gather", "kv", rank, sent=False)]
-        assert np.bincount(np.concatenate(heads)).max() <= 1366
+        found = list(listing.messages(plan, "gather", "kv", rank, sent=False))
+        heads, counts = (np.concatenate(x) for x in zip(*((message.heads, message.counts) for message in found)))
+        assert np.bincount(heads, counts).max() <= 1366
     assert 1365 <= rows_per_head(plan, "gather", "kv").max() <= 1366
 
 
