@@ -188,7 +188,7 @@ class DilatedKVCache:
         lengths = self._ranks.lengths(num_tokens, shard_lengths)
         return lengths if self._ranks.size > 1 else None
 
-    @tells_others()
+    @tells_others
     def attend(
         self,
         q: Tensor,

@@ -24,7 +24,7 @@ from flexdilated.distributed.agreement import failed, in_turn, number_of_call
 from flexdilated.distributed.contract import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
-from flexdilated.distributed.telling import telling, telling_group
+from flexdilated.distributed.telling import telling_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
 
@@ -91,7 +91,7 @@ class Ranks:
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
         here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
         told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        with telling(self.mesh, 0, is_call=True):
+        with telling_call(self.mesh.get_group(), is_made=True):
             check_same(told[:, 1:], self.numbers)
         if not bool(told[:, 0].any()):
             return None
@@ -211,7 +211,7 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     messages = message.new_empty(group.size(), len(message))
     messages[rank] = message
     peers = [peer for peer in range(group.size()) if peer != rank]
-    with telling_group(group, 1, is_call=True):
+    with telling_call(group):
         with in_turn(group):
             Wait(group, "the first such call of a cache").agree(call)
             _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})

@@ -22,6 +22,7 @@ from flexdilated.distributed.words import digest, global_ranks, holders, named, 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_REASON = 2000  # characters
+MAX_WORDS = 8  # told of calls, the last ones
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
@@ -107,27 +108,39 @@ def failed(group: dist.ProcessGroup) -> None:
         ledger.fail()
 
 
-def tell(group: dist.ProcessGroup, before: Since, reason: str, *, calls: int | None, is_call: bool) -> None:
+def tell(group: dist.ProcessGroup, before: Since, reason: str, *, is_behind: bool, is_call: bool) -> None:
     """Tell the other ranks of an error of this one, unless they have it too.
+
+    They have it if it comes behind one that all know, and no call was made since: it is the same, or what became of it. Which of
+    the two cannot be told from the error: programs collect what was caught, and raise another for it.
 
     Args:
         group: The ranks that make the calls in which they might wait for this one.
         before: `since` where what has failed began.
         reason: The error.
-        calls: How many it makes, if it is known. Behind the last of them no rank waits for this one in a forward: it refuses none.
-        is_call: Whether it is a call itself, or the backward of one, which makes none: if rows travel others lose this rank in it.
+        is_behind: Whether all of its calls are made. Then no rank waits for this one in a forward: it refuses none.
+        is_call: Whether it is a call itself, or the backward of one: if rows travel others lose this rank in it.
     """
-    ledger = _ledger(group)
-    if ledger.failed_at > max(before.events, ledger.called_at):
-        return
-    reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-    if calls is None or ledger.calls - before.calls < calls:
-        withdraw(group, reason)
-        return
     with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-        ledger.inform(f"failed {'in' if is_call else 'behind'}", reason)
-    if is_call and (calls == 0 or ledger.numbered > before.numbered):
-        ledger.fail()
+        ledger = _ledger(group)
+        if ledger.failed_at > max(before.events, ledger.called_at):
+            return
+        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+        if not is_behind:
+            ledger.withdraw(reason)
+            return
+        number = ledger.exchanged + ledger.refused
+        is_lost = is_call and (ledger.calls == before.calls or ledger.numbered > before.numbered)
+        if is_lost:
+            ledger.fail()
+        ledger.inform(number, f"failed {'in' if is_call else 'behind'} call {number}: {reason}")
+
+
+def inform(group: dist.ProcessGroup, reason: str) -> None:
+    """Tell those that will wait in vain for this rank in its next call, which it has not made and does not refuse."""
+    with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+        number = next_number(group)
+        _ledger(group).inform(number, f"did not come to call {number}: {reason}")
 
 
 def next_number(group: dist.ProcessGroup) -> int:
@@ -178,6 +191,7 @@ class Ledger:
         # All that happened, when the last call that ranks agreed on and the last failure that all know was, how many calls there
         # were, and how many with messages.
         self.events, self.called_at, self.failed_at, self.calls, self.numbered = 0, 0, 0, 0, 0
+        self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
         self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
@@ -228,10 +242,12 @@ class Ledger:
         self.events += 1
         self.failed_at = self.events
 
-    def inform(self, how: str, reason: str) -> None:
-        """Tell those that will wait in vain for this rank, in the last call that it has made or in one before."""
-        number = self.exchanged + self.refused
-        self.store.set(f"{self.life}/failed/{self.rank}", json.dumps([number, f"{how} call {number}: {reason}"]))
+    def inform(self, number: int, word: str, topic: str = "failed") -> None:
+        """Tell those that will wait in vain for this rank, in a call or one before."""
+        words = self.words.setdefault(topic, [])
+        words.append((number, word))
+        del words[:-MAX_WORDS]
+        self.store.set(f"{self.life}/{topic}/{self.rank}", json.dumps(words))
 
     def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> tuple[str, str, int]:
         """Take part in the next round: its outcome."""
@@ -252,10 +268,8 @@ class Ledger:
         self.refused += 1
         self.fail()
         # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
-        self.store.set(
-            f"{self.life}/refused/{self.rank}",
-            json.dumps([number := self.exchanged + self.refused, f"refused call {number}: {reason}"]),
-        )
+        number = self.exchanged + self.refused
+        self.inform(number, f"refused call {number}: {reason}", "refused")
         if self.ahead is not None and self.made == 0:
             self.ahead = None
             return

@@ -29,7 +29,7 @@ from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths, group_of
-from flexdilated.distributed.telling import is_one_graph, tell, telling_group, traces_call
+from flexdilated.distributed.telling import is_one_graph, tell, telling_call, traces_call
 
 UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
 
@@ -101,7 +101,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
     """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
     group = _resolve(place.group_name)
     inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
-    with telling_group(group, 1, is_call=True):
+    with telling_call(group):
         plan, chosen = _plan(inputs, flat, place)
         functions.refuse_shifted(plan, call)
         terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
@@ -170,7 +170,7 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     flat, place = options
     group, device = _resolve(place.group_name), inputs.q.device
-    with telling_group(group, 1, is_call=True):
+    with telling_call(group):
         refuse_shards_of_torch(len(place.shard_lengths))
         plan, chosen = _plan(inputs, flat, place)
         contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
@@ -219,7 +219,7 @@ def _backward(
     group = _resolve(place.group_name)
     transport = contract.transport(group, dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
-    with telling_group(group, 0, is_call=True), without_autocast(dout.device):
+    with telling_call(group, is_made=True), without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
 
 

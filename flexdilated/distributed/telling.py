@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import agreement
-from flexdilated.distributed.agreement import withdraw
+from flexdilated.distributed.agreement import inform, withdraw
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -79,23 +80,26 @@ def traces_call(group_name: str) -> None:
 
         takes = "all" if tracer.one_graph else "some" if tracer.error_on_graph_break else "any"
         number, trace = str(CompileContext.current_compile_id()), _Trace(group_name, sys.exc_info()[1], takes)
-        traces = _traced.get(number, [])
+        traces = {each.group_name: each for each in _traced.get(number, [])}
         _traced.clear()
-        _traced[number] = [*(each for each in traces if each.group_name != group_name), trace]
+        _traced[number] = list({**traces, group_name: trace}.values())  # in the order of their first calls
         if _after_trace not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(_after_trace)
 
 
 def _after_trace(args: Any) -> None:
-    """Tell of the calls that were traced, if the compiler has failed."""
+    """Tell of the calls that were traced, if the compiler has failed. Ranks that hear of one leave the others out, as this one."""
     error = sys.exc_info()[1]
+    heard: set[int] = set()
     for group_name, handled, takes in _traced.pop(args.compile_id, []):
         while handled is not None and handled is not error:
             handled = handled.__context__
         if error is not None and error is not handled and (takes == "all" or _is_raised(error, takes)):
             with suppress(Exception):  # an error of a callback breaks the compiler for good
                 group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
-                withdraw(group, f"torch.compile failed: {_reason(error)}")
+                ranks, reason = set(dist.get_process_group_ranks(group)), f"torch.compile failed: {_reason(error)}"
+                (inform if ranks <= heard else withdraw)(group, reason)
+                heard |= ranks if len(ranks) > 1 else set()
 
 
 def _is_raised(error: BaseException, takes: str) -> bool:
@@ -117,61 +121,95 @@ for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_consta
     vars(_at_once)["_dynamo_marked_constant"] = True
 
 
+class _Block:
+    """What is running, whose errors other ranks hear of."""
+
+    def __init__(self, owner: object, group: dist.ProcessGroup) -> None:
+        self.owner, self.group, self.before = owner, group, agreement.since(group)
+        self.last: agreement.Since | None = None  # where its last calls began
+
+    def is_behind(self) -> bool:
+        return self.last is not None and agreement.since(self.group).calls > self.last.calls
+
+
+class _Open(threading.local):
+    """The blocks of modules that run in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+_open = _Open()
+
+
+def comes_last(module: object) -> None:
+    """Say that what a module's forward calls next makes its last calls over its mesh; it is under `tells_others`."""
+    if not torch.compiler.is_compiling():
+        for block in reversed(_open.blocks):
+            if block.owner is module:
+                block.last = agreement.since(block.group)
+                return
+
+
 @contextmanager
-def telling(mesh: DeviceMesh | None, calls: int | None = None, *, is_call: bool = False) -> Iterator[None]:
+def telling(mesh: DeviceMesh | None, owner: object = None) -> Iterator[None]:
     """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh.
 
     Args:
         mesh: Their mesh.
-        calls: How many calls over it are made inside, if that is known: an error behind the last of them refuses none.
-        is_call: Whether what is inside is one call itself, or a part of one.
+        owner: The module that runs inside, if it says what `comes_last`: an error behind that refuses no call.
     """
     if mesh is None or mesh.size() == 1 or getattr(mesh, "ndim", 1) != 1:  # the modules refuse several axes
         yield
         return
-    with telling_group(mesh.get_group(), calls, is_call=is_call):
+    block = _Block(owner, mesh.get_group())
+    _open.blocks.append(block)
+    try:
         yield
+    except ENDS:
+        raise
+    except BaseException as error:
+        agreement.tell(block.group, block.before, reason_of(error), is_behind=block.is_behind(), is_call=False)
+        raise
+    finally:
+        _open.blocks.remove(block)
 
 
 @contextmanager
-def telling_group(group: dist.ProcessGroup, calls: int | None = None, *, is_call: bool = False) -> Iterator[None]:
-    """The same."""
+def telling_call(group: dist.ProcessGroup, *, is_made: bool = False) -> Iterator[None]:
+    """The same of one call itself; or of what follows from one that is made, such as its backward."""
     before = agreement.since(group)
     try:
         yield
     except ENDS:
         raise
     except BaseException as error:
-        agreement.tell(group, before, reason_of(error), calls=calls, is_call=is_call)
+        is_behind = is_made or agreement.since(group).calls > before.calls
+        agreement.tell(group, before, reason_of(error), is_behind=is_behind, is_call=True)
         raise
 
 
-def tells_others(calls: Callable[[Any], int] | None = None) -> Callable[[Forward], Forward]:
+def tells_others(forward: Forward) -> Forward:
     """A module's forward whose errors before an attention reach the ranks of its `mesh`, or of its attention's, at once.
 
     Ranks that have agreed on the plan of that attention before, and wait for rows of this one, end by the timeout of their group.
-    Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache.
-
-    Args:
-        calls: How many calls over the mesh a module's forward makes, if it does not decode. Default: it is not known.
+    Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache. A module that `comes_last` says where
+    its last attention begins: an error behind that refuses none.
     """
 
-    def decorate(forward: Forward) -> Forward:
-        @wraps(forward)
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            mesh, decodes = _mesh_of(self, kwargs)
-            if mesh is None:
-                return forward(self, *args, **kwargs)
-            if torch.compiler.is_compiling():
-                if mesh.ndim == 1:  # else it is refused
-                    traces_call(mesh.get_group().group_name)
-                return forward(self, *args, **kwargs)
-            with telling(mesh, None if calls is None or decodes else calls(self)):
-                return forward(self, *args, **kwargs)
+    @wraps(forward)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh, decodes = _mesh_of(self, kwargs)
+        if mesh is None:
+            return forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if mesh.ndim == 1:  # else it is refused
+                traces_call(mesh.get_group().group_name)
+            return forward(self, *args, **kwargs)
+        with telling(mesh, None if decodes else self):
+            return forward(self, *args, **kwargs)
 
-        return told  # type: ignore[return-value]
-
-    return decorate
+    return told  # type: ignore[return-value]
 
 
 def _mesh_of(module: Any, options: dict[str, Any]) -> tuple[DeviceMesh | None, bool]:

@@ -107,31 +107,29 @@ class Wait:
         """
         rank, end = self._group.rank(), time.monotonic() + seconds
         asked = [peer for peer in peers if peer != rank]
+        waited = dict.fromkeys(asked, self._number)  # for each, by this rank or one that waits for it: in the call of this number
         words = {rank: f"waited {of}in {self._call}"}
         plans = {rank: {} if self._plan is None else fields_of(self._plan)}
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            store, life = _post(self._group, topic, words[rank], asked, plans[rank])
+            store, life = _post(self._group, topic, words[rank], asked, plans[rank], self._number)
             for other in groups():
                 if other is not self._group and topic == "waited":
                     with suppress(TimeoutError, RuntimeError, ValueError):  # of a group that is gone
-                        _post(other, topic, f"{words[rank]} over another mesh", [], {})
+                        _post(other, topic, f"{words[rank]} over another mesh", [], {}, math.inf)
             while True:
                 for peer in asked:
-                    if peer not in words and store.check([key := f"{life}/refused/{peer}"]):
-                        number, word = json.loads(store.get(key))
-                        if number >= self._number:
-                            words[peer] = word
+                    if peer not in words:
+                        words |= _told_of_call(store, life, "refused", peer, waited[peer])
                     if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
-                        words[peer], more, plans[peer] = json.loads(store.get(key))
+                        words[peer], more, plans[peer], number = json.loads(store.get(key))
                         asked += [other for other in more if other not in (rank, *asked)][: max(0, MAX_ITEMS - len(asked))]
+                        waited |= {other: min(number, waited.get(other, number)) for other in more}
                 if len(words) > len(asked) or time.monotonic() >= end:
                     break
                 time.sleep(LAST_PAUSE)
             for peer in asked:  # it may have gone on to another call, of which it tells more
-                if peer not in words and store.check([key := f"{life}/failed/{peer}"]):
-                    number, word = json.loads(store.get(key))
-                    if number >= self._number:
-                        words[peer] = word
+                if peer not in words:
+                    words |= _told_of_call(store, life, "failed", peer, waited[peer])
         ranks = global_ranks(self._group)
         told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
         alike = [peer for peer, plan in sorted(plans.items()) if plan.keys() == plans[rank].keys()]  # else words say enough
@@ -157,14 +155,23 @@ def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
     return posts_of(group, timedelta(seconds=MOMENT))
 
 
+def _told_of_call(store: AnsweringStore, life: str, topic: str, peer: int, number: float) -> dict[int, str]:
+    """What a peer told of the call of a number, or the next one of which it told."""
+    if store.check([key := f"{life}/{topic}/{peer}"]):
+        for of, word in json.loads(store.get(key)):
+            if of >= number:
+                return {peer: word}
+    return {}
+
+
 def _post(
-    group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int], plan: Mapping[str, Sequence[str]]
+    group: dist.ProcessGroup, topic: str, word: str, peers: Sequence[int], plan: Mapping[str, Sequence[str]], number: float
 ) -> tuple[AnsweringStore, str]:
-    """Tell a group's ranks what this one did, for which of them it waited, and the plan of that."""
+    """Tell a group's ranks what this one did, for which of them it waited, and the plan and number of that."""
     store, life = _posts(group)
     key = f"{life}/{topic}/{group.rank()}"
     _told.setdefault(group, {})[key] = time.monotonic()
-    store.set(key, json.dumps([word, list(peers), plan]))
+    store.set(key, json.dumps([word, list(peers), plan, number]))
     return store, life
 
 

@@ -120,7 +120,7 @@ class LongNetViT(nn.Module):
         """Which tokens attend to which."""
         return self.encoder.pattern
 
-    @tells_others()
+    @tells_others
     def forward(
         self,
         x: Tensor,

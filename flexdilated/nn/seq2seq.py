@@ -265,7 +265,7 @@ class LongNet(nn.Module):
         self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
         self.to(device=device, dtype=dtype)
 
-    @tells_others()
+    @tells_others
     def forward(
         self,
         src: Tensor,

@@ -25,7 +25,7 @@ from flexdilated.distributed.agreement import Ledger, _ledger
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.contract import TAGS, Contract
 from flexdilated.distributed.waits import Wait
-from flexdilated.nn import DilatedAttention, MultiheadDilatedAttention
+from flexdilated.nn import DilatedAttention, LongNetConfig, LongNetLM, MultiheadDilatedAttention
 from tests.distributed.processes import Ranks
 from tests.tolerances import EXACT
 
@@ -692,6 +692,45 @@ def test_a_call_that_a_rank_has_refused_is_told_to_those_that_waited_in_it() -> 
     assert told == [True, True, False]  # the backward of call 1 has no partner either; call 3 comes after the refused one
 
 
+def test_the_first_of_two_refusals_is_told_to_those_that_waited_in_it() -> None:
+    store = dist.HashStore()
+    pair = [Ledger(store, rank, range(2)) for rank in range(2)]
+    for number in range(agreement.MAX_WORDS):
+        pair[1].withdraw(f"reason {number + 1}")
+    with ranks_on(AnsweringStore(store, timedelta(seconds=1)), 0.01) as wait:
+        for number in (1, 3, agreement.MAX_WORDS):
+            assert f"rank 5 refused call {number}: reason {number}" in wait(0, "the call", number).tell([1], SOON)
+        assert "did not tell" in wait(0, "the call", agreement.MAX_WORDS + 1).tell([1], SOON)
+    pair[1].withdraw("one more")
+    assert len(json.loads(store.get(f"{pair[1].life}/refused/1"))) == agreement.MAX_WORDS
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_why_a_rank_is_lost_is_told_through_a_third_that_waits_in_an_earlier_call(refuses: bool) -> None:
+    store = dist.HashStore()
+    three = [Ledger(store, rank, range(3)) for rank in range(3)]
+    if refuses:
+        three[2].withdraw("no memory")
+    else:
+        three[2].number()
+        three[2].inform(1, "failed in call 1: no memory")
+    with ranks_on(AnsweringStore(store, timedelta(seconds=1)), 0.01) as wait:
+        wait(1, "call 1", 1).tell([2], SOON)
+        told = wait(0, "call 2", 2).tell([1], SOON)
+    assert f"rank 6 {'refused' if refuses else 'failed in'} call 1: no memory" in told
+
+
+def test_a_rank_whose_store_is_gone_meets_its_own_error() -> None:
+    group = mock.Mock(rank=mock.Mock(return_value=0), size=mock.Mock(return_value=2))
+    with (
+        mock.patch.object(agreement, "_ledger", side_effect=dist.DistNetworkError("gone")),  # which asks the store
+        mock.patch.object(agreement, "_ledgers", {}),
+        pytest.raises(ValueError, match="my own"),
+        telling.telling_call(group),
+    ):
+        raise ValueError("my own")
+
+
 def test_a_rank_that_waits_over_another_mesh_says_so() -> None:
     store, other = AnsweringStore(dist.HashStore(), timedelta(seconds=1)), mock.Mock(rank=mock.Mock(return_value=1))
     with ranks_on(store, 0.01) as wait, mock.patch.object(waits, "groups", return_value=[other]):
@@ -706,7 +745,7 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
     store = AnsweringStore(dist.HashStore(), timedelta(seconds=1))
 
     def sleep(seconds: float) -> None:  # between two looks the other rank tells
-        store.set("1/waited/1", json.dumps(["waited in call 2", [], {}]))
+        store.set("1/waited/1", json.dumps(["waited in call 2", [], {}, 2]))
 
     with (
         ranks_on(store, 30.0) as wait,
@@ -758,7 +797,7 @@ def test_many_ranks_that_may_be_meant_are_counted_and_all_are_asked() -> None:
         mock.patch.object(waits, "global_ranks", return_value=list(range(20))),
     ):
         for rank in (*range(1, 13), *range(14, 20)):
-            store.set(f"1/waited/{rank}", json.dumps(["waited for one of 19 ranks in call 7", [], {}]))
+            store.set(f"1/waited/{rank}", json.dumps(["waited for one of 19 ranks in call 7", [], {}, 7]))
         wait, silent = Wait(group, "call 7"), "rank 13 did not tell of a wait"
         with pytest.raises(RuntimeError, match=f"^one of 19 ranks must .*; {silent}") as caught, wait.for_rows(range(1, 20)):
             raise LOST
@@ -953,3 +992,83 @@ def check_default_compile_fails(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.ranks
 def test_ranks_hear_of_a_compiler_that_fails_without_fullgraph(pair: Ranks) -> None:
     pair.run(check_default_compile_fails)
+
+
+class Net(torch.nn.Module):
+    """A model between whose layers a user's adapter attends on its own, and which may fail there."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=PATTERN)
+        self.model, self.mesh = LongNetLM(config, mesh=mesh).double().eval(), mesh
+        self.fails = False
+        self.model.layers[0].register_forward_hook(self.adapt)
+
+    def adapt(self, module: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
+        q = out.unflatten(-1, (3, 4))
+        attention_map(q, q, PATTERN, queries=[1], mesh=self.mesh)
+        more = dilated_attention(q, q, q, PATTERN, is_causal=True, mesh=self.mesh)
+        if self.fails:
+            raise ValueError("failed between the layers")
+        return out + more.flatten(2)
+
+    @torch.no_grad()
+    def check(self, rank: int, alone: "Net", seed: int) -> None:
+        tokens = torch.randint(29, (1, 2 * TOKENS), generator=torch.Generator().manual_seed(seed))
+        here = slice(rank * TOKENS, (rank + 1) * TOKENS)
+        torch.testing.assert_close(self.model(tokens[:, here]), alone.model(tokens)[:, here], **EXACT)
+
+
+def check_calls_of_others_inside(rank: int, mesh: DeviceMesh) -> None:
+    """A user's calls over the mesh between a model's layers do not count for its own."""
+    net, alone = Net(mesh), Net(None)
+    net.check(rank, alone, 0)
+    ledger = _ledger(mesh.get_group())
+    if rank == 1:
+        net.fails = True
+        with pytest.raises(ValueError, match="failed between the layers"), torch.no_grad():
+            net.model(torch.zeros(1, TOKENS, dtype=torch.int64))
+        assert ledger.refused == 1
+    else:
+        with pytest.raises(RuntimeError, match=r"; rank 1 refused call \d+: failed between the layers"), torch.no_grad():
+            net.model(torch.zeros(1, TOKENS, dtype=torch.int64))
+        assert ledger.refused == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_calls_inside_a_model_do_not_count_for_its_own(breaking: Ranks) -> None:
+    breaking.run(check_calls_of_others_inside)
+
+
+def check_two_groups_of_one_compile(rank: int, mesh: DeviceMesh) -> None:
+    """A compiler that fails over two groups of the same ranks refuses the first call alone, which the others hear of."""
+    torch._dynamo.reset()
+    other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dilated_attention(dilated_attention(q, k, v, PATTERN, mesh=mesh), k, v, PATTERN, mesh=other)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such backend")
+
+    q, k, v = (x.detach() for x in shard(rank, 1))
+    check_step(rank, other, 0)
+    ledgers = [_ledger(each.get_group()) for each in (mesh, other)]
+    before = [ledger.exchanged + ledger.refused for ledger in ledgers]
+    if rank == 1:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+            torch.compile(attend, fullgraph=True, backend=broken)(q, k, v)
+    else:
+        with pytest.raises(ValueError, match=r"rank 1 refused: torch.compile failed: .*no such backend"):
+            dilated_attention(q, k, v, PATTERN, mesh=mesh, scale=0.0123)
+    assert [ledger.exchanged + ledger.refused for ledger in ledgers] == [before[0] + 1, before[1]]
+    for seed in range(2):
+        check_step(rank, other, seed)
+        check_step(rank, mesh, seed)
+
+
+@pytest.mark.ranks
+def test_a_compiler_that_fails_over_two_groups_is_told_of_once(pair: Ranks) -> None:
+    pair.run(check_two_groups_of_one_compile)
