@@ -41,7 +41,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 def train(
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Files or folders to learn, as bytes; repeatable. [default: the sources of Python's standard library]"),
+        typer.Option(help="Files or folders to learn, as bytes; repeatable. Default: the sources of Python's standard library."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoint, weights, picture and sample.")] = Path(
         "runs/longnet"
@@ -78,7 +78,7 @@ def train(
         int, typer.Option(min=0, help="Processes that share every sequence, started by torchrun. 0: as many as it starts.")
     ] = 1,
     timeout_seconds: Annotated[
-        int | None, typer.Option(min=1, help=f"How long a process waits for the others. [default: {TIMEOUT_SECONDS}]")
+        int | None, typer.Option(min=1, help=f"How long a process waits for the others. Default: {TIMEOUT_SECONDS}.")
     ] = None,
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).

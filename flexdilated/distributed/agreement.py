@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import flexdilated
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
-from flexdilated.distributed.words import digest, global_ranks, holders, named, short, shown
+from flexdilated.distributed.words import MAX_ITEMS, digest, global_ranks, holders, named, short, shown
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
@@ -369,8 +369,19 @@ def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, in
 
 
 def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
-    """Each field of a plan as messages show it, and a digest by which it is compared; the version too."""
-    return {name: [shown(x), digest(x).hex()] for name, x in {VERSION: flexdilated.__version__, **plan}.items()}
+    """Each field of a plan as messages show it, and a digest by which it is compared; the version too.
+
+    Fields of a field, and the items of a long list among them, stand alone: messages cut long values, and say which differ.
+    """
+    found: dict[str, object] = {VERSION: flexdilated.__version__}
+    for name, value in plan.items():
+        for key, each in value.items() if isinstance(value, dict) and value else [("", value)]:
+            of = f"{name}.{key}" if key else name
+            if key and isinstance(each, (list, tuple)) and len(each) > MAX_ITEMS:
+                found |= {f"{of}[{i}]": item for i, item in enumerate(each)}
+            else:
+                found[of] = each
+    return {name: [shown(x), digest(x).hex()] for name, x in found.items()}
 
 
 def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:

@@ -261,6 +261,23 @@ def test_agree_names_field_values_and_ranks(trio: list[Ledger], field: str, firs
     assert round_of(trio, PLAN | {field: second}) == [None] * 3
 
 
+def test_agree_names_the_part_of_a_field_that_differs(pair: list[Ledger]) -> None:
+    def plan(lengths: list[int], **more: object) -> dict[str, object]:
+        return {"pattern": {"lengths": lengths, "offsets": "blocked", **more}, "shards": list(range(20))}
+
+    long = [1 << i for i in range(24)]
+    told = "ValueError: ranks must agree on pattern."
+    assert round_of(pair, plan(long), plan([*long[:-1], 7])) == [f"{told}lengths[23], got 8388608 on rank 0 and 7 on rank 1"] * 2
+    assert round_of(pair, plan([1, 2]), plan([1])) == [f"{told}lengths, got [1, 2] on rank 0 and [1] on rank 1"] * 2
+    assert round_of(pair, plan([1]), plan([1], heads="all")) == [f"{told}heads, got nothing on rank 0 and 'all' on rank 1"] * 2
+    assert round_of(pair, plan(long), plan(long[:-1])) == [f"{told}lengths[23], got 8388608 on rank 0 and nothing on rank 1"] * 2
+    assert (
+        round_of(pair, {"pattern": {}}, {})
+        == ["ValueError: ranks must agree on pattern, got {} on rank 0 and nothing on rank 1"] * 2
+    )
+    assert round_of(pair, plan(long), plan(long)) == [None] * 2
+
+
 def test_agree_accepts_equal_values_that_python_tells_apart(trio: list[Ledger]) -> None:
     nan = [{"lengths": (7, 13), "scale": float("nan")}, {"scale": float("nan"), "lengths": [7, 13]}]
     assert round_of(trio, *nan, nan[0]) == [None] * 3
