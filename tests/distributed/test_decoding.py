@@ -51,7 +51,7 @@ class Simulated(CacheRanks):
 
     def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self.rank, self.size = rank, size
-        self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1)
+        self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1, get_group=lambda: SimpleNamespace(size=lambda: 1))
         self._transport = SimulatedTransport(rank, mail)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
