@@ -36,7 +36,7 @@ def call(case: ShardedCase, rank: int, mesh: DeviceMesh, field: str | None, **op
     given = arguments(case, rank, mesh, **options)
     q, k, v, _ = shards(case, rank)
     pattern = case.pattern
-    if field == "pattern":
+    if field == "pattern.segment_lengths":
         pattern = DilatedPattern((8, 61), (1, 2))
     elif field == "shard_lengths":
         given["shard_lengths"] = (case.shard_lengths[0] + 1, *case.shard_lengths[1:])
@@ -75,7 +75,7 @@ def check_disagreement(rank: int, mesh: DeviceMesh, field: str, usual: str, othe
 @pytest.mark.parametrize(
     ("field", "usual", "other"),
     [
-        ("pattern", "{'segment_lengths': [8, 67], 'dilation_rates'", "{'segment_lengths': [8, 61], 'dilation_rates'"),
+        ("pattern.segment_lengths", "[8, 67]", "[8, 61]"),
         ("shard_lengths", "[11, 13", "[12, 13"),
         ("num_kv_heads", "3", "2"),
         ("query_heads_per_kv_head", "1", "2"),
