@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -88,18 +87,10 @@ def number_of_call(group: dist.ProcessGroup) -> int:
     return _ledger(group).number()
 
 
-class Since(NamedTuple):
-    """Where the calls of a group stood."""
-
-    events: int
-    calls: int
-    numbered: int
-
-
-def since(group: dist.ProcessGroup) -> Since:
-    """Where the calls of a group stand now."""
+def events_of(group: dist.ProcessGroup) -> int:
+    """How many calls of a group ranks have agreed on, and how many failures they all know of."""
     ledger = _ledgers.get(group)
-    return Since(0, 0, 0) if ledger is None else Since(ledger.events, ledger.calls, ledger.numbered)
+    return 0 if ledger is None else ledger.events
 
 
 def failed(group: dist.ProcessGroup) -> None:
@@ -108,32 +99,31 @@ def failed(group: dist.ProcessGroup) -> None:
         ledger.fail()
 
 
-def tell(group: dist.ProcessGroup, before: Since, reason: str, *, is_behind: bool, is_call: bool) -> None:
+def tell(group: dist.ProcessGroup, before: int, reason: str, *, is_backward: bool) -> None:
     """Tell the other ranks of an error of this one, unless they have it too.
+
+    It refuses the next call, also where it comes in a call that is made, or behind one: others may have all that they need of that,
+    and wait for this rank in the next call of their model, to which it does not come.
 
     They have it if it comes behind one that all know, and no call was made since: it is the same, or what became of it. Which of
     the two cannot be told from the error: programs collect what was caught, and raise another for it.
 
     Args:
         group: The ranks that make the calls in which they might wait for this one.
-        before: `since` where what has failed began.
+        before: `events_of` the group where what has failed began.
         reason: The error.
-        is_behind: Whether all of its calls are made. Then no rank waits for this one in a forward: it refuses none.
-        is_call: Whether it is a call itself, or the backward of one: if rows travel others lose this rank in it.
+        is_backward: Whether it is in a backward, which ranks notice by their own: it refuses no call.
     """
     with suppress(TimeoutError, RuntimeError):  # of a store that is gone
         ledger = _ledger(group)
-        if ledger.failed_at > max(before.events, ledger.called_at):
+        if ledger.failed_at > max(before, ledger.called_at):
             return
         reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-        if not is_behind:
-            ledger.withdraw(reason)
-            return
-        number = ledger.exchanged + ledger.refused
-        is_lost = is_call and (ledger.calls == before.calls or ledger.numbered > before.numbered)
-        if is_lost:
-            ledger.fail()
-        ledger.inform(number, f"failed {'in' if is_call else 'behind'} call {number}: {reason}")
+        if is_backward:
+            number = ledger.exchanged + ledger.refused
+            ledger.inform(number, f"failed in a backward behind call {number}: {reason}")
+        else:
+            ledger.withdraw(reason, "did not come to")
 
 
 def inform(group: dist.ProcessGroup, reason: str) -> None:
@@ -188,9 +178,8 @@ class Ledger:
         self.ahead: tuple[str, str] | None = None  # of this kind, with these words
         self.meanwhile = 0  # refused calls of other threads while one is made
         self.exchanged, self.refused = 0, 0  # calls with messages; refused ones, of which the others may have exchanged some
-        # All that happened, when the last call that ranks agreed on and the last failure that all know was, how many calls there
-        # were, and how many with messages.
-        self.events, self.called_at, self.failed_at, self.calls, self.numbered = 0, 0, 0, 0, 0
+        # All that happened, and when the last call that ranks agreed on and the last failure that all know was.
+        self.events, self.called_at, self.failed_at = 0, 0, 0
         self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
         self.turn = threading.Lock()
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
@@ -234,7 +223,7 @@ class Ledger:
         self.agreed[key] = None
 
     def _call(self) -> None:
-        self.events, self.calls = self.events + 1, self.calls + 1
+        self.events += 1
         self.called_at = self.events
 
     def fail(self) -> None:
@@ -262,14 +251,14 @@ class Ledger:
         kind, message, count = json.loads(outcome)
         return kind, f"{message}; that was before this rank came" if kind == "overdue" and is_over else message, count
 
-    def withdraw(self, reason: str) -> None:
-        """As the function `withdraw`."""
+    def withdraw(self, reason: str, how: str = "refused") -> None:
+        """As the function `withdraw`; in words that fit before a call."""
         self.made += 1
         self.refused += 1
         self.fail()
         # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
         number = self.exchanged + self.refused
-        self.inform(number, f"refused call {number}: {reason}", "refused")
+        self.inform(number, f"{how} call {number}: {reason}", "refused")
         if self.ahead is not None and self.made == 0:
             self.ahead = None
             return
@@ -290,7 +279,7 @@ class Ledger:
 
     def number(self) -> int:
         """As the function `number_of_call`."""
-        self.exchanged, self.numbered = self.exchanged + 1, self.numbered + 1
+        self.exchanged += 1
         return self.exchanged + self.refused
 
     def _enter(self) -> str:

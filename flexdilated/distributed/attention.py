@@ -219,7 +219,7 @@ def _backward(
     group = _resolve(place.group_name)
     transport = contract.transport(group, dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
-    with telling_call(group, is_made=True), without_autocast(dout.device):
+    with telling_call(group, is_backward=True), without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
 
 

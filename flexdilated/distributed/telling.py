@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -121,106 +120,61 @@ for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_consta
     vars(_at_once)["_dynamo_marked_constant"] = True
 
 
-class _Block:
-    """What is running, whose errors other ranks hear of."""
-
-    def __init__(self, owner: object, group: dist.ProcessGroup) -> None:
-        self.owner, self.group, self.before = owner, group, agreement.since(group)
-        self.last: agreement.Since | None = None  # where its last calls began
-
-    def is_behind(self) -> bool:
-        return self.last is not None and agreement.since(self.group).calls > self.last.calls
-
-
-class _Open(threading.local):
-    """The blocks of modules that run in a thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.blocks: list[_Block] = []
-
-
-_open = _Open()
-
-
-def comes_last(module: object) -> None:
-    """Say that what a module's forward calls next makes its last calls over its mesh; it is under `tells_others`."""
-    if not torch.compiler.is_compiling():
-        for block in reversed(_open.blocks):
-            if block.owner is module:
-                block.last = agreement.since(block.group)
-                return
-
-
 @contextmanager
-def telling(mesh: DeviceMesh | None, owner: object = None) -> Iterator[None]:
-    """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh.
-
-    Args:
-        mesh: Their mesh.
-        owner: The module that runs inside, if it says what `comes_last`: an error behind that refuses no call.
-    """
+def telling(mesh: DeviceMesh | None) -> Iterator[None]:
+    """What this rank refuses inside, the ranks of a mesh hear of, who would wait for it; none where there is no mesh."""
     if mesh is None or mesh.size() == 1 or getattr(mesh, "ndim", 1) != 1:  # the modules refuse several axes
         yield
         return
-    block = _Block(owner, mesh.get_group())
-    _open.blocks.append(block)
-    try:
+    with telling_call(mesh.get_group()):
         yield
-    except ENDS:
-        raise
-    except BaseException as error:
-        agreement.tell(block.group, block.before, reason_of(error), is_behind=block.is_behind(), is_call=False)
-        raise
-    finally:
-        _open.blocks.remove(block)
 
 
 @contextmanager
-def telling_call(group: dist.ProcessGroup, *, is_made: bool = False) -> Iterator[None]:
-    """The same of one call itself; or of what follows from one that is made, such as its backward."""
+def telling_call(group: dist.ProcessGroup, *, is_backward: bool = False) -> Iterator[None]:
+    """The same of one call itself, or of its backward, which refuses no call."""
     if group.size() == 1:
         yield
         return
-    before = agreement.since(group)
+    before = agreement.events_of(group)
     try:
         yield
     except ENDS:
         raise
     except BaseException as error:
-        is_behind = is_made or agreement.since(group).calls > before.calls
-        agreement.tell(group, before, reason_of(error), is_behind=is_behind, is_call=True)
+        agreement.tell(group, before, reason_of(error), is_backward=is_backward)
         raise
 
 
 def tells_others(forward: Forward) -> Forward:
-    """A module's forward whose errors before an attention reach the ranks of its `mesh`, or of its attention's, at once.
+    """A module's forward whose errors reach the ranks of its `mesh`, or of its attention's, at once.
 
-    Ranks that have agreed on the plan of that attention before, and wait for rows of this one, end by the timeout of their group.
-    Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache. A module that `comes_last` says where
-    its last attention begins: an error behind that refuses none.
+    Ranks that have agreed on the plan of their next attention before, and wait for rows of this one, end by the timeout of their
+    group. An error behind the last attention of the module refuses a call too: a model that the module is a part of may have more.
+    Decoding, by a cache or caches, is each rank's own, or that of the ranks of the cache.
     """
 
     @wraps(forward)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh, decodes = _mesh_of(self, kwargs)
+        mesh = _mesh_of(self, kwargs)
         if mesh is None:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if mesh.ndim == 1:  # else it is refused
                 traces_call(mesh.get_group().group_name)
             return forward(self, *args, **kwargs)
-        with telling(mesh, None if decodes else self):
+        with telling(mesh):
             return forward(self, *args, **kwargs)
 
     return told  # type: ignore[return-value]
 
 
-def _mesh_of(module: Any, options: dict[str, Any]) -> tuple[DeviceMesh | None, bool]:
-    """Of the ranks that may wait for this one in a call, and whether that decodes."""
+def _mesh_of(module: Any, options: dict[str, Any]) -> DeviceMesh | None:
+    """Of the ranks that may wait for this one in a call."""
     for decoding in (options.get("cache"), options.get("caches")):
         if decoding is not None:
             cache = decoding[0] if isinstance(decoding, Sequence) and decoding else decoding
-            return getattr(cache, "mesh", None), True
+            return getattr(cache, "mesh", None)
     # an attention that a user has put in place of ours may know of no mesh
     mesh: DeviceMesh | None = module.mesh if hasattr(module, "mesh") else getattr(module.attention, "mesh", None)
-    return mesh, False
+    return mesh

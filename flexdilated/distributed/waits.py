@@ -56,8 +56,8 @@ class Wait:
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             raise RuntimeError(
-                f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: {error}; "
-                f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after()}"
+                f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
+                f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after()}; {error}"
             ) from error
 
     @contextmanager
@@ -68,8 +68,8 @@ class Wait:
         except RuntimeError as error:
             failed(self._group)
             raise RuntimeError(
-                f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: {error}; "
-                f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}"
+                f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: "
+                f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}; {error}"
             ) from error
 
     def agree(self, plan: Mapping[str, object], *, each_time: bool = False) -> None:

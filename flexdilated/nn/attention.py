@@ -17,7 +17,7 @@ from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.sharding import group_of, replicated_like
-from flexdilated.distributed.telling import comes_last, tells_others
+from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern, as_integer
 from flexdilated.reference import MaskMod, ScoreMod
@@ -387,7 +387,6 @@ class MultiheadDilatedAttention(nn.Module):
         if cache is not None:
             out = cache.attend(q, k, v, scale=self.attention.scale, backend=self.attention.backend, **options)
             return self.out_proj(self.inner_attn_ln(out.flatten(2)))
-        comes_last(self)
         out = self.attention(
             q,
             k,

@@ -21,7 +21,7 @@ from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
-from flexdilated.distributed.telling import comes_last, telling, tells_others
+from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
@@ -193,8 +193,6 @@ class LongNetLM(nn.Module):
             rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0], shard_lengths)
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
-            if i == len(self.layers) - 1:
-                comes_last(self)
             x = layer(
                 x,
                 key_padding_mask=key_padding_mask,

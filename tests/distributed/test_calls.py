@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated.distributed import agreement, exchange, telling, unshard_sequence, waits
+from flexdilated.distributed import rank as rank_of_context
 from flexdilated.distributed.agreement import Ledger, _ledger
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.contract import TAGS, Contract
@@ -669,10 +671,10 @@ def test_waits_in_calls_that_differ_say_in_what() -> None:
 
 def test_a_rank_that_others_wait_for_through_a_third_is_named() -> None:
     with ranks_on(AnsweringStore(dist.HashStore(), timedelta(seconds=1)), 0.01) as wait:
-        text = r"rank 5 waited for rank 6 in call 4; rank 6 did not tell of a wait$"
-        with pytest.raises(RuntimeError, match=f"; {text}"), wait(1, "call 4").for_rows([2]):
+        text = f"rank 5 waited for rank 6 in call 4; rank 6 did not tell of a wait; {OVER}$"
+        with pytest.raises(RuntimeError, match=f": {text}"), wait(1, "call 4").for_rows([2]):
             raise OVER
-        with pytest.raises(RuntimeError, match=f"; rank 4 waited for rank 5 in call 5; {text}"), wait(0, "call 5").for_rows([1]):
+        with pytest.raises(RuntimeError, match=f": rank 4 waited for rank 5 in call 5; {text}"), wait(0, "call 5").for_rows([1]):
             raise OVER
         with pytest.raises(RuntimeError, match="; an earlier call over this mesh failed"), wait(0, "call 6").for_rows([1]):
             raise LOST
@@ -750,7 +752,7 @@ def test_a_word_that_comes_a_moment_later_is_waited_for(error: RuntimeError) -> 
     with (
         ranks_on(store, 30.0) as wait,
         mock.patch.object(waits, "time", mock.Mock(monotonic=time.monotonic, sleep=sleep)),
-        pytest.raises(RuntimeError, match=r"; rank 4 waited for rank 5 in call 1; rank 5 waited in call 2"),
+        pytest.raises(RuntimeError, match=r": rank 4 waited for rank 5 in call 1; rank 5 waited in call 2; "),
         wait(0, "call 1").for_rows([1]),
     ):
         raise error
@@ -783,7 +785,7 @@ def test_the_ranks_that_may_be_meant_are_named(peers: Sequence[int], names: str)
     for error in (LOST, OVER, RuntimeError("watchdog timeout")):
         with (
             ranks_on(store, 0.01) as wait,
-            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*: {error}; rank 4 waited for {names} in call 1"),
+            pytest.raises(RuntimeError, match=f"^{names} must exchange rows .*: rank 4 waited for {names} in call 1; .*; {error}$"),
             wait(0, "call 1").for_rows(peers),
         ):
             raise error
@@ -935,30 +937,34 @@ def test_errors_are_told_each_time_whatever_they_are(pair: Ranks) -> None:
 
 
 def check_errors_behind(rank: int, mesh: DeviceMesh) -> None:
-    """Behind the last attention of a module, and where a recomputation has all that it needs, no call is refused."""
-    module, x = Failing(mesh), torch.randn(1, TOKENS, 6)
+    """Behind the attention of a module, whose model may have more of them. A recomputation that ends early is no error."""
+    module, x, ledger = Failing(mesh), torch.randn(1, TOKENS, 6), _ledger(mesh.get_group())
     check_module_step(rank, mesh, module, 0)
-    ledger = _ledger(mesh.get_group())
-    with torch.no_grad():
-        module.behind = raising(RuntimeError("behind")) if rank else None
-        with pytest.raises(RuntimeError, match="behind") if rank else nullcontext():
+    for who in ("one rank", "both"):
+        before = ledger.exchanged + ledger.refused
+        module.behind = raising(RuntimeError("behind")) if rank or who == "both" else None
+        with torch.no_grad(), pytest.raises(RuntimeError, match="behind") if module.behind else nullcontext():
             module(x)
+        if not module.behind:  # the next layer, whose plan is new; one that is known ends by the timeout
+            with pytest.raises(ValueError, match=r"^rank 1 refused: behind$"):
+                dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.66)
         module.behind = None
-    assert ledger.refused == 0
-    for seed in (1, 2):
-        check_module_step(rank, mesh, module, seed)
+        assert ledger.exchanged + ledger.refused == before + 2
+        for seed in (1, 2):
+            check_module_step(rank, mesh, module, seed)
+    refused = ledger.refused
     for logs in (0, 1):  # one rank reads more of a checkpoint, whose recomputation then ends behind the module
         y = checkpoint(
             lambda x, logs: (out := module(x), out.norm() if logs and rank == 0 else None)[0], x, logs, use_reentrant=False
         )
         y.sum().backward()
-        assert ledger.refused == 0
+        assert ledger.refused == refused
     dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.77)
     check_module_step(rank, mesh, module, 3)
 
 
 @pytest.mark.ranks
-def test_errors_behind_the_last_call_refuse_none(pair: Ranks) -> None:
+def test_errors_behind_a_call_refuse_the_next_one(pair: Ranks) -> None:
     pair.run(check_errors_behind)
 
 
@@ -995,23 +1001,30 @@ def test_ranks_hear_of_a_compiler_that_fails_without_fullgraph(pair: Ranks) -> N
 
 
 class Net(torch.nn.Module):
-    """A model between whose layers a user's adapter attends on its own, and which may fail there."""
+    """A model in which a user's adapter attends on its own over the mesh, and may fail there; hung up by a user's hook."""
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, place: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=PATTERN)
         self.model, self.mesh = LongNetLM(config, mesh=mesh).double().eval(), mesh
-        self.fails = False
-        self.model.layers[0].register_forward_hook(self.adapt)
+        self.error: BaseException | None = None
+        first, last = self.model.layers
+        if place == "behind the first layer":
+            first.register_forward_hook(lambda module, args, out: self.adapt(out))
+        elif place == "before the last attention itself":
+            last.self_attn.attention.register_forward_pre_hook(lambda module, args: (self.adapt(args[0].flatten(2)), None)[1])
+        else:
+            inside = {"inside the last layer": last.self_attn_layer_norm, "behind the last": last.ffn}
+            inside.get(place, last).register_forward_pre_hook(lambda module, args: self.adapt(args[0]))
 
-    def adapt(self, module: torch.nn.Module, args: Any, out: Tensor) -> Tensor:
-        q = out.unflatten(-1, (3, 4))
+    def adapt(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (3, 4))
         attention_map(q, q, PATTERN, queries=[1], mesh=self.mesh)
         more = dilated_attention(q, q, q, PATTERN, is_causal=True, mesh=self.mesh)
-        if self.fails:
-            raise ValueError("failed between the layers")
-        return out + more.flatten(2)
+        if self.error is not None:
+            raise self.error
+        return x + more.flatten(2)
 
     @torch.no_grad()
     def check(self, rank: int, alone: "Net", seed: int) -> None:
@@ -1020,26 +1033,85 @@ class Net(torch.nn.Module):
         torch.testing.assert_close(self.model(tokens[:, here]), alone.model(tokens)[:, here], **EXACT)
 
 
-def check_calls_of_others_inside(rank: int, mesh: DeviceMesh) -> None:
-    """A user's calls over the mesh between a model's layers do not count for its own."""
-    net, alone = Net(mesh), Net(None)
+def hears(rank: int, mesh: DeviceMesh, scale: float, fails: Callable[[], object], reason: str) -> None:
+    """Rank 1 fails in what both do and tells; rank 0 leaves it there without a word, and hears in a call of its own."""
+    with pytest.raises(BaseException, match=reason if rank else "without a word"), torch.no_grad():
+        fails()
+    assert _ledger(mesh.get_group()).refused == rank
+    if rank == 0:
+        with pytest.raises(ValueError, match=f"^rank 1 refused: {reason}$"):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=scale)
+    check_step(rank, mesh, 3)
+
+
+def check_calls_of_others_inside(rank: int, mesh: DeviceMesh, place: str) -> None:
+    """A user's calls over the mesh inside a model do not count for its own."""
+    net, alone = Net(mesh, place), Net(None, place)
     net.check(rank, alone, 0)
-    ledger = _ledger(mesh.get_group())
+    net.error = ValueError("the adapter failed") if rank else GeneratorExit("without a word")
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    hears(rank, mesh, 0.5 + 0.01 * len(place), lambda: net.model(tokens), "the adapter failed")
+    net.error = None
+    net.check(rank, alone, 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "place",
+    [
+        "behind the first layer",
+        "before the last layer",
+        "inside the last layer",
+        "before the last attention itself",
+        "behind the last",
+    ],
+)
+def test_calls_inside_a_model_do_not_count_for_its_own(pair: Ranks, place: str) -> None:
+    pair.run(check_calls_of_others_inside, place)
+
+
+def check_kernels_that_fail(rank: int, mesh: DeviceMesh) -> None:
+    """In the call of a layer, when its rows are away: the other rank goes on to the next layer."""
+    torch.manual_seed(0)
+    config = LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=PATTERN)
+    model, tokens = LongNetLM(config, mesh=mesh).double().eval(), torch.zeros(1, TOKENS, dtype=torch.int64)
+    full = torch.OutOfMemoryError("no memory is left")
+
+    def fails() -> None:
+        if rank == 0:
+            model.layers[0].register_forward_hook(lambda *_: raising(GeneratorExit("without a word"))())
+            model(tokens)
+        with mock.patch.object(rank_of_context._Work, "finish", side_effect=full):
+            model(tokens)
+
+    model(tokens)
+    hears(rank, mesh, 0.345, fails, "no memory is left")
+
+
+@pytest.mark.ranks
+def test_a_rank_whose_kernel_fails_is_told_of_in_the_next_call(pair: Ranks) -> None:
+    pair.run(check_kernels_that_fail)
+
+
+def check_waits_behind_a_kernel_that_fails(rank: int, mesh: DeviceMesh) -> None:
+    """A call that both know: the reason is in the message of the rank that went on to the next one."""
+    q, k, v = (x.detach() for x in shard(rank, 1))
+    attend = partial(dilated_attention, q, k, v, PATTERN, mesh=mesh)
+    attend()
     if rank == 1:
-        net.fails = True
-        with pytest.raises(ValueError, match="failed between the layers"), torch.no_grad():
-            net.model(torch.zeros(1, TOKENS, dtype=torch.int64))
-        assert ledger.refused == 1
+        full = torch.OutOfMemoryError("no memory is left")
+        with mock.patch.object(rank_of_context._Work, "finish", side_effect=full), pytest.raises(torch.OutOfMemoryError):
+            attend()
     else:
-        with pytest.raises(RuntimeError, match=r"; rank 1 refused call \d+: failed between the layers"), torch.no_grad():
-            net.model(torch.zeros(1, TOKENS, dtype=torch.int64))
-        assert ledger.refused == 0
+        assert_right(attend(), [q], rank, 1)
+    with pytest.raises(RuntimeError, match="rank 1 did not come to call 3: no memory" if rank == 0 else "must exchange rows"):
+        attend()  # of rank 1 the next step, of rank 0 the next layer
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_calls_inside_a_model_do_not_count_for_its_own(breaking: Ranks) -> None:
-    breaking.run(check_calls_of_others_inside)
+def test_a_rank_whose_kernel_fails_is_out_of_step(breaking: Ranks) -> None:
+    breaking.run(check_waits_behind_a_kernel_that_fails)
 
 
 def check_two_groups_of_one_compile(rank: int, mesh: DeviceMesh) -> None:
