@@ -163,7 +163,8 @@ class Ledger:
     goes on to the round after it, where the other waits.
 
     A round compares how many calls have exchanged rows, too: a rank that left one out, or made one more, is told so. A refused call
-    may have been such a call on other ranks, or not: it counts as either.
+    may have been such a call on other ranks, or not: it counts as either, and then all calls are compared, those that a rank may
+    else make alone too.
 
     The store is shared by the ranks of this group and by no other group.
     """
@@ -242,7 +243,7 @@ class Ledger:
         """Take part in the next round: its outcome."""
         here = self._enter()
         is_over = self.store.check([f"{here}/outcome"])
-        self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused]))
+        self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.exchanged + self.refused, self.made]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
             outcome = self._settle(here, _compare(self._posts(here), self.ranks))
@@ -320,11 +321,11 @@ class Ledger:
         if not missing:  # the last to come ended before it compared
             return _compare(self._posts(here), self.ranks)
         lost = named([self.ranks[rank] for rank in missing])
-        they, call = ("it", "calls") if len(missing) == 1 else ("they", "call")
+        they, they_are, call = ("it", "is", "calls") if len(missing) == 1 else ("they", "are", "call")
         return (
             "overdue",
             f"{lost} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
-            f"{they} did not: {they} ended, or {call} it with an already agreed plan",
+            f"{they} did not: {they} ended, {they_are} slower, or {call} it with an already agreed plan",
             self.made,
         )
 
@@ -348,10 +349,14 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
 
 def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, int]:
     """The outcome of a round to which all ranks came: kind, message, and the last number that a call of any rank has."""
-    plans, least, most = zip(*(json.loads(post) for post in posts))
+    plans, least, most, made = zip(*(json.loads(post) for post in posts))
     differences = differing(ranks, plans)
     if max(least) > min(most):
-        differences.append(f"how many calls they made before this one, got {_listed(ranks, [[str(n), str(n)] for n in most])}")
+        differences.append(f"how many calls they made before this one, got {_numbers(ranks, most)}")
+    elif least != most and len(set(made)) > 1:  # was a refused call one that others made alone, or one that they are to make?
+        differences.append(
+            f"how many calls they made since they last did, one of which a rank refused, got {_numbers(ranks, made)}"
+        )
     if not differences:
         return "", "", max(most)
     return "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", max(most)
@@ -381,6 +386,10 @@ def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]
         if any(value[1] != values[0][1] for value in values):
             differences.append(f"{name}, got {_listed(ranks, values)}")
     return differences
+
+
+def _numbers(ranks: Sequence[int], numbers: Sequence[int]) -> str:
+    return _listed(ranks, [[str(n), str(n)] for n in numbers])
 
 
 def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:

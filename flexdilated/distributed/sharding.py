@@ -194,21 +194,37 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
     return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim()), batch_local)
 
 
-def gather_tokens(x: Tensor, positions: Tensor, mesh: DeviceMesh | None, shard_lengths: Sequence[int] | None) -> Tensor:
-    """One token of each sequence of x `(B, N, E)`: `(B, 1, E)`, those at `positions` `(B,)`.
+def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
+    """One token of each sequence on every rank, wherever it lies, such as the last one of a prompt: `(B, 1, E)`.
 
-    With shard lengths x is this rank's shard, positions are those in the whole sequence, and every rank gets all tokens.
+    Differentiable, as `unshard_sequence`.
+
+    Args:
+        x_local: This rank's shard `(B, n, E)`, which may be empty: hidden states, say, before the head of a language model.
+        positions: `(B,)` int64, of the tokens in the whole sequence, the same on every rank.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
+        shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
+
+    Raises:
+        ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
+        RuntimeError: If a position lies outside of the sequence.
     """
-    index = positions[:, None, None].expand(-1, 1, x.shape[2])  # (B, 1, E)
-    if mesh is None or shard_lengths is None:
-        return x.gather(1, index)
-    rank, lengths = local_shard_lengths(mesh, x.shape[1], shard_lengths)
-    ends = torch.tensor(lengths, device=x.device).cumsum(0)
-    last = x.shape[1] - 1
-    x = x.new_zeros(index.shape) if last < 0 else x.gather(1, (index - sum(lengths[:rank])).clamp(0, last))
-    of_ranks = unshard_sequence(x[None], mesh, dim=0, shard_lengths=(1,) * len(lengths))
+    if x_local.dim() != 3:
+        raise ValueError(f"x_local must have shape (B, n, E), got {tuple(x_local.shape)}")
+    if positions.shape != x_local.shape[:1]:
+        raise ValueError(f"positions must have shape (B,)=({x_local.shape[0]},), got {tuple(positions.shape)}")
+    rank, lengths = local_shard_lengths(mesh, x_local.shape[1], shard_lengths)
+    inside = (positions >= 0) & (positions < sum(lengths))
+    torch._assert_async(inside.all(), f"positions must be in [0, N={sum(lengths)}), got others")
+    ends = torch.tensor(lengths, device=x_local.device).cumsum(0)
+    here = torch.arange(len(positions), device=x_local.device)
+    if lengths[rank]:
+        mine = x_local[here, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
+    else:
+        mine = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
+    of_ranks = unshard_sequence(mine[None], mesh, dim=0, shard_lengths=(1,) * len(lengths))
     owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
-    return of_ranks[owner, torch.arange(len(owner), device=x.device)]
+    return of_ranks[owner, here]
 
 
 def replicated_like(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

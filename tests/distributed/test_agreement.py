@@ -450,7 +450,7 @@ def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
         outcomes = round_of([ledgers[rank] for rank in (0, 3)], PLAN, timeout=SHORT)
     message = (
         "TimeoutError: ranks 1, 2, 4 must take part in dilated_attention over this mesh within 0.2 s, they did not: they ended, "
-        "or call it with an already agreed plan"
+        "are slower, or call it with an already agreed plan"
     )
     assert outcomes == [message] * 2
     assert round_of([ledgers[rank] for rank in (1, 2, 4)], PLAN) == [f"{message}; that was before this rank came"] * 3
@@ -563,6 +563,25 @@ def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
     for _ in range(3):  # a rank that only ever withdraws
         together([lambda: ledgers[0].agree({}, LONG), lambda: ledgers[1].withdraw("x"), lambda: ledgers[2].agree({}, LONG)])
     assert stores[0].num_keys() <= keys[0]
+
+
+@pytest.mark.parametrize("alone", [1, 2, 3])
+def test_calls_that_a_rank_made_alone_are_compared_once_another_has_refused_one(pair: list[Ledger], alone: int) -> None:
+    """Which of its calls was it? Of one call it is that one; of more it may be none of them, but the next."""
+    assert round_of(pair, PLAN) == [None] * 2
+    for _ in range(2):
+        pair[1].agree(PLAN, SHORT)
+    assert round_of(pair, PLAN | {"heads": 5}) == [None] * 2  # without a refusal nobody minds
+    for _ in range(alone):
+        pair[1].agree(PLAN, SHORT)
+    pair[0].withdraw("no memory")
+    found = round_of(pair, PLAN | {"heads": 7})
+    if alone == 1:
+        assert found == [None] * 2
+    else:
+        message = "ValueError: ranks must agree on how many calls they made since they last did, one of which a rank refused, got "
+        assert found == [f"{message}1 on rank 0 and {alone} on rank 1"] * 2
+    assert round_of(pair, PLAN | {"heads": 7}) == [None] * 2
 
 
 def test_keys_of_an_earlier_life_are_not_read() -> None:

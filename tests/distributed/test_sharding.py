@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated.distributed.sharding import (
     even_shard_lengths,
+    gather_tokens,
     group_of,
     local_shard_lengths,
     shard_lengths_of,
@@ -112,12 +113,31 @@ def check_gradients(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | Non
     assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
 
 
+def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
+    """One token of each of three sequences, wherever it lies, with the gradient of each rank's own loss."""
+    lengths = (5,) * mesh.size() if declared is None else declared
+    n = sum(lengths)
+    for positions in (
+        () if n == 0 else (torch.tensor([0, n - 1, n // 2]), torch.tensor([n - 1] * 3), *torch.arange(3 * n).view(-1, 3) % n)
+    ):
+        whole = draw([3, n, 2], torch.float64)
+        x = part(whole, rank, lengths, 1).requires_grad_()
+        found = gather_tokens(x, positions, mesh, shard_lengths=declared)
+        assert torch.equal(found, torch.stack([whole[[i], p] for i, p in enumerate(positions.tolist())]))
+        (found * (2.0 + rank)).sum().backward()
+        kept = torch.zeros_like(whole)
+        for i, p in enumerate(positions.tolist()):
+            kept[i, p] = 2.0 + rank
+        assert torch.equal(x.grad, part(kept, rank, lengths, 1))
+
+
 def check_all(rank: int, mesh: DeviceMesh) -> None:
     assert group_of(mesh)[1:] == (rank, mesh.size())
     for declared in LENGTHS[mesh.size()]:
         check_values(rank, mesh, declared)
         check_batches(rank, mesh, declared)
         check_gradients(rank, mesh, declared, is_compiled=False)
+        check_tokens(rank, mesh, declared)
     for declared in LENGTHS[mesh.size()][:3]:
         check_gradients(rank, mesh, declared, is_compiled=True)
 
@@ -211,6 +231,21 @@ def test_unshard_refuses_a_shard_of_another_length(mesh: DeviceMesh) -> None:
         with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=3, got \(3, 2, 2\)$"):
             call(3)
         call(2)
+
+
+def test_tokens_outside_of_a_sequence_and_other_shapes_are_refused(mesh: DeviceMesh) -> None:
+    x, first = torch.zeros(2, 7, 3), torch.zeros(2, dtype=torch.int64)
+    assert gather_tokens(x, first, mesh).shape == (2, 1, 3)
+    with pytest.raises(ValueError, match=r"^x_local must have shape \(B, n, E\), got \(2, 7\)$"):
+        gather_tokens(x[..., 0], first, mesh)
+    with pytest.raises(ValueError, match=r"^positions must have shape \(B,\)=\(2,\), got \(2, 1\)$"):
+        gather_tokens(x, first[:, None], mesh)
+    with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=7, got \(3, 2, 2\)$"):
+        gather_tokens(x, first, mesh, shard_lengths=(3, 2, 2))
+    gather_tokens(x, first + 20, mesh)
+    for outside in (21, -1):
+        with pytest.raises(RuntimeError, match=r"positions must be in \[0, N=21\), got others"):
+            gather_tokens(x, first + outside, mesh)
 
 
 def test_batches_of_unequal_tensors_are_refused(mesh: DeviceMesh) -> None:
