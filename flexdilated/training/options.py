@@ -10,15 +10,16 @@ class UserError(Exception):
 
 
 class RankLostError(UserError):
-    """Another rank was killed, failed or is silent for longer than the group's timeout.
+    """Another rank was killed, failed or did not come for longer than the group's timeout.
 
     Args:
         told: Where this rank stands, and why.
         who: Which ranks, as far as is known.
+        how: What became of them.
     """
 
-    def __init__(self, told: str, who: str = "a rank") -> None:
-        super().__init__(f"{who} {'were' if who.startswith('ranks') else 'was'} lost {told}")
+    def __init__(self, told: str, who: str = "a rank", how: str = "lost") -> None:
+        super().__init__(f"{who} {'were' if who.startswith('ranks') else 'was'} {how} {told}")
         self.told = told
 
 

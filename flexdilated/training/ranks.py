@@ -228,22 +228,27 @@ def _beat(store: AnsweringStore, rank: int, left: threading.Event) -> None:
 
 
 def named(store: AnsweringStore, rank: int, count: int, error: RankLostError) -> RankLostError:
-    """The error with the ranks that give no sign of life, but for those that have met the same loss and left."""
-    others = [other for other in range(count) if other != rank]
+    """The error with the ranks that have not met it: those that give no sign of life or have failed, else those that are late."""
+    absent = [other for other in range(count) if other != rank]
     end = time.monotonic() + SILENCE_SECONDS
     try:
-        before = {other: store.add(f"beats of rank {other}", 0) for other in others}
-        silent = others
-        while silent and time.monotonic() < end:
-            time.sleep(BEAT_SECONDS / 5)
-            silent = [other for other in silent if store.add(f"beats of rank {other}", 0) == before[other]]
-        lost = [str(other) for other in silent if not store.check([f"rank {other} has met a loss"])]
         store.set(f"rank {rank} has met a loss", "")
+        before = {other: store.add(f"beats of rank {other}", 0) for other in absent}
+        while (absent := [other for other in absent if not has_met_a_loss(store, other)]) and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS / 5)
+        alive = [other for other in absent if store.add(f"beats of rank {other}", 0) > before[other]]
+        lost = [other for other in absent if other not in alive or store.check([f"error of rank {other}"])]
     except (RuntimeError, TimeoutError):  # the store went with its rank
         return error
-    if not lost:
+    if not absent:
         return error
-    return RankLostError(error.told, who=f"rank{'s' if len(lost) > 1 else ''} {', '.join(lost)}")
+    who = f"rank{'s' if len(lost or absent) > 1 else ''} {', '.join(map(str, lost or absent))}"
+    return RankLostError(error.told, who, "lost" if lost else "late")
+
+
+def has_met_a_loss(store: AnsweringStore, rank: int) -> bool:
+    """Whether a rank has given another up, and ends."""
+    return store.check([f"rank {rank} has met a loss"])
 
 
 def tells(store: AnsweringStore, rank: int, error: Exception) -> bool:

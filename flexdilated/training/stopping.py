@@ -7,19 +7,22 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from flexdilated.training.options import RankLostError, UserError
-from flexdilated.training.ranks import named, tells
+from flexdilated.training.ranks import has_met_a_loss, named, tells
 from flexdilated.training.waking import wake_others
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from flexdilated.distributed.answering import AnsweringStore
 
 STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
+GIVEN_UP_SECONDS = 5.0  # the same where others have met the loss of this rank, or of another
+WATCH_SECONDS = 0.2  # between two looks at whether they have
 
 
 @contextmanager
@@ -57,10 +60,25 @@ def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Cal
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
+    def has_waited() -> float | None:
+        """How long the block has not ended since a signal, once that is too long; None if it has ended."""
+        begin = time.monotonic()
+        end, others = begin + STOP_SECONDS, [other for other in range(count) if other != rank]
+        while not ended.wait(WATCH_SECONDS):
+            now = time.monotonic()
+            if now >= end:
+                return now - begin
+            try:
+                if any(has_met_a_loss(store, other) for other in others):
+                    end, others = min(end, now + GIVEN_UP_SECONDS), []
+            except (RuntimeError, TimeoutError):  # the store went with its rank, or is silent: it is not asked again
+                others = []
+        return None
+
     def watch() -> None:
         while byte := reader.recv(1):
-            if byte[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(STOP_SECONDS):
-                error = named(store, rank, count, lost(f"no answer for {STOP_SECONDS:.0f} s since the signal to stop"))
+            if byte[0] in (signal.SIGINT, signal.SIGTERM) and (seconds := has_waited()) is not None:
+                error = named(store, rank, count, lost(f"no answer for {seconds:.0f} s since the signal to stop"))
                 if tells(store, rank, error):
                     print(f"error: {error}", file=sys.stderr, flush=True)
                 wake_others(store, rank, count)

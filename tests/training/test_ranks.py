@@ -306,12 +306,12 @@ def fill_the_disk_before(step: int, rank: int) -> None:
     checkpoint._write_tensors = write_or_fail
 
 
-def take_long(seconds: float, rank: int) -> None:
-    """Rank 1 takes its time for every step."""
+def take_long(seconds: float, rank: int, step: int | None = None) -> None:
+    """Rank 1 takes its time for every step, or for one."""
     advance = Trainer._advance
 
     def advance_late(self: Trainer) -> float:
-        time.sleep(rank * seconds)
+        time.sleep(rank * seconds if step in (None, self.step + 1) else 0.0)
         return advance(self)
 
     Trainer._advance = advance_late  # type: ignore[method-assign]
@@ -378,6 +378,17 @@ def test_slow_rank_is_waited_for(tmp_path: Path, text: Path) -> None:
     assert (code, errors, other) == (0, [], (0, "", []))
     one, two = (history(tmp_path / run / "dilated", steps=7) for run in ("one", "slow"))
     torch.testing.assert_close(two, one, **ROUNDING)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.sweep  # of what its parts show: half a minute of waiting
+def test_rank_that_is_too_slow_is_named(tmp_path: Path, text: Path) -> None:
+    prepare = partial(take_long, 1.5 * PATIENCE, step=8)
+    (code, _, errors), late = run_ranks(2, tmp_path / "run", text, f"--timeout-seconds={PATIENCE}", prepare=prepare, **KILLED)
+    kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
+    assert (code, late) == (2, (2, "", []))
+    assert re.fullmatch(rf"error: rank 1 was late in step 8: .+; {kept}", *errors)
 
 
 @pytest.mark.ranks
@@ -644,20 +655,52 @@ def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monke
 
 
 @pytest.mark.slow
-def test_process_ends_where_a_signal_to_stop_is_not_followed() -> None:
+@pytest.mark.parametrize("name", ["hangs", "is given up"])
+def test_process_ends_where_a_signal_to_stop_is_not_followed(name: str) -> None:
     script = """
 import os, signal, time
 from flexdilated.training import checkpoint, ranks, stopping
 from torch.distributed import HashStore
 signal.signal(signal.SIGTERM, lambda *_: None)
-for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), "hangs")):
+ranks.SILENCE_SECONDS, stopping.GIVEN_UP_SECONDS = 0.2, 0.3
+for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), hangs)):
     stopping.STOP_SECONDS = 0.2 if name == "hangs" else 600.0
-    with stopping.stop_deadline(store, 0, 1, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
+    if name == "is given up":
+        store.set("rank 1 has met a loss", "")
+        store.set("error of rank 1", "a lost rank")
+    count = 1 if name == "hangs" else 2
+    with stopping.stop_deadline(store, 0, count, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
         os.kill(os.getpid(), signal.SIGTERM)
-        if name == "hangs":
+        if name == hangs:
             time.sleep(600)
 """
     package = str(Path(flexdilated.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package}
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=DEADLINE)
-    assert (result.returncode, result.stderr) == (2, "error: a rank was lost hangs: no answer for 0 s since the signal to stop\n")
+    command = [sys.executable, "-c", f"hangs = {name!r}\n{script}"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE)
+    error = f"error: a rank was lost {name}: no answer for [0-9] s since the signal to stop\n"
+    assert result.returncode == 2
+    assert re.fullmatch(error, result.stderr)
+
+
+def losing(store: dist.Store, rank: int, **beats: int) -> str:
+    """What a rank of three says of a loss, while the others beat a few times."""
+    told = mock.Mock(side_effect=lambda _: [store.add(f"beats of {name.replace('_', ' ')}", more) for name, more in beats.items()])
+    clock = iter(range(100))
+    with mock.patch.object(ranks, "time", mock.Mock(sleep=told, monotonic=lambda: next(clock))):
+        return str(ranks.named(store, rank, 3, ranks.RankLostError("in step 8: closed")))
+
+
+def test_ranks_that_are_lost_or_failed_or_late_are_named_and_not_those_that_met_the_same() -> None:
+    store = dist.HashStore()
+    assert losing(store, 0) == "ranks 1, 2 were lost in step 8: closed"
+    store = dist.HashStore()
+    assert losing(store, 0, rank_1=1) == "rank 2 was lost in step 8: closed"  # rank 1 may be on its way
+    assert losing(store, 1, rank_0=1) == "rank 2 was lost in step 8: closed"  # rank 0 has met it
+    store = dist.HashStore()
+    assert losing(store, 1, rank_0=1, rank_2=1) == "ranks 0, 2 were late in step 8: closed"
+    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was late in step 8: closed"
+    store.set("error of rank 2", "no space is left")  # it lives and ends
+    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost in step 8: closed"
+    store.set("rank 2 has met a loss", "")  # which was its error
+    assert losing(store, 0, rank_1=1, rank_2=1) == "a rank was lost in step 8: closed"
