@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -186,5 +187,6 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor
     out, lse = attend(q, k, v, call._replace(return_lse=sinks is not None))
     if sinks is None or lse is None:
         return out
-    seen = torch.sigmoid(lse.transpose(1, 2) - sinks.to(lse.dtype))  # (B, N, H)
+    lse = lse.transpose(1, 2)  # (B, N, H)
+    seen = torch.sigmoid((lse - sinks.to(lse.dtype)).masked_fill(lse == -math.inf, -math.inf))  # where a sink is -inf, too
     return (out * seen[..., None]).to(out.dtype)

@@ -114,13 +114,13 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
 
 
-def check_sinks(sinks: Tensor | None, num_heads: int, num_ranks: int) -> None:
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
     """Refuse what is no score for each of the query heads.
 
     Raises:
         TypeError: If they are no tensor of floating point.
         ValueError: If the shape is wrong.
-        NotImplementedError: If a gradient is asked for, or there are several ranks.
+        NotImplementedError: If a gradient is asked for.
     """
     if sinks is None:
         return
@@ -131,8 +131,6 @@ def check_sinks(sinks: Tensor | None, num_heads: int, num_ranks: int) -> None:
         raise ValueError(f"sinks must have shape (H,)=({num_heads},), got {tuple(sinks.shape)}")
     if sinks.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("sinks must not require a gradient: the cache is for inference; use torch.no_grad()")
-    if num_ranks > 1:
-        raise NotImplementedError(f"sinks must be None where rows are dealt over ranks, got some over {num_ranks} ranks")
 
 
 def check_lengths(lengths: Tensor | None, held: Tensor, num_tokens: int) -> None:

@@ -226,13 +226,13 @@ class DilatedKVCache:
         Raises:
             ValueError: If a shape, a device, the scale or the name of the backend is wrong; if ranks make different calls.
             TypeError: If a dtype is wrong.
-            NotImplementedError: If a gradient is asked for, shards come with `records_past`, or sinks with several ranks.
+            NotImplementedError: If a gradient is asked for, or shards come with `records_past`.
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         softmax = Softmax(check_scale(scale, self.dtype), sinks)
         sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype, self.device)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
-        check_sinks(sinks, q.shape[2], 1 if self._ranks is None else self._ranks.size)
+        check_sinks(sinks, q.shape[2])
         shards = self._shards(q.shape[1], shard_lengths)
         check_lengths(lengths, self._lengths, q.shape[1] if shards is None else sum(shards))
         with without_autocast(q.device):  # the dtype is that of the cache
@@ -272,14 +272,14 @@ class DilatedKVCache:
         if self.records_past:
             raise NotImplementedError("records_past must be False with shard_lengths, got True: set it after the prompt")
         if not torch.compiler.is_compiling():
-            ranks.agree(q, softmax.scale, shards)
+            ranks.agree(q, softmax, shards)
         if not self._is_empty:
             q, k, v = ranks.whole(torch.cat([q, k, v], dim=2), shards).split([x.shape[2] for x in (q, k, v)], dim=2)
             return self._attend(q, k, v, lengths, softmax, backend)[:, start : start + here]
         if torch.compiler.is_compiling():  # rows are dealt by where they are found
             return torch.compiler.disable(self._attend_shards)(q, k, v, lengths, softmax, backend, shards)
         new, added, is_real = read_new(self._lengths, self.max_length, k, v, lengths, start, sum(shards))
-        out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards))
+        out = ranks.attend(q, new.k, new.v, self._call(softmax.scale, backend)._replace(shard_lengths=shards), softmax.sinks)
         marks = ranks.marks(new, added, shards)
         if marks is not None:
             out = self._with_marks(out, marks, start)
@@ -314,16 +314,16 @@ class DilatedKVCache:
                 store.put(new, positions[:, 0], added > 0)
             # Where nothing was added the output is padding, whatever is seen.
             parts = [store.attend(q, positions, self._lengths + added, softmax) for store in self._stores]
-            out, added = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
+            out, added = self._merged(torch.cat(parts, dim=2), added, softmax)
         self._lengths += added  # last: what a kernel refuses has not been seen
         return out
 
-    def _merged(self, parts: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def _merged(self, parts: Tensor, added: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
         """The outputs, of which each rank has a part where rows are dealt; and `added` once ranks agree, lest a compiler count what
         they then refuse."""
         if self._ranks is None or self._ranks.size == 1:
             return parts, added
-        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), scale)
+        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), softmax)
         return out.to(self.dtype), lengths[self.batch_size : 2 * self.batch_size]
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
@@ -333,7 +333,7 @@ class DilatedKVCache:
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
             positions = self.new_positions(q_b.shape[1])
             parts = [store.attend(q_b, positions, self._lengths, softmax, new_b) for store in self._stores]
-            out, added = self._merged(torch.cat(parts, dim=2), added, softmax.scale)
+            out, added = self._merged(torch.cat(parts, dim=2), added, softmax)
             outs.append(out)
             self._store(new_b, (added - start).clamp(0, q_b.shape[1]))
         return torch.cat(outs, dim=1)

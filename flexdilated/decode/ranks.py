@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.attention import attend
+from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import holds_values
 from flexdilated.call import EXCHANGES, Call
+from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
 from flexdilated.distributed.agreement import failed, in_turn, number_of_call
@@ -72,10 +73,9 @@ class Ranks:
             raise ValueError(f"shard_lengths must hold at least 1 token in all, got {lengths}")
         return lengths
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
         """Attention of a prompt in shards."""
-        out: Tensor = attend(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange))[0]
-        return out
+        return attend_with_sinks(q, k, v, call._replace(mesh=self.mesh, exchange=self.exchange), sinks)
 
     def whole(self, x: Tensor, lengths: Sequence[int], dim: int = 1) -> Tensor:
         """The shards of all ranks, on each."""
@@ -134,20 +134,24 @@ class Ranks:
         with in_turn(group):
             _swap(group, self._described, sends, receives)
 
-    def agree(self, q: Tensor, scale: float | None, shard_lengths: Sequence[int]) -> None:
+    def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Sequence[int]) -> None:
         """Return once all ranks are known to make such a call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
-        described = _call_of(self._described, shape, scale) | {"shard_lengths": shard_lengths}
+        described = _call_of(self._with(softmax), shape, softmax.scale) | {"shard_lengths": shard_lengths}
         Wait(self.mesh.get_group(), "the first such call of a cache").agree(described)
 
-    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def _with(self, softmax: Softmax) -> str:
+        """The cache, and whether there are sinks: their scores are the first rank's."""
+        return self._described if softmax.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
+
+    def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
         """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it; `lengths` again.
 
         Raises:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, or have reordered sequences
                 otherwise: `lengths` `(3 * B,)`.
         """
-        return _merged(parts, lengths, scale, self.group_name, self._described)
+        return _merged(parts, lengths, softmax.scale, self.group_name, self._with(softmax))
 
 
 def merge_parts(parts: Tensor) -> Tensor:

@@ -161,10 +161,11 @@ class Store:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale)
         else:
             out, lse = attend_masked(q, k, v, mask, head_dim**-0.5 if softmax.scale is None else softmax.scale)
-            if softmax.sinks is not None:
+            if softmax.sinks is not None and self.rank == 0:  # a part of the whole, to which the sinks belong once
                 sinks = softmax.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
-                seen = torch.sigmoid(lse - sinks.repeat_interleave(num_tokens, dim=1))
-                out = (out * seen[..., None]).to(out.dtype)
+                sinks = sinks.repeat_interleave(num_tokens, dim=1)
+                seen = torch.sigmoid((lse - sinks).masked_fill(lse == -math.inf, -math.inf))
+                out, lse = (out * seen[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
             if self.num_ranks > 1:
                 out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
         out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D or D + 1)

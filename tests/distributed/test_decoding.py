@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
+from flexdilated.attention import attend_with_sinks
 from flexdilated.call import Call
 from flexdilated.decode import store as store_module
+from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
 from flexdilated.decode.tokens import BLOCK
@@ -54,11 +56,11 @@ class Simulated(CacheRanks):
         self.mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 1, get_group=lambda: SimpleNamespace(size=lambda: 1))
         self._transport = SimulatedTransport(rank, mail)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:
         lengths = call.shard_lengths
         assert lengths is not None
-        whole = [self.whole(x, lengths) for x in (q, k, v)]
-        out = dilated_attention(*whole, call.pattern, is_causal=call.is_causal, scale=call.scale)
+        q, k, v = (self.whole(x, lengths) for x in (q, k, v))
+        out = attend_with_sinks(q, k, v, Call(call.pattern, call.is_causal, call.scale), sinks)
         return out.split(list(lengths), dim=1)[self.rank]
 
     def whole(self, x: Tensor, lengths: Any, dim: int = 1) -> Tensor:
@@ -73,9 +75,9 @@ class Simulated(CacheRanks):
     def swap(self, sends: Any, receives: Any) -> None:
         self._transport.swap(sends, receives).wait()
 
-    def agree(self, q: Tensor, scale: float | None, shard_lengths: Any) -> None: ...
+    def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Any) -> None: ...
 
-    def merged(self, parts: Tensor, lengths: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
         told = self.whole(lengths[None], (1,) * self.size, 0)
         check_same(told[:, : 2 * len(parts)], self.numbers)
         check_same(told[:, 2 * len(parts) :], self.numbers, "the order of the sequences of a cache")
@@ -111,8 +113,25 @@ def draw(tokens: int = TOKENS, heads: int = HEADS, group: int = GROUP, dtype: to
     return tuple(torch.randn(BATCH, tokens, h, DIM, dtype=torch.float64, generator=generator).to(dtype) for h in sizes)
 
 
-def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, **options: Any) -> Tensor:
-    return reference.dilated_attention(*inputs, pattern, is_causal=True, **options)[0]
+def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    out, lse = reference.dilated_attention(*inputs, pattern, is_causal=True, **options)
+    return out if sinks is None else out / (1 + torch.exp(sinks - lse.transpose(1, 2).clamp(min=-500)))[..., None]  # one more key, of value 0
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
+    """One that no softmax sees, too, and rows of keys that some ranks lack."""
+    inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
+    sinks[1] = -torch.inf
+
+    def work(make: Callable[..., DilatedKVCache]) -> Tensor:
+        cache = make(pattern)
+        outs = [prefill(cache, inputs, (0, 5, 4), sinks=sinks)]
+        outs += [cache.attend(*(x[:, a:b] for x in inputs), sinks=sinks) for a, b in ((9, 10), (10, 11), (11, 40), (40, TOKENS))]
+        return torch.cat(outs, dim=1)
+
+    for out in simulate(3, work):
+        torch.testing.assert_close(out, full(inputs, pattern, sinks), **EXACT)
 
 
 def rank_of(cache: DilatedKVCache) -> int:
@@ -160,19 +179,21 @@ def test_a_prompt_in_shards_and_steps_after_it_equal_one_process(size: int, seed
         chunks.append((count, chance.random() < 0.3 and random_shards(chance, count, size)))
         at += count
     inputs, longest = draw(tokens, heads, group), chance.choice([None, tokens, tokens + 7])
+    sinks = chance.choice([None, torch.linspace(-3.0, 4.0, heads * group, dtype=torch.float64)])
+    options = {"scale": scale, "sinks": sinks}
 
     def work(make: Callable[..., DilatedKVCache]) -> Tensor:
         cache = make(pattern, num_kv_heads=heads, max_length=longest)
-        outs, at = [prefill(cache, inputs, shards, scale=scale)], prompt
+        outs, at = [prefill(cache, inputs, shards, **options)], prompt
         for count, cut in chunks:
             whole = tuple(x[:, at : at + count] for x in inputs)
-            outs.append(prefill(cache, inputs, cut, at, scale=scale) if cut else cache.attend(*whole, scale=scale))
+            outs.append(prefill(cache, inputs, cut, at, **options) if cut else cache.attend(*whole, **options))
             at += count
         assert cache.lengths.tolist() == [tokens] * BATCH
         return torch.cat(outs, dim=1)
 
     outs = simulate(size, work)
-    torch.testing.assert_close(outs[0], full(inputs, pattern, scale=scale), **EXACT)
+    torch.testing.assert_close(outs[0], full(inputs, pattern, **options), **EXACT)
     assert all(torch.equal(out[:, prompt:], outs[0][:, prompt:]) for out in outs)  # the same bits
 
 
@@ -403,10 +424,8 @@ def test_what_needs_a_mesh_is_refused_without() -> None:
         model(draw_tokens(1, 2), caches=model.make_caches(1), shard_lengths=(2, 0))
 
 
-def test_recorded_shards_and_sinks_are_refused() -> None:
+def test_recorded_shards_are_refused() -> None:
     def work(make: Callable[..., DilatedKVCache]) -> None:
-        with pytest.raises(NotImplementedError, match="sinks must be None where rows are dealt over ranks, got some over 2 ranks"):
-            make(PATTERNS[0]).attend(*(x[:, :1] for x in draw()), sinks=torch.zeros(HEADS * GROUP))
         cache = make(LONGNET)
         cache.records_past = True
         with pytest.raises(NotImplementedError, match=r"^records_past must be False with shard_lengths, got True: set it after"):

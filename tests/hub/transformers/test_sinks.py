@@ -110,6 +110,20 @@ def test_sinks_are_one_more_key_with_their_gradients(pattern: DilatedPattern) ->
     torch.testing.assert_close(out, torch.cat(parts, dim=1), **EXACT)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_sink_that_no_softmax_sees_changes_nothing(pattern: DilatedPattern) -> None:
+    """Rows without a key, too, and no gradient."""
+    q, k, v, sinks = (x.detach() for x in draw())
+    inputs, found = [x.requires_grad_() for x in (q, k, v)], []
+    for s_aux in (None, torch.full_like(sinks, -torch.inf).requires_grad_()):
+        out, _ = hub.dilated_attention_forward(layer(pattern), *inputs, None, s_aux=s_aux)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)])
+        if s_aux is not None:
+            (gradient,) = torch.autograd.grad(out.square().sum(), s_aux)
+            assert not gradient.any()
+    torch.testing.assert_close(found[1], found[0], **EXACT)
+
+
 @pytest.mark.parametrize("pattern", [INTERLEAVED, GROUPED])
 def test_a_part_of_the_heads_has_its_own_sinks(pattern: DilatedPattern) -> None:
     module, (q, k, v, sinks) = layer(pattern), draw()
