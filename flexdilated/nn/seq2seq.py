@@ -30,7 +30,7 @@ class CrossAttention(nn.Module):
         num_heads: Must divide `embed_dim`.
         dropout_p: Probability of dropping an attention weight in training.
         gamma_init: Gain of the initial value and output projections.
-        mesh: A 1-D `DeviceMesh` over which query and memory are sharded, cut alike. Default: they are whole.
+        mesh: A 1-D `DeviceMesh` over which query and memory are sharded. Default: they are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
     """
 
@@ -60,34 +60,58 @@ class CrossAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         *,
         shard_lengths: Sequence[int] | None = None,
+        key_shard_lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, None]:
         """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`.
 
-        With a mesh they are this rank's shards, of one length; `shard_lengths` are the tokens of each rank, by default as many.
+        With a mesh they are this rank's shards; `shard_lengths` are the queries of each rank, `key_shard_lengths` the keys, by
+        default as many as here.
         """
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
-        dropout_p = self.dropout_p if self.training else 0.0
         if self.mesh is not None:
-            _, lengths = local_shard_lengths(self.mesh, query.shape[1], shard_lengths)
-            dense = DilatedPattern((sum(lengths),), (1,))
-            out = dilated_attention(
-                q,
-                k,
-                v,
-                dense,
-                dropout_p=dropout_p,
-                key_padding_mask=key_padding_mask,
-                mesh=self.mesh,
-                exchange=self.exchange,
-                shard_lengths=lengths,
-            )
+            out = self._attend_shards(q, k, v, key_padding_mask, shard_lengths, key_shard_lengths)
             return self.out_proj(out.flatten(2)), None
-        if shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got {tuple(shard_lengths)} and no mesh")
+        for name, lengths in (("shard_lengths", shard_lengths), ("key_shard_lengths", key_shard_lengths)):
+            if lengths is not None:
+                raise ValueError(f"{name} must come with mesh, got {tuple(lengths)} and no mesh")
+        dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
         seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
+
+    def _attend_shards(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ignored: Tensor | None,
+        query_lengths: Sequence[int] | None,
+        key_lengths: Sequence[int] | None,
+    ) -> Tensor:
+        """One branch that keeps everything. Its queries and keys have one length: the shorter are filled up, on each rank."""
+        assert self.mesh is not None
+        rank, queries = local_shard_lengths(self.mesh, q.shape[1], query_lengths)
+        _, keys = local_shard_lengths(self.mesh, k.shape[1], key_lengths)
+        lengths, here = tuple(map(max, queries, keys)), q.shape[1]
+        if lengths != keys and ignored is None:  # alike on all ranks
+            ignored = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+        if lengths != keys:
+            assert ignored is not None
+            ignored = F.pad(ignored, (0, lengths[rank] - k.shape[1]), value=True)
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, lengths[rank] - x.shape[1])) for x in (q, k, v))
+        out = dilated_attention(
+            q,
+            k,
+            v,
+            DilatedPattern((sum(lengths),), (1,)),
+            dropout_p=self.dropout_p if self.training else 0.0,
+            key_padding_mask=ignored,
+            mesh=self.mesh,
+            exchange=self.exchange,
+            shard_lengths=lengths,
+        )
+        return out[:, :here]
 
 
 class DecoderBlock(nn.Module):
@@ -127,12 +151,16 @@ class DecoderBlock(nn.Module):
         key_padding_mask: Tensor | None,
         memory_key_padding_mask: Tensor | None,
         shard_lengths: Sequence[int] | None = None,
+        memory_shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, embed_dim)` from x of that shape and memory, as long under dilated cross-attention; True ignores a key."""
+        lengths = {"shard_lengths": shard_lengths}
+        if isinstance(self.encoder_attn, CrossAttention):
+            lengths["key_shard_lengths"] = memory_shard_lengths
         h = self.self_attn_layer_norm(x)
         x = x + self.dropout(self.self_attn(h, h, h, key_padding_mask, shard_lengths=shard_lengths)[0])
         h = self.encoder_attn_layer_norm(x)
-        x = x + self.dropout(self.encoder_attn(h, memory, memory, memory_key_padding_mask, shard_lengths=shard_lengths)[0])
+        x = x + self.dropout(self.encoder_attn(h, memory, memory, memory_key_padding_mask, **lengths)[0])
         return x + self.dropout(self.ffn(self.final_layer_norm(x)))
 
 
@@ -165,8 +193,8 @@ class LongNet(nn.Module):
         cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
         backend: `"auto"` or the name of an engine.
         mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes this rank's contiguous
-            shards and gives that of the output. Dense cross-attention then needs sides of one length, cut alike: it is one branch
-            that keeps everything. Default: the sequences are whole.
+            shards and gives that of the output. Dense cross-attention is then one branch that keeps everything, over as many rows
+            on each rank as the longer side has there. Default: the sequences are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
         device: Where the parameters live.
         dtype: Of the parameters.
@@ -274,6 +302,7 @@ class LongNet(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None,
         shard_lengths: Sequence[int] | None = None,
+        tgt_shard_lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """`(B, N, d_model)` from source and target embeddings of that shape.
 
@@ -282,12 +311,12 @@ class LongNet(nn.Module):
             tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
             src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention.
             tgt_key_padding_mask: `(B, N)` bool, True where a target token is ignored.
-            shard_lengths: With a mesh, where all of the above are this rank's shards: tokens of each rank, of src and of tgt, the
-                same on every rank. Default: equally many.
+            shard_lengths: With a mesh, where all of the above are this rank's shards: source tokens of each rank, the same on every
+                rank. Default: equally many.
+            tgt_shard_lengths: With a mesh: target tokens of each rank. Default: `shard_lengths`, or equally many without it.
 
         Raises:
-            ValueError: If a shape is wrong, the lengths differ under dilated cross-attention or over a mesh, or shard lengths come
-                without a mesh.
+            ValueError: If a shape is wrong, the lengths differ under dilated cross-attention, or shard lengths come without a mesh.
         """
         for name, x in (("src", src), ("tgt", tgt)):
             if x.dim() != 3 or x.shape[2] != self.d_model:
@@ -298,8 +327,14 @@ class LongNet(nn.Module):
                 f"the segments of both sides must line up; pad the shorter side and give its key_padding_mask, or build it with "
                 f"cross_attention='dense'"
             )
-        if src.shape[1] != tgt.shape[1] and self.mesh is not None:
-            raise ValueError(f"tgt must be as long as src={src.shape[1]} on every rank of a mesh, got {tgt.shape[1]}")
+        if tgt_shard_lengths is None:
+            tgt_shard_lengths = shard_lengths
+        elif self.mesh is None:
+            raise ValueError(f"tgt_shard_lengths must come with mesh, got {tuple(tgt_shard_lengths)} and no mesh")
+        elif self.cross_attention == "dilated" and tuple(tgt_shard_lengths) != tuple(shard_lengths or ()):
+            raise ValueError(
+                f"tgt_shard_lengths must be shard_lengths={shard_lengths} under dilated cross-attention, got {tgt_shard_lengths}"
+            )
         if src.shape[0] != tgt.shape[0]:
             raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")
         memory = src
@@ -312,6 +347,7 @@ class LongNet(nn.Module):
                 memory,
                 key_padding_mask=tgt_key_padding_mask,
                 memory_key_padding_mask=src_key_padding_mask,
-                shard_lengths=shard_lengths,
+                shard_lengths=tgt_shard_lengths,
+                memory_shard_lengths=shard_lengths,
             )
         return self.decoder_layer_norm(tgt)

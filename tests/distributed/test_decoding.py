@@ -115,7 +115,9 @@ def draw(tokens: int = TOKENS, heads: int = HEADS, group: int = GROUP, dtype: to
 
 def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, sinks: Tensor | None = None, **options: Any) -> Tensor:
     out, lse = reference.dilated_attention(*inputs, pattern, is_causal=True, **options)
-    return out if sinks is None else out / (1 + torch.exp(sinks - lse.transpose(1, 2).clamp(min=-500)))[..., None]  # one more key, of value 0
+    return (
+        out if sinks is None else out / (1 + torch.exp(sinks - lse.transpose(1, 2).clamp(min=-500)))[..., None]
+    )  # one more key, of value 0
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

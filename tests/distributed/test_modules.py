@@ -190,24 +190,40 @@ def build_pair(mesh: DeviceMesh | None = None, **options: Any) -> LongNet:
 
 def check_pair(rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: str) -> None:
     """Output and gradients of an encoder with a decoder, of masked tokens in uneven shards."""
-    size = mesh.size()
-    lengths = tuple(7 + 3 * i for i in range(size))
+    lengths = tuple(7 + 3 * i for i in range(mesh.size()))
+    check_sides(mesh, lengths, lengths, True, options, exchange)
+
+
+def check_sides(
+    mesh: DeviceMesh,
+    src_lengths: tuple[int, ...],
+    tgt_lengths: tuple[int, ...],
+    masked: bool,
+    options: dict[str, Any],
+    exchange: str,
+    declared: bool = True,
+) -> None:
     generator = torch.Generator().manual_seed(5)
-    src, tgt, weight = (torch.randn(2, sum(lengths), 12, generator=generator, dtype=torch.float64) for _ in range(3))
-    src_mask, tgt_mask = (torch.rand(2, sum(lengths), generator=generator) < 0.2 for _ in range(2))
-    batch = {"src": src, "tgt": tgt, "src_key_padding_mask": src_mask, "tgt_key_padding_mask": tgt_mask}
+    sides = [("src", src_lengths), ("tgt", tgt_lengths)]
+    src, tgt = ({name: torch.randn(2, sum(n), 12, generator=generator, dtype=torch.float64)} for name, n in sides)
+    weight = torch.randn(2, sum(tgt_lengths), 12, generator=generator, dtype=torch.float64)
+    for side, (name, n) in zip((src, tgt), sides):
+        if masked:
+            side[f"{name}_key_padding_mask"] = torch.rand(2, sum(n), generator=generator) < 0.2
     whole, model = build_pair(**options), build_pair(mesh, exchange=exchange, **options)
-    expected = whole(**batch)
+    expected = whole(**src, **tgt)
     (expected * weight).sum().backward()
-    local, dout = shard_sequence((batch, weight), mesh, shard_lengths=lengths)
-    actual = model(**local, shard_lengths=lengths)
+    local_src = shard_sequence(src, mesh, shard_lengths=src_lengths)
+    local_tgt, dout = shard_sequence((tgt, weight), mesh, shard_lengths=tgt_lengths)
+    lengths = {"shard_lengths": src_lengths} if src_lengths == tgt_lengths else {}
+    if declared and not lengths:
+        lengths = {"shard_lengths": src_lengths, "tgt_shard_lengths": tgt_lengths}
+    actual = model(**local_src, **local_tgt, **lengths)
     (actual * dout).sum().backward()
-    torch.testing.assert_close(unshard_sequence(actual.detach(), mesh, shard_lengths=lengths), expected.detach(), **EXACT)
+    torch.testing.assert_close(unshard_sequence(actual.detach(), mesh, shard_lengths=tgt_lengths), expected.detach(), **EXACT)
     for name, grad in gradients(model).items():
         dist.all_reduce(grad, group=mesh.get_group())
         torch.testing.assert_close(grad, gradients(whole)[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-    with pytest.raises(ValueError, match=r"^tgt must be as long as src=\d+ on every rank of a mesh, got \d+$"):
-        build_pair(mesh, cross_attention="dense")(local["src"], local["tgt"][:, 1:])
 
 
 @several
@@ -218,6 +234,31 @@ def check_pair(rank: int, mesh: DeviceMesh, options: dict[str, Any], exchange: s
 )
 def test_encoder_and_decoder_over_ranks_equal_one_process(ranks: Ranks, options: dict[str, Any], exchange: str) -> None:
     ranks.run(check_pair, options, exchange)
+
+
+def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
+    """Dense cross-attention: a side may be the longer on one rank and the shorter on another, or have no tokens there."""
+    size, dense = mesh.size(), {"cross_attention": "dense"}
+    growing, falling = tuple(3 + 4 * i for i in range(size)), tuple(11 - 3 * i for i in range(size))
+    none = (*(0,) * (size - 1), 13)
+    for src, tgt in ((growing, falling), (falling, growing), (none, growing), (growing, none), ((17,) * size, (2,) * size)):
+        for masked, exchange in ((False, "auto"), (True, "gather")):
+            check_sides(mesh, src, tgt, masked, dense, exchange)
+    for src, tgt in ((5, 11), (11, 5)):
+        check_sides(mesh, (src,) * size, (tgt,) * size, False, dense, "auto", declared=False)
+    x = torch.zeros(2, 3, 12, dtype=torch.float64)
+    threes = (3,) * size
+    with pytest.raises(ValueError, match=r"^tgt_shard_lengths must be shard_lengths=None under dilated cross-attention, got \(3, "):
+        build_pair(mesh)(x, x, tgt_shard_lengths=threes)
+    with pytest.raises(ValueError, match=r"^tgt_shard_lengths must come with mesh, got \(3, "):
+        build_pair()(x, x, tgt_shard_lengths=threes)
+    with pytest.raises(ValueError, match=r"^key_shard_lengths must come with mesh, got \(3, "):
+        build_pair(**dense).decoder[0].encoder_attn(x, x, x, key_shard_lengths=threes)
+
+
+@several
+def test_sides_of_other_lengths_over_ranks_equal_one_process(ranks: Ranks) -> None:
+    ranks.run(check_other_lengths)
 
 
 # -- beside data parallelism ------------------------------------------------------------------------------------------------------
