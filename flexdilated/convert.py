@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
@@ -26,6 +27,8 @@ def convert(
     backend: str = "auto",
     order: Order | None = None,
     skip: Collection[str] = (),
+    mesh: DeviceMesh | None = None,
+    exchange: str = "auto",
 ) -> nn.Module:
     """The model with dilated attention in the place of its attention, on its weights.
 
@@ -56,6 +59,10 @@ def convert(
             `flexdilated.ordering.grid_order(grid)`; class and register tokens, `model.num_prefix_tokens` of them, stay in front.
             The model's own tokens keep their places, outside of its attention. Default: as the model has them.
         skip: Paths in the model of attention layers to leave as they are.
+        mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model is then given this rank's shard of each sequence, as long as every
+            other's, with the positions of the whole sequence in it. Attention alone looks over shards. For models with
+            `nn.MultiheadAttention`. Default: sequences are whole.
+        exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
 
     Returns:
         The model.
@@ -65,7 +72,8 @@ def convert(
             another width, is the cross-attention of a `nn.TransformerDecoderLayer`, adds keys of its own, has a `forward` of its
             own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if it is
             attention of timm or torchvision of another kind; or if `skip` holds what is no layer's path. Nothing is changed then.
-        NotImplementedError: If an order is given and a layer is an `nn.MultiheadAttention`; nothing is changed then.
+        NotImplementedError: If an order is given and a layer is an `nn.MultiheadAttention`, or a mesh is and a layer is timm's;
+            nothing is changed then.
         TypeError: If the model is no module, the pattern is no pattern or the order no `Order`.
     """
     if not isinstance(model, nn.Module):
@@ -104,6 +112,11 @@ def convert(
         try:
             dilated: nn.Module
             if not isinstance(layer, nn.MultiheadAttention):
+                if mesh is not None:
+                    raise NotImplementedError(
+                        f"mesh must be None where {paths[0]!r} is a {_named(layer)}, got one: its model adds tokens to whole images; "
+                        "shard a batch of images instead"
+                    )
                 dilated = TimmAttention(
                     layer,
                     pattern,
@@ -123,7 +136,7 @@ def convert(
                     raise ValueError("module must be self-attention, got the cross-attention of a decoder layer")
                 _check(layer, paths, owners)
                 dilated = MultiheadDilatedAttention.from_torch(
-                    layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend
+                    layer, pattern, dropout_p=dropout_p, is_causal=is_causal, backend=backend, mesh=mesh, exchange=exchange
                 )
                 _freeze_like(dilated, layer)
         except ValueError as error:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
 from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
 from flexdilated.nn import LongNet, Rotary, XPos
 from tests.distributed.processes import Ranks, exactly, several
@@ -259,6 +259,35 @@ def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_sides_of_other_lengths_over_ranks_equal_one_process(ranks: Ranks) -> None:
     ranks.run(check_other_lengths)
+
+
+# -- a model of torch's own -----------------------------------------------------------------------------------------------------
+
+
+def check_converted(rank: int, mesh: DeviceMesh, norm_first: bool) -> None:
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"batch_first": True, "norm_first": norm_first, "dropout": 0.0, "dtype": torch.float64}
+    dense = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 17, **sizes), 2, enable_nested_tensor=False)
+    whole = convert(copy.deepcopy(dense), NESTED, is_causal=True)
+    model = convert(dense, NESTED, is_causal=True, mesh=mesh, exchange="gather")
+    assert model.layers[1].self_attn.attention.exchange == "gather"
+    x, weight = (torch.randn(2, 11 * mesh.size(), 12, dtype=torch.float64) for _ in range(2))
+    ignored = torch.rand(x.shape[:2]) < 0.2
+    expected = whole(x, src_key_padding_mask=ignored)
+    (expected * weight).sum().backward()
+    x_local, weight_local, ignored_local = shard_sequence((x, weight, ignored), mesh)
+    actual = model(x_local, src_key_padding_mask=ignored_local)
+    (actual * weight_local).sum().backward()
+    torch.testing.assert_close(unshard_sequence(actual.detach(), mesh), expected.detach(), **EXACT)
+    for name, grad in gradients(model).items():
+        dist.all_reduce(grad, group=mesh.get_group())
+        torch.testing.assert_close(grad, gradients(whole)[name], **EXACT)
+
+
+@several
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_converted_encoder_over_ranks_equals_one_process(ranks: Ranks, norm_first: bool) -> None:
+    ranks.run(check_converted, norm_first)
 
 
 # -- beside data parallelism ------------------------------------------------------------------------------------------------------

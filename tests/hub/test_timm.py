@@ -289,6 +289,13 @@ def test_convert_rejects_other_attention_of_timm_by_its_path() -> None:
     assert isinstance(convert(model, PATTERN, skip=["attn_pool"]).blocks[0].attn, TimmAttention)
 
 
+def test_convert_rejects_a_mesh() -> None:
+    model = nn.Sequential(Attention(DIM, HEADS))
+    with pytest.raises(NotImplementedError, match=r"^mesh must be None where '0' is a timm\.\S+\.Attention, got one: its"):
+        convert(model, PATTERN, mesh="a mesh")
+    assert isinstance(model[0], Attention)
+
+
 def test_convert_rejects_orders_that_no_layer_can_follow() -> None:
     model = MODELS["torchvision"][0]()
     with pytest.raises(
