@@ -114,8 +114,8 @@ def convert(
             if not isinstance(layer, nn.MultiheadAttention):
                 if mesh is not None:
                     raise NotImplementedError(
-                        f"mesh must be None where {paths[0]!r} is a {_named(layer)}, got one: its model adds tokens to whole images; "
-                        "shard a batch of images instead"
+                        f"mesh must be None where {paths[0]!r} is a {_named(layer)}, got one: its model adds tokens to "
+                        "whole images; shard a batch of images instead"
                     )
                 dilated = TimmAttention(
                     layer,

@@ -24,7 +24,9 @@ class Recent(Generic[P, Value]):
         fewest: Results that are kept however large they are.
     """
 
-    def __init__(self, function: Callable[P, Value], size: Callable[..., int], room: int, most: int = 64, fewest: int = 8) -> None:
+    def __init__(
+        self, function: Callable[P, Value], size: Callable[..., int], room: int, most: int = 1024, fewest: int = 8
+    ) -> None:
         self.function, self.size, self.room, self.most, self.fewest = function, size, room, most, fewest
         self._found: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
         self._turn = threading.Lock()
