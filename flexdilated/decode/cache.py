@@ -213,7 +213,8 @@ class DilatedKVCache:
             lengths: `(B,)` int64, in `[0, T]`: how many of the T tokens a sequence has; what follows is padding, which is not
                 stored and gives 0. Default: all T.
             scale: Multiplies `q @ k^T`. Default: `D ** -0.5`.
-            sinks: `(H,)`: the score of one more key, of value 0, that every query of a head sees. Default: none.
+            sinks: `(H,)`: the score of one more key, of value 0, that every query of a head sees; with a mesh the same on every
+                rank. Default: none.
             backend: Engine for the first chunk of an empty cache, if longer than one token; later chunks use
                 `scaled_dot_product_attention`.
             shard_lengths: With a mesh: q, k and v are this rank's contiguous shard of the new tokens, of so many on each rank, 0

@@ -141,7 +141,7 @@ class Ranks:
         Wait(self.mesh.get_group(), "the first such call of a cache").agree(described)
 
     def _with(self, softmax: Softmax) -> str:
-        """The cache, and whether there are sinks: their scores are the first rank's."""
+        """The cache, and whether there are sinks, whose scores are not compared."""
         return self._described if softmax.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
     def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ def merge_parts(parts: Tensor) -> Tensor:
     is."""
     out, lse = parts[..., :-1], parts[..., -1:]
     most = lse.amax(dim=0)
-    weights = torch.exp(lse - most.masked_fill(most == -math.inf, 0.0))
+    weights = torch.exp(lse - most.masked_fill(most == -math.inf, 0.0)).masked_fill(lse == math.inf, 1.0)  # of a sink, which is all
     total = weights.sum(dim=0)
     return (weights * out).sum(dim=0) / total.masked_fill(total == 0.0, 1.0)
 

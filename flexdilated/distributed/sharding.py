@@ -201,14 +201,18 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
 
     Args:
         x_local: This rank's shard `(B, n, E)`, which may be empty: hidden states, say, before the head of a language model.
-        positions: `(B,)` int64, of the tokens in the whole sequence, the same on every rank.
+        positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank: they are not compared.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
 
     Raises:
+        TypeError: If the positions are no integers.
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
         RuntimeError: If a position lies outside of the sequence.
     """
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"positions must be an int64 or int32 tensor, got {got}")
     if x_local.dim() != 3:
         raise ValueError(f"x_local must have shape (B, n, E), got {tuple(x_local.shape)}")
     if positions.shape != x_local.shape[:1]:

@@ -228,7 +228,12 @@ class Trainer:
         if self.rank:
             return
         state = {"identity": self._identity(), "step": self.step, "seconds": self.seconds, "history": self.history}
-        checkpoint.save(self.folder, self.step, state, self._tensors(self.step))
+        try:
+            checkpoint.save(self.folder, self.step, state, self._tensors(self.step))
+        except UserError as error:
+            if self.mesh is None:
+                raise
+            raise UserError(f"{error} (on rank {self.rank}, which writes it)") from None
 
     def resume(self) -> None:
         """Go on from the latest checkpoint in the folder, written by any number of ranks.

@@ -124,7 +124,7 @@ def full(inputs: tuple[Tensor, ...], pattern: DilatedPattern, sinks: Tensor | No
 def test_sinks_count_once_whatever_the_ranks(pattern: DilatedPattern) -> None:
     """One that no softmax sees, too, and rows of keys that some ranks lack."""
     inputs, sinks = draw(), torch.linspace(-3.0, 4.0, HEADS * GROUP, dtype=torch.float64)
-    sinks[1] = -torch.inf
+    sinks[1], sinks[2] = -torch.inf, torch.inf
 
     def work(make: Callable[..., DilatedKVCache]) -> Tensor:
         cache = make(pattern)

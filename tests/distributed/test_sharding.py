@@ -242,7 +242,11 @@ def test_tokens_outside_of_a_sequence_and_other_shapes_are_refused(mesh: DeviceM
         gather_tokens(x, first[:, None], mesh)
     with pytest.raises(ValueError, match=r"^shard_lengths\[1\] must be the number of tokens of this rank=7, got \(3, 2, 2\)$"):
         gather_tokens(x, first, mesh, shard_lengths=(3, 2, 2))
+    for positions, got in (([0, 0], "list"), (first.double(), "torch.float64"), (first.bool(), "torch.bool")):
+        with pytest.raises(TypeError, match=rf"^positions must be an int64 or int32 tensor, got {got}$"):
+            gather_tokens(x, positions, mesh)
     gather_tokens(x, first + 20, mesh)
+    gather_tokens(x, first.int(), mesh)
     for outside in (21, -1):
         with pytest.raises(RuntimeError, match=r"positions must be in \[0, N=21\), got others"):
             gather_tokens(x, first + outside, mesh)

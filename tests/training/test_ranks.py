@@ -399,7 +399,8 @@ def test_full_disk_is_told_and_the_rank_named(tmp_path: Path, text: Path) -> Non
     found = run_ranks(2, tmp_path / "full", text, late, prepare=partial(fill_the_disk_before, 7))
     assert [code for code, _, _ in found] == [2, 2]
     (error, *others) = (error for _, _, errors in found for error in errors)
-    assert re.fullmatch(r"error: the checkpoint must be writable, got \S+checkpoint-7: \[Errno 28\] No space left on device", error)
+    full = r"\[Errno 28\] No space left on device \(on rank 0, which writes it\)"
+    assert re.fullmatch(rf"error: the checkpoint must be writable, got \S+checkpoint-7: {full}", error)
     assert all(re.match("error: rank 0 was lost after step 7: ", other) for other in others)
     kept = latest(tmp_path / "full" / "dilated")
     assert kept is not None

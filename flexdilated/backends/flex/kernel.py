@@ -80,10 +80,10 @@ def why_not(request: Request) -> str | None:
             "torch.compile(dynamic=False), or torch._dynamo.mark_static(q, 1) before the call"
         )
     if hardware.device_type == "cpu":
-        if request.differentiable:
-            return "flex_attention has no backward on CPU; use backend='sdpa', or torch.no_grad() for inference"
         if request.wants_lse:
             return "flex_attention gives no lse on CPU; use backend='sdpa'"
+        if request.differentiable:
+            return "flex_attention has no backward on CPU; use backend='sdpa', or torch.no_grad() for inference"
         return None
     if hardware.device_type != "cuda" or hardware.capability is None:
         return "flex_attention runs on CPU and CUDA only; use backend='sdpa'"
