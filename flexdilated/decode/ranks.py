@@ -21,7 +21,7 @@ from flexdilated.call import EXCHANGES, Call
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
-from flexdilated.distributed.agreement import failed, in_turn, number_of_call
+from flexdilated.distributed.agreement import APART, failed, in_turn, number_of_call
 from flexdilated.distributed.contract import TAGS
 from flexdilated.distributed.exchange import GroupTransport
 from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
@@ -205,7 +205,7 @@ def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], rece
     number = number_of_call(group)
     tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    wait = Wait(group, f"call {number}, of a cache", number, json.loads(call))
+    wait = Wait(group, f"call {number % APART}, of a cache", number % APART, json.loads(call))
     GroupTransport(group, device, 2 * tag, wait).swap(sends, receives).wait()
 
 

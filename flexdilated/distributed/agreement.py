@@ -22,6 +22,8 @@ VERSION = "the version of flexdilated"  # what every round compares too: of anot
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_REASON = 2000  # characters
 MAX_WORDS = 8  # told of calls, the last ones
+# Between the numbers of a rank and of one that has refused a call more. In tags too, which are remainders of a power of 2.
+APART = (1 << 40) + 982_451_653
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
@@ -81,8 +83,9 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
 def number_of_call(group: dist.ProcessGroup) -> int:
     """The number of a call that exchanges rows, among those of this group: call it once for each, after `agree`.
 
-    Equal on all ranks while they make the same calls. Refused calls count too: a rank that goes on after one must not take its next
-    call for the one that its peers still wait in.
+    Equal on all ranks while they make the same calls. Refused calls count too, and set a rank apart from those that have not
+    refused as many: its next call must not be taken for one in which they wait, of which it may have skipped any number. Messages
+    say the remainder by `APART`.
     """
     return _ledger(group).number()
 
@@ -281,7 +284,7 @@ class Ledger:
     def number(self) -> int:
         """As the function `number_of_call`."""
         self.exchanged += 1
-        return self.exchanged + self.refused
+        return self.exchanged + self.refused + APART * self.refused
 
     def _enter(self) -> str:
         """Go on to the next round; the prefix of its keys."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.recent import recent
 from flexdilated.distributed import cost
+from flexdilated.distributed.agreement import APART
 from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.waits import Wait
@@ -59,8 +60,8 @@ class Contract:
         """Of the messages of one direction of the call of a number."""
         if self.plan.is_local:
             return Silence()
-        call = f"call {number} with {self.plan.pattern}, {self.digest:x} of plan and options"
-        wait = Wait(group, f"the backward of {call}" if backward else call, number, self.described)
+        call = f"call {number % APART} with {self.plan.pattern}, {self.digest:x} of plan and options"
+        wait = Wait(group, f"the backward of {call}" if backward else call, number % APART, self.described)
         return GroupTransport(group, device, self.tag(number, backward=backward), wait)
 
     def tag(self, number: int, *, backward: bool) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import number_of_call
+from flexdilated.distributed.agreement import APART, number_of_call
 from flexdilated.distributed.sharding import declared_lengths, group_of
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import shown
@@ -52,7 +52,7 @@ class Sums:
         plan = {"call": call, **described}
         Wait(self._group, what).agree(plan, each_time=True)
         number = number_of_call(self._group)
-        self._wait = Wait(self._group, f"call {number}, {what}", number, plan)
+        self._wait = Wait(self._group, f"call {number % APART}, {what}", number % APART, plan)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""

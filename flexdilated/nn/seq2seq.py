@@ -331,10 +331,12 @@ class LongNet(nn.Module):
             tgt_shard_lengths = shard_lengths
         elif self.mesh is None:
             raise ValueError(f"tgt_shard_lengths must come with mesh, got {tuple(tgt_shard_lengths)} and no mesh")
-        elif self.cross_attention == "dilated" and tuple(tgt_shard_lengths) != tuple(shard_lengths or ()):
-            raise ValueError(
-                f"tgt_shard_lengths must be shard_lengths={shard_lengths} under dilated cross-attention, got {tgt_shard_lengths}"
-            )
+        elif self.cross_attention == "dilated":
+            lengths = (src.shape[1],) * self.mesh.size() if shard_lengths is None else tuple(shard_lengths)
+            if tuple(tgt_shard_lengths) != lengths:
+                raise ValueError(
+                    f"tgt_shard_lengths must be those of the source={lengths} under dilated cross-attention, got {tgt_shard_lengths}"
+                )
         if src.shape[0] != tgt.shape[0]:
             raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")
         memory = src

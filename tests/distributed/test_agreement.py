@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement
-from flexdilated.distributed.agreement import Ledger, agree, withdraw
+from flexdilated.distributed.agreement import APART, Ledger, agree, withdraw
 from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.contract import TAGS
 from tests.distributed.processes import Ranks, run_ranks
 
 PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
@@ -441,7 +442,13 @@ def test_a_rank_that_goes_on_after_its_refusal_takes_another_number_than_those_t
     pair[1].withdraw("scale must be finite, got nan")
     for ledger in pair:
         ledger.agree(PLAN, SHORT)
-    assert [ledger.number() for ledger in pair] == [1, 2]
+    assert [ledger.number() for ledger in pair] == [1, APART + 2]
+    others = {pair[0].number() % TAGS for _ in range(1000)}  # of calls that it has skipped, too, however many
+    assert not others & {pair[1].number() % TAGS for _ in range(1000)}
+    message = "ValueError: ranks must agree on how many calls they made since they last did, one of which a rank refused, got "
+    assert round_of(pair, {}) == [f"{message}1 on rank 0 and 2 on rank 1"] * 2
+    assert round_of(pair, {}) == [None] * 2
+    assert len({ledger.number() for ledger in pair}) == 1
 
 
 def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
@@ -485,9 +492,9 @@ def test_a_call_in_which_no_other_rank_came_has_a_number(pair: list[Ledger]) -> 
     assert [ledger.number() for ledger in pair] == [1, 1]
     with over_once(all_posted(pair[0])):
         assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")
-    assert [ledger.number() for ledger in pair] == [3, 2]
+    assert [ledger.number() for ledger in pair] == [APART + 3, 2]
     assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")  # it comes late, to its own number
-    assert [ledger.number() for ledger in pair] == [4, 4]
+    assert [ledger.number() for ledger in pair] == [APART + 4] * 2
 
 
 def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
@@ -501,7 +508,7 @@ def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
         assert None not in round_of(pair, {"differ": step}, {"differ": -1})
     first, second = zip(*numbers)
     assert first == second
-    assert sorted(set(first)) == list(first)
+    assert len({number % TAGS for number in first}) == len(first)
 
 
 def test_a_call_of_another_thread_that_is_refused_during_a_round_is_counted_after_it(
@@ -523,7 +530,7 @@ def test_a_call_of_another_thread_that_is_refused_during_a_round_is_counted_afte
         pair[1].agree(PLAN, LONG)
 
     assert together([first, second]) == [None] * 2
-    assert [ledger.number() for ledger in pair] == [3, 1]
+    assert [ledger.number() for ledger in pair] == [APART + 3, 1]
 
 
 @pytest.mark.parametrize("refuses", [False, True])

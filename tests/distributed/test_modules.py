@@ -248,8 +248,12 @@ def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
         check_sides(mesh, (src,) * size, (tgt,) * size, False, dense, "auto", declared=False)
     x = torch.zeros(2, 3, 12, dtype=torch.float64)
     threes = (3,) * size
-    with pytest.raises(ValueError, match=r"^tgt_shard_lengths must be shard_lengths=None under dilated cross-attention, got \(3, "):
-        build_pair(mesh)(x, x, tgt_shard_lengths=threes)
+    build_pair(mesh)(x, x, tgt_shard_lengths=threes)
+    fours = (4,) * size
+    with pytest.raises(
+        ValueError, match=r"^tgt_shard_lengths must be those of the source=\(3, .* dilated cross-attention, got \(4, "
+    ):
+        build_pair(mesh)(x, x, tgt_shard_lengths=fours)
     with pytest.raises(ValueError, match=r"^tgt_shard_lengths must come with mesh, got \(3, "):
         build_pair()(x, x, tgt_shard_lengths=threes)
     with pytest.raises(ValueError, match=r"^key_shard_lengths must come with mesh, got \(3, "):
