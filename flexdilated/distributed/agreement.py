@@ -357,8 +357,9 @@ def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, in
     if max(least) > min(most):
         differences.append(f"how many calls they made before this one, got {_numbers(ranks, most)}")
     elif least != most and len(set(made)) > 1:  # was a refused call one that others made alone, or one that they are to make?
+        more = [n - min(made) for n in made]
         differences.append(
-            f"how many calls they made since they last did, one of which a rank refused, got {_numbers(ranks, made)}"
+            f"how many calls they made, one of which a rank refused, got {_numbers(ranks, more)} more than the least of them"
         )
     if not differences:
         return "", "", max(most)

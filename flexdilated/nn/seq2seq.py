@@ -335,7 +335,7 @@ class LongNet(nn.Module):
             lengths = (src.shape[1],) * self.mesh.size() if shard_lengths is None else tuple(shard_lengths)
             if tuple(tgt_shard_lengths) != lengths:
                 raise ValueError(
-                    f"tgt_shard_lengths must be those of the source={lengths} under dilated cross-attention, got {tgt_shard_lengths}"
+                    f"tgt_shard_lengths must be those of src={lengths} under dilated cross-attention, got {tgt_shard_lengths}"
                 )
         if src.shape[0] != tgt.shape[0]:
             raise ValueError(f"tgt must have the batch size of src={src.shape[0]}, got {tgt.shape[0]}")

@@ -37,6 +37,7 @@ TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 BEAT_SECONDS = 0.5  # between two signs of life
 SIGHT_SECONDS = 5.0  # until a file of one host is seen from another
 SILENCE_SECONDS = 3.0  # without one, of a rank that is called lost
+PROMPT_SECONDS = 1.5  # between the ranks that meet one loss; a later one is its cause
 
 
 def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
@@ -228,16 +229,20 @@ def _beat(store: AnsweringStore, rank: int, left: threading.Event) -> None:
 
 
 def named(store: AnsweringStore, rank: int, count: int, error: RankLostError) -> RankLostError:
-    """The error with the ranks that have not met it: those that give no sign of life or have failed, else those that are late."""
+    """The error with the ranks that have not met it soon: those that show no sign of life or have failed, else the late ones."""
     absent = [other for other in range(count) if other != rank]
-    end = time.monotonic() + SILENCE_SECONDS
+    begin = time.monotonic()
     try:
         store.set(f"rank {rank} has met a loss", "")
         before = {other: store.add(f"beats of rank {other}", 0) for other in absent}
-        while (absent := [other for other in absent if not has_met_a_loss(store, other)]) and time.monotonic() < end:
+        while absent and (now := time.monotonic()) < begin + SILENCE_SECONDS:
+            if now < begin + PROMPT_SECONDS:
+                absent = [other for other in absent if not has_met_a_loss(store, other)]
             time.sleep(BEAT_SECONDS / 5)
         alive = [other for other in absent if store.add(f"beats of rank {other}", 0) > before[other]]
         lost = [other for other in absent if other not in alive or store.check([f"error of rank {other}"])]
+        for other in lost or absent:
+            store.set(f"rank {other} is given up", "")
     except (RuntimeError, TimeoutError):  # the store went with its rank
         return error
     if not absent:
@@ -252,10 +257,15 @@ def has_met_a_loss(store: AnsweringStore, rank: int) -> bool:
 
 
 def tells(store: AnsweringStore, rank: int, error: Exception) -> bool:
-    """Whether this rank prints an error: one of those that have it and live does, the lowest unless it comes late."""
+    """Whether this rank prints an error: one of those that have it and live does, the lowest unless it comes late.
+
+    A rank that others have given up, and that wakes to meet a loss itself, is no witness of it.
+    """
     topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
     end = time.monotonic() + TELLING_SECONDS
     try:
+        if isinstance(error, RankLostError) and store.check([f"rank {rank} is given up"]):
+            return False
         store.set(f"error of rank {rank}", topic)
         while rank and time.monotonic() < end:
             for lower in range(rank):

@@ -445,8 +445,8 @@ def test_a_rank_that_goes_on_after_its_refusal_takes_another_number_than_those_t
     assert [ledger.number() for ledger in pair] == [1, APART + 2]
     others = {pair[0].number() % TAGS for _ in range(1000)}  # of calls that it has skipped, too, however many
     assert not others & {pair[1].number() % TAGS for _ in range(1000)}
-    message = "ValueError: ranks must agree on how many calls they made since they last did, one of which a rank refused, got "
-    assert round_of(pair, {}) == [f"{message}1 on rank 0 and 2 on rank 1"] * 2
+    message = "ValueError: ranks must agree on how many calls they made, one of which a rank refused, got "
+    assert round_of(pair, {}) == [f"{message}0 on rank 0 and 1 on rank 1 more than the least of them"] * 2
     assert round_of(pair, {}) == [None] * 2
     assert len({ledger.number() for ledger in pair}) == 1
 
@@ -586,8 +586,8 @@ def test_calls_that_a_rank_made_alone_are_compared_once_another_has_refused_one(
     if alone == 1:
         assert found == [None] * 2
     else:
-        message = "ValueError: ranks must agree on how many calls they made since they last did, one of which a rank refused, got "
-        assert found == [f"{message}1 on rank 0 and {alone} on rank 1"] * 2
+        message = "ValueError: ranks must agree on how many calls they made, one of which a rank refused, got "
+        assert found == [f"{message}0 on rank 0 and {alone - 1} on rank 1 more than the least of them"] * 2
     assert round_of(pair, PLAN | {"heads": 7}) == [None] * 2
 
 

@@ -250,9 +250,7 @@ def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
     threes = (3,) * size
     build_pair(mesh)(x, x, tgt_shard_lengths=threes)
     fours = (4,) * size
-    with pytest.raises(
-        ValueError, match=r"^tgt_shard_lengths must be those of the source=\(3, .* dilated cross-attention, got \(4, "
-    ):
+    with pytest.raises(ValueError, match=r"^tgt_shard_lengths must be those of src=\(3, .* dilated cross-attention, got \(4, "):
         build_pair(mesh)(x, x, tgt_shard_lengths=fours)
     with pytest.raises(ValueError, match=r"^tgt_shard_lengths must come with mesh, got \(3, "):
         build_pair()(x, x, tgt_shard_lengths=threes)

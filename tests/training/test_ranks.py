@@ -701,7 +701,17 @@ def test_ranks_that_are_lost_or_failed_or_late_are_named_and_not_those_that_met_
     store = dist.HashStore()
     assert losing(store, 1, rank_0=1, rank_2=1) == "ranks 0, 2 were late in step 8: closed"
     assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was late in step 8: closed"
+    own, met = UserError("no space is left"), ranks.RankLostError("in step 8: closed")
+    assert losing(store, 2) == "a rank was lost in step 8: closed"  # it comes, to find what its lateness did,
+    assert [ranks.tells(store, rank, error) for rank, error in ((2, met), (1, met), (2, own))] == [
+        False,
+        True,
+        True,
+    ]  # and is silent
+    store = dist.HashStore()
+    assert losing(store, 0, rank_1=1, rank_2=1) == "ranks 1, 2 were late in step 8: closed"
     store.set("error of rank 2", "no space is left")  # it lives and ends
+    store.set("rank 1 has met a loss", "")
     assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost in step 8: closed"
     store.set("rank 2 has met a loss", "")  # which was its error
     assert losing(store, 0, rank_1=1, rank_2=1) == "a rank was lost in step 8: closed"
