@@ -217,7 +217,7 @@ def losses_of_ranks(mesh: DeviceMesh | None, lost: Callable[[str], RankLostError
 
 def _cause_of(error: BaseException) -> str:
     """What a collective says of its failure, without the place in its sources and without advice."""
-    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+    return re.sub(r"\[/[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 def _beat(store: AnsweringStore, rank: int, left: threading.Event) -> None:
