@@ -94,10 +94,8 @@ class CrossAttention(nn.Module):
         rank, queries = local_shard_lengths(self.mesh, q.shape[1], query_lengths)
         _, keys = local_shard_lengths(self.mesh, k.shape[1], key_lengths)
         lengths, here = tuple(map(max, queries, keys)), q.shape[1]
-        if lengths != keys and ignored is None:  # alike on all ranks
-            ignored = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
-        if lengths != keys:
-            assert ignored is not None
+        if lengths != keys:  # alike on all ranks
+            ignored = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device) if ignored is None else ignored
             ignored = F.pad(ignored, (0, lengths[rank] - k.shape[1]), value=True)
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, lengths[rank] - x.shape[1])) for x in (q, k, v))
         out = dilated_attention(
