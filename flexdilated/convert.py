@@ -80,6 +80,8 @@ def convert(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
+    if mesh is None and exchange != "auto":  # timm's layers would not see it
+        raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
     layers = find_modules(model, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))

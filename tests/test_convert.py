@@ -59,6 +59,11 @@ def test_convert_replaces_everything_and_changes_nothing_under_a_dense_pattern()
     torch.testing.assert_close(model(x), expected, **EXACT)
 
 
+def test_convert_refuses_an_exchange_without_a_mesh() -> None:
+    with pytest.raises(ValueError, match=r"^exchange must be 'auto' without mesh, got 'ring'$"):
+        convert(Model(), PATTERN, exchange="ring")
+
+
 def test_convert_keeps_shared_modules_shared() -> None:
     model = convert(Model(), PATTERN)
     assert model.again is model.layers[0]
