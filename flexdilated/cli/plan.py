@@ -40,6 +40,7 @@ MAX_BATCH = 2**16
 LIMIT = 2**62  # counts are 64-bit integers
 
 SPEEDS = cost.Speeds()
+ESTIMATED = "auto does not wait for these counts: it goes by estimates, of a pattern that takes long to count"
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
 both: forward and backward together; messages: what a forward holds of them at once, on the rank that holds most
@@ -122,7 +123,8 @@ def plan(
 
     JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
     memory_budget; speeds (link, compute: what a rank receives and computes per second, in bytes and operations); is_local (no rank
-    needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
+    needs anything of another); auto (the exchange that exchange='auto' takes); is_auto_exact (false where rows take long to count:
+    auto goes by about how many, all else here by how many); strategies, a list of: name, is_ours, is_auto,
     why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
     message_bytes (of the rank that holds most), rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers,
     total), fits_budget, pairs of all query heads and sequences (busiest, mean), imbalance, seconds of the busiest rank (total,
@@ -222,6 +224,7 @@ def _report(
         "speeds": speeds._asdict(),
         "is_local": whole.is_local,
         "auto": auto,
+        "is_auto_exact": whole.is_counted("gather") and whole.is_counted("heads"),
         "strategies": [_row(layer, whole, each, budget, auto, speeds) for each in found],
     }
 
@@ -267,6 +270,8 @@ def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
         if row["why_not"] is not None:
             console.print(Text(f"{LABELS[row['name']]}: {row['why_not']}"), soft_wrap=True)
     console.print(Text(_times(report)), soft_wrap=True)
+    if not report["is_auto_exact"]:
+        console.print(Text(ESTIMATED), soft_wrap=True)
     console.print(Text(f"\nmemory budget of the messages: {_bytes(report['memory_budget'])}\n{EXPLANATION}"), soft_wrap=True)
 
 

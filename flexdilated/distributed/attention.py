@@ -203,7 +203,7 @@ def _received_size(inputs: Inputs, flat: Flat, place: Place) -> Any:
     plan, chosen = _plan(inputs, flat, place)
     if chosen == "ring":
         return 0
-    rows = [int(plan.traffic(chosen, kind).received(plan.num_ranks)[place.rank]) for kind in ("kv", "q")]
+    rows = [plan.rows_received(chosen, kind, place.rank) for kind in ("kv", "q")]
     kv_width = 2 * q.shape[3] + (inputs.key_padding_mask is not None)
     return q.shape[0] * (rows[0] * kv_width + rows[1] * plan.group * q.shape[3])
 

@@ -66,14 +66,22 @@ class _Sizes:
 
 
 def bytes_received(
-    plan: ContextPlan, exchange: str, *, head_dim: int, itemsize: int, batch: int = 1, masked: bool = False, lse_size: int = 4
+    plan: ContextPlan,
+    exchange: str,
+    *,
+    head_dim: int,
+    itemsize: int,
+    batch: int = 1,
+    masked: bool = False,
+    lse_size: int = 4,
+    exact: bool = True,
 ) -> tuple[Integers, Integers]:
     """`(num_ranks,)` bytes that each rank receives in a forward, and in its backward.
 
-    Elements of q, k and v have `itemsize` bytes, those of lse `lse_size`.
+    Elements of q, k and v have `itemsize` bytes, those of lse `lse_size`. What need not be exact is so where rows are soon counted.
     """
     size = _Sizes(head_dim, itemsize, plan.group, batch, masked, lse_size)
-    kv, q, out = (plan.traffic(exchange, kind) for kind in KINDS)
+    kv, q, out = (plan.traffic(exchange, kind, exact=exact) for kind in KINDS)
     p = plan.num_ranks
     forward = kv.received(p) * size.kv + q.received(p) * size.q + out.received(p) * size.out
     returned = kv.reversed().received(p) * size.dkv + q.reversed().received(p) * size.q
@@ -86,12 +94,20 @@ def bytes_received(
 
 
 def buffer_bytes(
-    plan: ContextPlan, exchange: str, *, head_dim: int, itemsize: int, batch: int = 1, masked: bool = False, lse_size: int = 4
+    plan: ContextPlan,
+    exchange: str,
+    *,
+    head_dim: int,
+    itemsize: int,
+    batch: int = 1,
+    masked: bool = False,
+    lse_size: int = 4,
+    exact: bool = True,
 ) -> Integers:
     """`(num_ranks,)` bytes of the messages that each rank holds at once in a forward: what it packs and what it receives."""
     size = _Sizes(head_dim, itemsize, plan.group, batch, masked, lse_size)
     p = plan.num_ranks
-    kv, q, out = (plan.traffic(exchange, kind) for kind in KINDS)
+    kv, q, out = (plan.traffic(exchange, kind, exact=exact) for kind in KINDS)
     queries = (q.received(p) + q.reversed().received(p)) * size.q
     if exchange == "ring":  # one message is read, one comes, one leaves
         return (2 * kv.largest(p) + kv.reversed().largest(p)) * size.kv + queries
@@ -127,9 +143,9 @@ def taken(received: Integers, scored: Integers, head_dim: int, speeds: Speeds) -
 def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:
     """The exchange whose busiest rank takes the least time, of those whose buffers fit `budget` bytes.
 
-    Where none fits, the one of the smallest buffers.
+    Where none fits, the one of the smallest buffers. Of patterns whose rows take long to count it goes by about how many they are.
     """
-    speeds = Speeds() if speeds is None else speeds
+    speeds, sizes = Speeds() if speeds is None else speeds, {**sizes, "exact": False}
     buffers = {name: int(buffer_bytes(plan, name, **sizes).max()) for name in EXCHANGES}
     fitting = [name for name in EXCHANGES if buffers[name] <= budget]
     if not fitting:

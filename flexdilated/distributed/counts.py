@@ -1,4 +1,4 @@
-"""How many different rows travel between ranks: exact, at a bounded cost for any pattern.
+"""How many different rows travel between ranks: exact, or, of patterns that take long to count, about.
 
 Between two ranks that exchange heads of their own, few branches have a head in common: what its progressions share is counted by
 the Chinese remainder theorem. Where many do, sets of heads are counted along the line of tokens, and pairs of ranks whose spans lie
@@ -7,12 +7,14 @@ alike are counted once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from flexdilated.distributed import progressions
+from flexdilated.distributed.estimates import about
 from flexdilated.distributed.lines import Lines
 from flexdilated.distributed.progressions import Progressions, num_different
 from flexdilated.distributed.spans import Booleans, Integers, Kept, Spans, Traffic, expanded
@@ -25,12 +27,21 @@ PROGRESSIONS = 1 << 17  # that are looked at together
 
 
 class Counter:
-    """Counts the different (token, head) of pairs of ranks, the union over branches."""
+    """Counts the different (token, head) of pairs of ranks, the union over branches.
 
-    def __init__(self, kept: Sequence[Kept], num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    Args:
+        kept: Of each branch.
+        num_ranks: Ranks.
+        most: What may be written to count, as `lines.Bound` takes it; of pairs of ranks beyond it `count` tells about how many.
+
+    Attributes:
+        is_exact: Whether none was beyond it.
+    """
+
+    def __init__(self, kept: Sequence[Kept], num_ranks: int, most: float = math.inf) -> None:
+        self.num_ranks, self.is_exact = num_ranks, True
         self._rates = np.array([each.rate for each in kept], np.int64)
-        self._lines = Lines(kept)
+        self._lines = Lines(kept, most)
         self._num_heads = int(self._lines.heads.max(initial=-1)) + 1
         self._known: dict[bytes | int, int] = {}  # by what `_shapes` says of a pair
 
@@ -103,9 +114,19 @@ class Counter:
                 new.setdefault(name, pair)
         pairs = np.array(list(new.values()), np.int64)
         chosen = expanded((np.cumsum(size) - size)[pairs], size[pairs])[1]
-        found = dict(zip(new, self._lines.count(spans.where(chosen), size[pairs]).tolist()))
+        found = dict(zip(new, self._rows(spans.where(chosen), size[pairs]).tolist()))
         self._known.update((name, rows) for name, rows in found.items() if isinstance(name, bytes))
         return np.array([found[name] if name in found else self._known[name] for name in names], np.int64)[group]
+
+    def _rows(self, spans: Spans, size: Integers) -> Integers:
+        """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
+        rows = self._lines.count(spans, size)
+        beyond = rows < 0
+        if beyond.any():
+            self.is_exact, lines = False, self._lines
+            left = spans.where(np.repeat(beyond, size))
+            rows[beyond] = about(left, size[beyond], rates=self._rates, heads=lines.heads, start=lines.start)
+        return rows
 
     def _alike(self, spans: Spans, size: Integers) -> tuple[list[int], list[bytes | int], Integers]:
         """Pairs of ranks of which each stands for those whose spans lie alike, its name, and by which each pair is stood for.

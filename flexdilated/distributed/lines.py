@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ DENSE = 12  # heads' offsets for each byte and residue that are added one by one
 MANY, SPARSE = 4, 4  # heads' offsets that are added as one block, and residues for each of them
 PIECE = 1 << 13  # tokens of a tile, where several periods are no more
 KEEP = 1 << 26  # bytes of tiles
+SPAN = 1 << 16  # bytes of sets that are written in the time that it takes to begin a span
 
 
 class _Span(NamedTuple):
@@ -61,21 +63,47 @@ def _joined(spans: list[_Span]) -> list[_Span]:
     return found
 
 
-class Lines:
-    """Counts rows along lines of sets, each of so many heads as some spans have."""
+class Bound:
+    """On what is written to count: bytes of sets, of which each span costs `SPAN` more."""
 
-    def __init__(self, kept: Sequence[Kept]) -> None:
-        self.kept, self._tiles = kept, Tiles()
+    def __init__(self, most: float) -> None:
+        self.left = most
+
+    def spend(self, spans: int, written: int) -> None:
+        """Say what is to be written.
+
+        Raises:
+            _PassedError: If it is more than is left.
+        """
+        self.left -= spans * SPAN + written
+        if self.left < 0:
+            raise _PassedError
+
+
+class _PassedError(Exception):
+    """A bound is passed."""
+
+
+class Lines:
+    """Counts rows along lines of sets, each of so many heads as some spans have, within a bound."""
+
+    def __init__(self, kept: Sequence[Kept], most: float = math.inf) -> None:
+        self.kept, self._tiles, self._bound = kept, Tiles(), Bound(most)
         # Branch by branch its heads and their offsets, and where those of each branch stand.
         self.heads, self.offsets = np.array([one for each in kept for one in each.heads], np.int64).reshape(-1, 2).T
         self.start = np.cumsum([0, *(len(each.heads) for each in kept)])
         self._lines: dict[tuple[int, ...], Line] = {}
 
     def count(self, spans: Spans, size: Integers) -> Integers:
-        """Rows of pairs of ranks that have so many spans each, one pair's after another's."""
-        rows, start = np.zeros(len(size), np.int64), np.cumsum(size) - size
-        if not len(size):
-            return rows
+        """Rows of pairs of ranks that have so many spans each, one pair's after another's; -1 of those beyond the bound."""
+        rows, start = np.full(len(size), -1, np.int64), np.cumsum(size) - size
+        if len(size):
+            with suppress(_PassedError):
+                self._count(spans, size, start, rows)
+        return rows
+
+    def _count(self, spans: Spans, size: Integers, start: Integers, rows: Integers) -> None:
+        """The same, one by one into `rows`."""
         low, high = np.minimum.reduceat(spans.first, start), np.maximum.reduceat(spans.end, start)
         near = high - low <= DIRECT
         for i in np.flatnonzero(~near).tolist():
@@ -87,7 +115,6 @@ class Lines:
             here = spans.where(expanded(start[chosen], size[chosen])[1])
             here = here.continued() if len(chosen) > 1 else here
             rows[chosen] = sum(line.count_between(here, np.append(low[chosen], high[chosen[-1]])) for line in self._of_heads(here))
-        return rows
 
     def _of_heads(self, spans: Spans) -> Iterator[Line]:
         """Lines that hold all heads of some spans, as few and as narrow ones as do."""
@@ -97,7 +124,7 @@ class Lines:
         heads = np.flatnonzero(taken).tolist()
         for some in (tuple(heads[first : first + WIDEST]) for first in range(0, len(heads), WIDEST)):
             if some not in self._lines:
-                self._lines[some] = Line(self.kept, some, self._tiles)
+                self._lines[some] = Line(self.kept, some, self._tiles, self._bound)
             yield self._lines[some]
 
 
@@ -145,8 +172,8 @@ class Tiles:
 class Line:
     """Sets of heads along a line of tokens: a bit for each of some heads."""
 
-    def __init__(self, kept: Sequence[Kept], heads: Sequence[int], tiles: Tiles) -> None:
-        self.kept, self._tiles = kept, tiles
+    def __init__(self, kept: Sequence[Kept], heads: Sequence[int], tiles: Tiles, bound: Bound) -> None:
+        self.kept, self._tiles, self._bound = kept, tiles, bound
         self.dtype = next(word for bits, word in WORDS.items() if len(heads) <= bits)
         self._rates = np.array([rate for rate, _ in kept], np.int64)
         self._places = np.array([len(heads) for _, heads in kept], np.int64)
@@ -187,6 +214,7 @@ class Line:
         total, end = 0, first + tokens if covering else first
         for begin in range(first, end, BLOCK):
             seen = np.zeros(min(BLOCK, end - begin), self.dtype)
+            self._bound.spend(len(covering), len(covering) * seen.nbytes)
             for span in covering:
                 self._add(seen, span, begin)
             total += int(_num_members(seen)[0])
@@ -195,6 +223,7 @@ class Line:
     def _seen(self, spans: Spans, begin: int, tokens: int) -> Sets:
         """The sets of heads of some tokens, in which all spans lie."""
         seen = np.zeros(tokens, self.dtype)
+        self._bound.spend(len(spans.first), int((spans.end - spans.first).sum()) * seen.itemsize)
         whole = (spans.residues == self._rates[spans.branch]) & (spans.places == self._places[spans.branch])
         of, tokens_of = spans.branch[whole], (spans.end - spans.first)[whole]
         short = np.bincount(of, tokens_of, len(self.kept)) < SHORT * np.bincount(of, minlength=len(self.kept))

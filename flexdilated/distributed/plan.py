@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.backends.recent import recent
+from flexdilated.backends.recent import PIECE, recent
 from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
@@ -23,6 +24,7 @@ from flexdilated.pattern import DilatedPattern
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
 SPANS = 1 << 16  # pairs of ranks whose spans are made at once
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
+COUNTED, ALWAYS = 1 << 24, 1 << 30  # bytes written to count what travels, for each rank and at least; what is left is estimated
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +181,27 @@ class ContextPlan(CutSegments):
         )
         return spans.where((begin < end) & (receiver != sender))
 
-    def traffic(self, exchange: str, kind: str) -> Traffic:
-        """Exact (row, key/value head) counts per pair of ranks, the union over branches."""
-        return _traffic(self, self.counted_as(exchange))[kind]
+    def traffic(self, exchange: str, kind: str, *, exact: bool = True) -> Traffic:
+        """(row, key/value head) counts per pair of ranks, the union over branches.
+
+        If they need not be exact, they are about so many where to count them would take more than 0.1 s, or 2 ms for each rank.
+        """
+        found = self._counted(exchange)
+        return (found if found.is_exact or not exact else _traffic(self, self.counted_as(exchange), math.inf)).by_kind[kind]
+
+    def rows_received(self, exchange: str, kind: str, rank: int) -> int:
+        """What one rank receives of all, exactly."""
+        found = self._counted(exchange)
+        if found.is_exact:
+            return int(found.by_kind[kind].received(self.num_ranks)[rank])
+        return _rows_received(self, self.counted_as(exchange), kind, rank)
+
+    def is_counted(self, exchange: str) -> bool:
+        """Whether counts that need not be exact are."""
+        return self._counted(exchange).is_exact
+
+    def _counted(self, exchange: str) -> Counted:
+        return _traffic(self, self.counted_as(exchange), max(ALWAYS, COUNTED * self.num_ranks))
 
     def counted_as(self, exchange: str) -> str:
         """An exchange that moves the same rows to the same ranks, for what is counted once."""
@@ -218,15 +238,28 @@ def context_plan(
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
 
 
-@recent(size=lambda found, plan, exchange: plan.nbytes)
-def _traffic(plan: ContextPlan, exchange: str) -> dict[str, Traffic]:
-    """By kind; what is known of one kind holds for spans of another that lie alike."""
-    counter = Counter(plan.kept, plan.num_ranks)
+class Counted(NamedTuple):
+    """Rows that travel, by kind, and whether they are exact."""
+
+    by_kind: dict[str, Traffic]
+    is_exact: bool
+
+
+@recent(size=lambda found, plan, *exchange: plan.nbytes)
+def _traffic(plan: ContextPlan, exchange: str, most: float) -> Counted:
+    """What is known of one kind holds for spans of another that lie alike."""
+    counter = Counter(plan.kept, plan.num_ranks, most)
     found = {}
     for kind in KINDS:
         parts = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]
         found[kind] = Traffic(*(np.concatenate(columns) for columns in zip(*parts)))
-    return found
+    return Counted(found, counter.is_exact)
+
+
+@recent(size=lambda rows, plan, *of: PIECE)
+def _rows_received(plan: ContextPlan, exchange: str, kind: str, rank: int) -> int:
+    spans = plan.received(exchange, kind, range(rank, rank + 1))
+    return int(Counter(plan.kept, plan.num_ranks).count(spans).rows.sum())
 
 
 def _among(first: Integers, last: Integers, ranks: range) -> tuple[Integers, Integers]:

@@ -10,6 +10,7 @@ import pytest
 from flexdilated import DilatedPattern
 from flexdilated.cli.plan import _bytes
 from flexdilated.distributed import cost
+from flexdilated.distributed import plan as planning
 from flexdilated.distributed.plan import EXCHANGES, context_plan
 from flexdilated.distributed.strategies import OTHERS
 from tests.commands import invoke
@@ -88,6 +89,7 @@ def test_json_equals_the_plan(causal: str) -> None:
     budget = cost.default_budget(whole, head_dim=5, itemsize=8, batch=3)
     assert answer["memory_budget"] == budget
     assert answer["auto"] == cost.choose(whole, budget=budget, **keywords)
+    assert answer["is_auto_exact"] is True
     tensors = 3 * 16 * (12 * (2 * 5 * 8 + 8) + 4 * 2 * 5 * 8)
     for name in EXCHANGES:
         row = rows[name]
@@ -197,6 +199,21 @@ def test_plan_prints_what_it_chooses_by(budget: int, speeds: tuple[int, int]) ->
         assert seconds["receiving"] <= rows[name]["bytes_both"]["busiest"] / (speeds[0] * 1e9) * (1 + 1e-12)
         assert seconds["computing"] <= 14 * 64 * pairs / (speeds[1] * 1e12) * (1 + 1e-12)
         assert f"{name} {1e3 * seconds['total']:.3g} ms" in text
+
+
+def test_plan_says_that_auto_goes_by_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--tokens", 62, "--context-parallel", 4, "--segment-lengths", "13,31", "--dilation-rates", "2,5", "--heads", 4)
+    context_plan.cache_clear()
+    exact, counted = plan(*options)[1], ask(*options)
+    for limit in ("ALWAYS", "COUNTED"):
+        monkeypatch.setattr(planning, limit, 0)
+    context_plan.cache_clear()
+    about, estimated = plan(*options)[1], ask(*options)
+    context_plan.cache_clear()
+    added = set(about.splitlines()) - set(exact.splitlines())
+    assert added == {"auto does not wait for these counts: it goes by estimates, of a pattern that takes long to count"}
+    assert [each[0].pop("is_auto_exact") for each in (counted, estimated)] == [True, False]
+    assert counted == estimated
 
 
 def test_plan_says_how_uneven_shards_are() -> None:

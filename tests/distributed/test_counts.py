@@ -1,5 +1,6 @@
 """Rows between ranks against a set of every token of every head, and how much is looked at for them."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -366,7 +367,7 @@ def test_short_spans_of_all_heads_are_added_together(lengths: tuple[int, int], w
 def test_tiles_are_made_where_heads_have_many_offsets_for_their_rate(kinds: int, rate: int, itemsize: int, made: int) -> None:
     heads = tuple((head, head) for head in range(kinds))
     kept = [Kept(rate, heads), Kept(1, tuple((head, 0) for head in range(100, 100 + 8 * itemsize - kinds)))]
-    line = Line(kept, [head for each in kept for head, _ in each.heads], lines.Tiles())
+    line = Line(kept, [head for each in kept for head, _ in each.heads], lines.Tiles(), lines.Bound(math.inf))
     seen = np.zeros(50, line.dtype)
     assert seen.itemsize == itemsize
     with mock.patch.object(lines, "DENSE", 3):
@@ -378,7 +379,7 @@ def test_tiles_are_made_where_heads_have_many_offsets_for_their_rate(kinds: int,
 @pytest.mark.parametrize(("period", "tokens", "made"), [(13, 90, 0), (13, 5, 0), (12, 5, 1), (11, 90, 1)])
 def test_segments_longer_than_a_tile_are_added_one_by_one(period: int, tokens: int, made: int) -> None:
     """Of several whole segments in one span, seen from anywhere in one of them."""
-    line = Line(KEPT, (0, 1), lines.Tiles())
+    line = Line(KEPT, (0, 1), lines.Tiles(), lines.Bound(math.inf))
     span = lines._Span(branch=0, first=0, end=999, origin=2, residue=0, residues=4, place=0, places=2, period=period)
     for begin in range(2, 30):
         seen = np.zeros(tokens, np.uint8)
@@ -394,3 +395,79 @@ def test_a_block_of_tokens_holds_what_lies_in_it(tokens: int) -> None:
     found = [(0, 1, 2, 3, 3 + tokens, 3, 0, 4, 0, 2)]
     sizes = list(looked_at(found, Counter(KEPT, NUM_RANKS), DIRECT=0, FEW=0, BLOCK=7))
     assert sizes == [min(7, tokens - i) for i in range(0, tokens, 7)]
+
+
+# -- about how many ----------------------------------------------------------------------------------------------------------
+
+
+def about(found: list[Span], kept: list[Kept]) -> list[tuple[int, int, int]]:
+    counter = Counter(kept, NUM_RANKS, most=0)
+    with mock.patch.object(counting, "SPREAD", 0):
+        rows = count(counter, found)
+    assert not counter.is_exact
+    return rows
+
+
+HALVES = [Kept(2, ((0, 0), (1, 1))), Kept(2, ((0, 1), (1, 0)))]
+COPRIME = [Kept(4, ((0, 0), (1, 3))), Kept(7, ((0, 5), (1, 2)))]
+EVERY = [Kept(1, ((0, 0), (1, 0), (2, 0))), Kept(3, ((0, 0), (1, 1), (2, 2)))]
+
+
+@pytest.mark.parametrize(
+    ("found", "kept", "rows"),
+    [
+        ([(0, 1, 2, 3, 23, 3, 0, 4, 0, 2)], COPRIME, 10),  # 2 of 4 over 20 tokens
+        ([(0, 1, 2, 3, 23, 3, 1, 2, 0, 2)], COPRIME, 5),  # half of the offsets take part
+        ([(0, 1, 2, 3, 23, 3, 0, 4, 1, 1)], COPRIME, 5),  # one head
+        ([(0, 1, 2, 3, 31, 3, 0, 4, 0, 2), (1, 1, 2, 3, 31, 0, 0, 7, 0, 2)], COPRIME, 14 + 8 - 2),  # of coprime rates exact
+        ([(0, 1, 2, 3, 31, 3, 0, 4, 0, 2), (1, 1, 2, 31, 45, 0, 0, 7, 0, 2)], COPRIME, 14 + 4),  # one behind the other
+        ([(0, 1, 2, 3, 31, 3, 0, 4, 0, 2), (1, 1, 2, 17, 45, 0, 0, 7, 0, 2)], COPRIME, 14 + 8 - 1),  # half of each in the other
+        ([(0, 1, 2, 0, 9, 0, 0, 1, 0, 3), (1, 1, 2, 0, 9, 0, 0, 3, 0, 3)], EVERY, 27),  # all of all
+        ([(0, 1, 2, 0, 9, 0, 0, 1, 0, 1), (1, 1, 2, 9, 18, 0, 0, 3, 0, 3)], EVERY, 9 + 9),  # all of one head alone
+        ([(0, 1, 2, 0, 8, 0, 0, 2, 0, 2), (1, 1, 2, 0, 8, 0, 0, 2, 0, 2)], HALVES, 12),  # 16: that they miss each other is unseen
+        ([(0, 1, 2, 0, 8, 0, 0, 2, 0, 2), (0, 2, 1, 0, 8, 0, 0, 2, 0, 2)], HALVES, 8),  # of other ranks
+    ],
+)
+def test_beyond_the_bound_branches_are_taken_for_independent(found: list[Span], kept: list[Kept], rows: int) -> None:
+    assert {each[2] for each in about(found, kept)} == {rows}
+
+
+@given(cases())
+def test_an_estimate_has_at_most_all_rows_of_all_branches_and_those_of_one(case: tuple[list[Span], list[Kept]]) -> None:
+    found, kept = case
+    # Of spans of all offsets: how many heads have some of them is estimated too.
+    found = [span for span in found if span[7] == kept[span[0]].rate]
+    estimates = {each[:2]: each[2] for each in about(found, kept)} if found else {}
+    for pair in {span[1:3] for span in found}:
+        shares = [0.0] * len(kept)
+        for branch, _, _, first, end, _, _, _, _, places, _ in complete([span for span in found if span[1:3] == pair], kept):
+            shares[branch] += (end - first) * places / kept[branch].rate
+        assert max(shares) - 0.51 <= estimates.get(pair, 0) <= sum(shares) + 0.51
+
+
+@given(cases(), st.integers(0, 1 << 18))
+def test_within_the_bound_counts_are_exact_and_beyond_it_they_say_that_they_are_not(
+    case: tuple[list[Span], list[Kept]], most: int
+) -> None:
+    found, kept = case
+    exact, counter = definition(found, kept), Counter(kept, NUM_RANKS, most)
+    with mock.patch.object(counting, "SPREAD", 0), mock.patch.object(lines, "DIRECT", 0), mock.patch.object(lines, "BLOCK", 9):
+        rows = count(counter, found)
+        again = count(Counter(kept, NUM_RANKS, most), found)
+    assert rows == again  # on every rank
+    assert rows == exact or not counter.is_exact
+
+
+@pytest.mark.parametrize("constants", [{"DIRECT": 0, "FEW": 99}, {"DIRECT": 0, "FEW": 0, "BLOCK": 64}, {"DIRECT": 999}], ids=str)
+def test_every_way_of_counting_keeps_to_the_bound(constants: dict[str, int]) -> None:
+    found = [(branch, 1, 2, 3 + branch, 200 + branch, 3, 0, rate, 0, 2) for branch, (rate, _) in enumerate(COPRIME)]
+    spent = []
+    with mock.patch.object(counting, "SPREAD", 0), mock.patch.multiple(lines, SPAN=1000, **constants):
+        for most in (10**9, 0):
+            counter = Counter(COPRIME, NUM_RANKS, most)
+            count(counter, found)
+            spent.append(most - counter._lines._bound.left)
+            assert counter.is_exact == (most > 0)
+    # All is spent that was written, and begun; what is beyond the bound is noticed at once.
+    assert spent[0] >= 2 * 1000 + 2 * 197
+    assert spent[1] <= 3 * 1000 + 2 * 197

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -442,7 +443,7 @@ def test_ranks_are_taken_as_many_together_as_their_pairs_are_spans(spans: int, e
     whole = plan.traffic("gather", "kv")
     with mock.patch.object(planning, "SPANS", spans):
         some = list(plan.some_ranks())
-        parts = planning._traffic.__wrapped__(plan, "gather")["kv"]
+        parts = planning._traffic.__wrapped__(plan, "gather", math.inf).by_kind["kv"]
     assert [len(ranks) for ranks in some] == expected
     assert [rank for ranks in some for rank in ranks] == list(range(5))
     assert [column.tolist() for column in parts] == [column.tolist() for column in whole]
@@ -870,6 +871,53 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() 
     assert cost.choose(wide, budget=1 << 40, **BFLOAT16) == "heads"
     two = plan_of(DilatedPattern((128,), (1,)), 512, 8, 8)
     assert cost.choose(two, budget=1 << 40, **BFLOAT16) == "gather"
+
+
+def hard_plan(num_ranks: int = 8) -> ContextPlan:
+    """Many branches whose rates have no common measure with their lengths, or with each other's."""
+    lengths = tuple(700 + 311 * i for i in range(12))
+    pattern = DilatedPattern(lengths, (3, 5, 7, 9, 11, 13) * 2, offsets="interleaved", zero_padding=True)
+    return context_plan(pattern, even(8000, num_ranks), 16, range(16), 2, ((0, 8000),), False)
+
+
+@pytest.fixture
+def nothing_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planning, "ALWAYS", 0)
+    monkeypatch.setattr(planning, "COUNTED", 0)
+    context_plan.cache_clear()
+    yield
+    context_plan.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_counted")
+def test_choice_goes_by_estimates_where_counting_takes_long_and_all_else_by_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = hard_plan()
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "_add", mock.Mock(side_effect=AssertionError("it counts")))
+        chosen = cost.choose(plan, budget=1 << 40, **BFLOAT16)
+        assert not any(plan.is_counted(exchange) for exchange in EXCHANGES)
+        with pytest.raises(AssertionError, match="it counts"):
+            plan.traffic("gather", "kv")
+    times = {exchange: cost.seconds(plan, exchange, speeds=cost.Speeds(), **BFLOAT16).max() for exchange in EXCHANGES}
+    assert times[chosen] <= 1.05 * min(times.values())
+    for exchange in ("gather", "heads"):
+        for kind in KINDS:
+            exact, about = (plan.traffic(exchange, kind, exact=exact) for exact in (True, False))
+            mine = [plan.rows_received(exchange, kind, rank) for rank in range(plan.num_ranks)]
+            assert mine == exact.received(plan.num_ranks).tolist()
+            assert about.rows.sum() == pytest.approx(exact.rows.sum(), rel=0.2)
+            assert [x.tolist() for x in about[:2]] == [x.tolist() for x in exact[:2]]
+    assert any((plan.traffic("gather", "kv", exact=False).rows != plan.traffic("gather", "kv").rows).tolist())
+
+
+def test_common_patterns_are_counted_for_the_choice_and_hard_ones_are_not() -> None:
+    for pattern, num_ranks in ((DilatedPattern.longnet(), 64), (DilatedPattern.gigapath(), 64), (DilatedPattern.gigapath(), 8)):
+        plan = plan_of(pattern, MILLION, num_ranks, 16)
+        assert all(plan.is_counted(exchange) for exchange in EXCHANGES)
+        assert plan.traffic("heads", "kv", exact=False) is plan.traffic("heads", "kv")  # and once
+    lengths = tuple(1000 + 20_011 * i for i in range(48))
+    hard = DilatedPattern(lengths, tuple(2 + i % 37 for i in range(48)), offsets="interleaved")
+    assert not plan_of(hard, MILLION, 64, 96).is_counted("gather")
 
 
 def test_choice_weighs_ranks_that_wait_against_bytes() -> None:
