@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
 from flexdilated.backends import engines
+from flexdilated.backends.merge import share_beside
 from flexdilated.call import Call
 from flexdilated.pattern import DilatedPattern
 from flexdilated.reference import MaskMod, ScoreMod
@@ -188,5 +187,4 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor
     if sinks is None or lse is None:
         return out
     lse = lse.transpose(1, 2)  # (B, N, H)
-    seen = torch.sigmoid((lse - sinks.to(lse.dtype)).masked_fill(lse == -math.inf, -math.inf))  # where a sink is -inf, too
-    return (out * seen[..., None]).to(out.dtype)
+    return (out * share_beside(sinks.to(lse.dtype), lse)[..., None]).to(out.dtype)

@@ -1,4 +1,4 @@
-"""Log-sum-exp arithmetic in place: partial attentions over disjoint keys become one."""
+"""Log-sum-exp arithmetic: partial attentions over disjoint keys become one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ def add_zero_keys_(out: Tensor, lse: Tensor, count: int) -> None:
     total = torch.logaddexp(lse, torch.full_like(lse, math.log(count)))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
+
+
+def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
+    """What a softmax is left of its weight by one more key of value 0 and logit `sinks`: `exp(lse - logaddexp(lse, sinks))`.
+
+    0 in a row without keys, whatever the sink.
+    """
+    return torch.sigmoid((lse - sinks).masked_fill(lse == -math.inf, -math.inf))  # -inf - -inf is NaN
 
 
 def safe_lse(lse: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexdilated.backends.merge import share_beside
 from flexdilated.backends.sdpa import attend_masked
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.tokens import Tokens
@@ -164,8 +165,8 @@ class Store:
             if softmax.sinks is not None and self.rank == 0:  # a part of the whole, to which the sinks belong once
                 sinks = softmax.sinks.to(lse.dtype).view(self.num_kv_heads, group)[self.heads.start : self.heads.stop]
                 sinks = sinks.repeat_interleave(num_tokens, dim=1)
-                seen = torch.sigmoid((lse - sinks).masked_fill(lse == -math.inf, -math.inf))
-                out, lse = (out * seen[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+                out = (out * share_beside(sinks, lse)[..., None]).to(out.dtype)
+                lse = torch.logaddexp(lse, sinks)
             if self.num_ranks > 1:
                 out = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
         out = out.unflatten(2, (group, num_tokens))  # (B, heads, group, T, D or D + 1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_, safe_lse
+from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_, safe_lse, share_beside
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5
@@ -129,3 +129,12 @@ def test_merge_and_zero_keys_act_on_the_last_dimension_of_any_number() -> None:
 def test_sums_of_float64_alone_are_float64() -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     assert [accumulated(dtype) for dtype in dtypes] == [torch.float64, *[torch.float32] * 3]
+
+
+def test_share_beside_a_sink_is_what_a_softmax_over_one_more_key_leaves() -> None:
+    lse = torch.tensor([-math.inf, -2.0, 0.0, 3.0, 800.0], dtype=torch.float64)
+    sinks = torch.tensor([-math.inf, -1.0, 2.5, 900.0, math.inf], dtype=torch.float64)[:, None]
+    expected = torch.stack([lse.expand(5, 5), sinks.expand(5, 5)]).softmax(dim=0)[0]
+    assert torch.equal(share_beside(sinks, lse).isnan(), torch.zeros(5, 5, dtype=torch.bool))
+    # A row without keys beside no sink has nothing, where the quotient of nothing by nothing is NaN; beside +inf all is the sink's.
+    torch.testing.assert_close(share_beside(sinks, lse), expected.nan_to_num(0.0), rtol=1e-14, atol=0.0)
