@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
+from flexdilated.distributed.sharding import group_of
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -118,6 +119,30 @@ def _reason(error: BaseException) -> str:
 
 for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
     vars(_at_once)["_dynamo_marked_constant"] = True
+
+
+@contextmanager
+def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
+    """Tell the other ranks of a mesh what this one raises inside, where they would wait for it without a reason.
+
+    The functions and modules of this library tell for themselves. What else a step holds does not: a loss, a hook, a batch that
+    cannot be read, a compiled model that fails while it runs. Put it around the step of each rank, or around all of them; not
+    inside of what `torch.compile` compiles. The error goes on; the other ranks raise it as a refusal of the call in which they wait
+    for this one, or of the next: at once where they compare a plan, and else after the timeout of their group. A rank that catches
+    its error has refused its next call.
+
+    Args:
+        mesh: One axis, the ranks that share a sequence.
+
+    Raises:
+        ValueError: If the mesh has several axes.
+        RuntimeError: If a compiler traces it.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("shared_failures must stand around what torch.compile compiles, not inside of it")
+    group_of(mesh)
+    with telling(mesh):
+        yield
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Modules over ranks equal one process: LongNetLM over context ranks, beside data and tensor parallelism."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
+from flexdilated.distributed import shared_failures
+from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
 from flexdilated.nn import LongNet, Rotary, XPos
 from tests.distributed.processes import Ranks, exactly, several
@@ -177,6 +180,68 @@ def check_told(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_other_ranks_hear_what_a_module_refuses(ranks: Ranks) -> None:
     ranks.run(check_told)
+
+
+def look_up(x: Tensor, index: Tensor) -> Tensor:
+    return x[:, index].sin()
+
+
+def check_shared_failures(rank: int, mesh: DeviceMesh) -> None:
+    """What fails around the modules, a compiled function while it runs among it, other ranks hear of once; then all go on."""
+    torch._dynamo.reset()
+    last, ledger = mesh.size() - 1, _ledger(mesh.get_group())
+    look = torch.compile(look_up, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 3, 24, dtype=torch.float64)
+    wrong, right = torch.tensor([0, 1, 9]), torch.arange(3)
+    look(x, right)
+
+    def fails(pattern: DilatedPattern, own: type[Exception], text: str, step: Callable[[Any], object]) -> None:
+        """In a step with a plan of its own."""
+        layer, before = build(mesh, pattern=pattern).layers[0].self_attn, ledger.refused
+        error, match = (own, text) if rank == last else (ValueError, f"^rank {last} refused: .*{text}")
+        with pytest.raises(error, match=match), shared_failures(mesh):
+            step(layer)
+        assert ledger.refused - before == 1
+        with shared_failures(mesh):
+            layer(x, x, x)  # all ranks go on
+
+    def failing_batch(layer: Any) -> None:
+        found = look(x, wrong if rank == last else right)
+        layer(found, found, found)
+
+    def failing_module(layer: Any) -> None:
+        layer(*[x.float() if rank == last else x] * 3)
+
+    def nested(layer: Any) -> None:
+        with shared_failures(mesh):
+            failing_batch(layer)
+
+    fails(DilatedPattern((7,), (2,)), IndexError, "index 9 is out of bounds", failing_batch)
+    fails(DilatedPattern((7,), (3,)), Exception, "must have the same dtype", failing_module)
+    fails(DilatedPattern((7,), (4,)), IndexError, "index 9 is out of bounds", nested)
+    # Where all ranks fail all have refused one call.
+    before = ledger.refused
+    with pytest.raises(KeyError), shared_failures(mesh):
+        raise KeyError(rank)
+    assert ledger.refused - before == 1
+    layer = build(mesh, pattern=DilatedPattern((7,), (5,))).layers[0].self_attn
+    layer(x, x, x)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def inside(x: Tensor) -> Tensor:
+        with shared_failures(mesh):
+            return x + 1
+
+    with pytest.raises(Exception, match=r"shared_failures must stand around what torch\.compile compiles, not inside of it"):
+        inside(x)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got int"), shared_failures(3):  # type: ignore[arg-type]
+        pass
+    layer(x, x, x)
+
+
+@several
+def test_other_ranks_hear_what_fails_around_modules(ranks: Ranks) -> None:
+    ranks.run(check_shared_failures)
 
 
 # -- encoder and decoder ----------------------------------------------------------------------------------------------------------
