@@ -121,20 +121,24 @@ def segment_pieces(
     within: range | None = None,
     segments: range | None = None,
     tiles: bool = False,
+    runs: Sequence[HeadRun] | None = None,
 ) -> Iterator[Piece]:
-    """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments."""
+    """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments.
+
+    `runs` are the pattern's `head_runs` of the branch, where they are known.
+    """
     length, rate = pattern.branches[branch]
     length = min(length, num_tokens)
     moves = pattern.zero_padding and num_tokens > length  # a single segment stays where it is
     out_stride = length + -length % rate if moves else length
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
-    for run in pattern.head_runs(branch, num_heads, within):
+    for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
         for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
             chosen = rows if segments is None else rows.among(segments)
             if chosen.segments:
                 alike.setdefault((chosen, run.heads, run.step), []).append(run)
-    for (rows, heads, step), runs in alike.items():
-        for first, offsets, head_step in _affine(runs):
+    for (rows, heads, step), those in alike.items():
+        for first, offsets, head_step in _affine(those):
             yield Piece(
                 token=start + rows.first * length + first.offset,
                 segments=rows.segments,
@@ -167,9 +171,11 @@ def document_pieces(
 ) -> Iterator[Piece]:
     """The same over documents, of each `(first token, number of tokens, segments)`. Many are alike but for their place."""
 
+    runs = pattern.head_runs(branch, num_heads, within)
+
     def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
         return segment_pieces(
-            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, tiles=tiles
+            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, tiles=tiles, runs=runs
         )
 
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
