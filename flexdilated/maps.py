@@ -92,15 +92,16 @@ def attention_map(
         _check(q, k, call)
         lengths = sums.lengths(q, shard_lengths)
         positions = _positions(queries, sum(lengths))
-    described = {
-        "queries": positions,
-        "pattern": pattern.to_dict(),
-        "shard_lengths": lengths,
-        "is_causal": is_causal,
-        "scale": scale,
-    }
-    sums.agree("attention_map", {**described, "shape": [q.shape[0], *q.shape[2:]], "kv_heads": k.shape[2], "dtype": str(q.dtype)})
-    return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
+        described = {
+            "queries": positions,
+            "pattern": pattern.to_dict(),
+            "shard_lengths": lengths,
+            "is_causal": is_causal,
+            "scale": scale,
+        }
+        shape = {"shape": [q.shape[0], *q.shape[2:]], "kv_heads": k.shape[2], "dtype": str(q.dtype)}
+        sums.agree("attention_map", described | shape)
+        return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
 
 
 def _check(q: Tensor, k: Tensor, call: Call) -> None:

@@ -1,7 +1,4 @@
-"""The bounded key/value cache. Long: one class, what it can do and what it refuses.
-
-Causal decoding in memory that does not grow with the context.
-"""
+"""Causal decoding in memory that does not grow with the context. Long: one class, the bounded cache and what it refuses."""
 
 from __future__ import annotations
 
@@ -132,6 +129,7 @@ class DilatedKVCache:
             heads = range(first_head, first_head + num_kv_heads)
             held = [branches for branches in runs if any(head in heads for head in pattern.head_range(branches[0], total))]
             self._stores = tuple(Store(pattern, branches, heads, total, max_length, like, rank, num_ranks) for branches in held)
+        self._tokens: Tensor | None = None  # of the next call, by hashes, as ranks compare them
         if self._ranks is not None and self.device.type != self._ranks.mesh.device_type:
             raise ValueError(f"device must be that of mesh={self._ranks.mesh.device_type}, got {self.device}")
 
@@ -178,6 +176,10 @@ class DilatedKVCache:
         shards = self._shards(num_tokens, shard_lengths)
         start = 0 if shards is None or self._ranks is None else sum(shards[: self._ranks.rank])
         return self._lengths[:, None] + torch.arange(start, start + num_tokens, device=self.device)
+
+    def expect(self, tokens: Tensor | None) -> None:
+        """Say of which tokens `(B, T)` the next call is, if every rank is given all of them: they compare them."""
+        self._tokens = None if tokens is None or self._ranks is None else self._ranks.hashes(tokens)
 
     def _shards(self, num_tokens: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...] | None:
         """The shard lengths of all ranks; None where every rank is given the same."""
@@ -259,6 +261,8 @@ class DilatedKVCache:
             return self._attend_one(q, new, added, softmax)
         if not self._is_empty:
             return self._attend_blocks(q, new, added, softmax)
+        if self._tokens is not None:  # ranks that are given the same need none of each other, and have yet told nothing
+            _, added = self._merged(q.new_empty(q.shape[0], 0, q.shape[2], self.head_dim + 1), added, softmax)
         out = attend_with_sinks(q, new.k, new.v, self._call(softmax.scale, backend), softmax.sinks)
         self._store(new, added)
         return out if new.is_plain else self._with_marks(out, new.is_marked)
@@ -320,11 +324,11 @@ class DilatedKVCache:
         return out
 
     def _merged(self, parts: Tensor, added: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """The outputs, of which each rank has a part where rows are dealt; and `added` once ranks agree, lest a compiler count what
-        they then refuse."""
+        """The outputs, of which ranks have parts; and `added` once they agree, lest a compiler count what they then refuse."""
         if self._ranks is None or self._ranks.size == 1:
             return parts, added
-        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order]), softmax)
+        tokens, self._tokens = torch.zeros_like(self._order) if self._tokens is None else self._tokens, None
+        out, lengths = self._ranks.merged(parts, torch.cat([self._lengths, added, self._order, tokens]), softmax)
         return out.to(self.dtype), lengths[self.batch_size : 2 * self.batch_size]
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:

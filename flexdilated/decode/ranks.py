@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import NoReturn
 
@@ -21,10 +22,12 @@ from flexdilated.call import EXCHANGES, Call
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
-from flexdilated.distributed.agreement import APART, failed, in_turn, number_of_call
+from flexdilated.distributed.agreement import failed, in_turn
 from flexdilated.distributed.contract import TAGS
 from flexdilated.distributed.exchange import GroupTransport
-from flexdilated.distributed.sharding import declared_lengths, group_of, unshard_sequence
+from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.sharding import declared_lengths, unshard_sequence
 from flexdilated.distributed.telling import telling_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
@@ -61,6 +64,12 @@ class Ranks:
         """Of the ranks, as messages say them."""
         return global_ranks(self.mesh.get_group())
 
+    def hashes(self, tokens: Tensor) -> Tensor:
+        """`(B,)` int64 of tokens `(B, T)`, as ranks compare them."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        mixed = (tokens.long() + 1) * 6_364_136_223_846_793_005 + (place + 1) * 1_442_695_040_888_963_407  # modulo 2 ** 64
+        return ((mixed ^ (mixed >> 29)) * 1_181_783_497_276_652_981).sum(dim=1)
+
     def lengths(self, num_tokens: int, shard_lengths: Sequence[int]) -> tuple[int, ...]:
         """Tokens of each rank, of which this one has `num_tokens`.
 
@@ -91,11 +100,8 @@ class Ranks:
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
         here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
         told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        try:
+        with failing_on_all(self.mesh.get_group()):
             check_same(told[:, 1:], self.numbers)
-        except ValueError:  # on every rank
-            failed(self.mesh.get_group())
-            raise
         if not bool(told[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
@@ -148,10 +154,20 @@ class Ranks:
         """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it; `lengths` again.
 
         Raises:
-            ValueError: If the ranks make other calls, hold caches of other lengths, add others, or have reordered sequences
-                otherwise: `lengths` `(3 * B,)`.
+            ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
+                or are given other tokens: `lengths` `(4 * B,)`.
         """
         return _merged(parts, lengths, softmax.scale, self.group_name, self._with(softmax))
+
+
+@contextmanager
+def failing_on_all(group: dist.ProcessGroup) -> Iterator[None]:
+    """What is compared alike on all ranks, and so refused alike."""
+    try:
+        yield
+    except ValueError:
+        failed(group)
+        raise
 
 
 def merge_parts(parts: Tensor) -> Tensor:
@@ -202,10 +218,10 @@ def _call_of(described: str, shape: Sequence[int], scale: float | None) -> dict[
 
 def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Messages that are never taken for those of another call: that of a collective would be, where it is as long."""
-    number = number_of_call(group)
+    number = Wait(group, "a call of a cache").number()
     tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    wait = Wait(group, f"call {number % APART}, of a cache", number % APART, json.loads(call))
+    wait = Wait(group, f"call {number % APART}, of a cache", number, json.loads(call))
     GroupTransport(group, device, 2 * tag, wait).swap(sends, receives).wait()
 
 
@@ -223,8 +239,11 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
             Wait(group, "the first such call of a cache").agree(call)
             _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
         told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
-        check_same(told[:, :num_lengths], global_ranks(group))
-        check_same(told[:, num_lengths:], global_ranks(group), "the order of the sequences of a cache", "by hashes ")
+        with failing_on_all(group):
+            check_same(told[:, :num_lengths], global_ranks(group))
+            order, tokens = told[:, num_lengths:].split(len(parts), dim=1)
+            check_same(order, global_ranks(group), "the order of the sequences of a cache", "by hashes ")
+            check_same(tokens, global_ranks(group), "the tokens of a call without shard_lengths", "by hashes ")
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

@@ -90,7 +90,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     timeouts = []
     for device in group._device_types:
         try:
-            timeouts.append(group._get_backend(device).options._timeout)
+            options = group._get_backend(device).options
         except RuntimeError:  # a backend without options, as mpi
             continue
+        if options is not None:  # as those of a fake one are
+            timeouts.append(options._timeout)
     return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))

@@ -23,12 +23,13 @@ from flexdilated.backends.recent import recent
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
 from flexdilated.distributed import cost, functions
-from flexdilated.distributed.agreement import in_turn, number_of_call, withdraw
+from flexdilated.distributed.agreement import in_turn, withdraw
 from flexdilated.distributed.contract import Terms, contract_of
 from flexdilated.distributed.exchange import Transport
+from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
-from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.distributed.sharding import declared_lengths
 from flexdilated.distributed.telling import is_one_graph, tell, telling_call, traces_call
 
 UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
@@ -111,8 +112,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
         seed = draw_seed(call.dropout_p, call.first_sequence)
         share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
         with in_turn(group):
-            contract.agree(group)
-            number = 0 if plan.is_local else number_of_call(group)
+            number = contract.agree(group)
 
             def transport(backward: bool) -> Transport:
                 return contract.transport(group, q.device, number, backward=backward)
@@ -176,9 +176,7 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
         contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
         share = _share(plan, chosen, inputs, flat, place)
         with in_turn(group), without_autocast(device):
-            contract.agree(group)
-            # A call that moves nothing has no number: a rank may make it alone.
-            number = 0 if plan.is_local else number_of_call(group)
+            number = contract.agree(group)
             transport = contract.transport(group, device, number, backward=False)
             out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
     return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)

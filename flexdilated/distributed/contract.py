@@ -13,8 +13,8 @@ import torch.distributed as dist
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.recent import recent
 from flexdilated.distributed import cost
-from flexdilated.distributed.agreement import APART
 from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
+from flexdilated.distributed.ledger import APART
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.waits import Wait
 
@@ -52,16 +52,18 @@ class Contract:
     described: dict[str, object]  # in JSON types
     digest: int  # below `TAGS`
 
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """As `agreement.agree`."""
-        Wait(group, f"the first call with {self.plan.pattern}").agree(self.described)
+    def agree(self, group: dist.ProcessGroup) -> int:
+        """The number of a call, once ranks agree on it as `agreement.agree`; 0 if it moves nothing: a rank may make it alone."""
+        wait = Wait(group, f"the first call with {self.plan.pattern}")
+        wait.agree(self.described)
+        return 0 if self.plan.is_local else wait.number()
 
     def transport(self, group: dist.ProcessGroup, device: torch.device, number: int, *, backward: bool) -> Transport:
         """Of the messages of one direction of the call of a number."""
         if self.plan.is_local:
             return Silence()
         call = f"call {number % APART} with {self.plan.pattern}, {self.digest:x} of plan and options"
-        wait = Wait(group, f"the backward of {call}" if backward else call, number % APART, self.described)
+        wait = Wait(group, f"the backward of {call}" if backward else call, number, self.described)
         return GroupTransport(group, device, self.tag(number, backward=backward), wait)
 
     def tag(self, number: int, *, backward: bool) -> int:

@@ -184,7 +184,7 @@ class ContextPlan(CutSegments):
     def traffic(self, exchange: str, kind: str, *, exact: bool = True) -> Traffic:
         """(row, key/value head) counts per pair of ranks, the union over branches.
 
-        If they need not be exact, they are about so many where to count them would take more than 0.1 s, or 2 ms for each rank.
+        If they need not be exact, they are about so many where too many rows would have to be looked at one by one.
         """
         found = self._counted(exchange)
         return (found if found.is_exact or not exact else _traffic(self, self.counted_as(exchange), math.inf)).by_kind[kind]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,48 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import refuse_shards_of_torch
-from flexdilated.distributed.agreement import next_number
+from flexdilated.distributed.agreement import in_turn, number_of_collective
+from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.telling import telling, telling_call, traces_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import shown
 
 Batch = TypeVar("Batch")
-
-
-def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
-    """The name of the process group of a 1-D mesh, this rank in it and its size; traces under `torch.compile(fullgraph=True)`.
-
-    Raises:
-        TypeError: If it is no `DeviceMesh`.
-        ValueError: If it has other than one dim, lacks this rank, or does not list its ranks in ascending order.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    rank, num_ranks = _place(mesh)
-    return mesh.get_group().group_name, rank, num_ranks
-
-
-def _place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank in a 1-D mesh, and the number of its ranks."""
-    return _place_of(mesh, dist.get_rank())
-
-
-# Reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself. The mark alone is what
-# `torch.compiler.assume_constant_result` sets, and that loads dynamo, in seconds.
-vars(_place)["_dynamo_marked_constant"] = True
-
-
-@lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds
-def _place_of(mesh: DeviceMesh, rank: int) -> tuple[int, int]:
-    if mesh.ndim != 1:
-        names, sizes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
-        axis = "one axis" if names is None else f"one axis, as mesh[{names[-1]!r}]"
-        raise ValueError(f"mesh must be 1-D, got dims {names} of sizes {sizes}; give {axis}")
-    ranks = mesh.mesh.tolist()
-    if rank not in ranks:
-        raise ValueError(f"mesh must hold this rank, got rank {rank} and ranks {ranks}")
-    if ranks != sorted(ranks):  # a process group sorts its ranks, so shards in the order of the mesh would be mixed up
-        raise ValueError(f"mesh must list its ranks in ascending order, got {ranks}")
-    return ranks.index(rank), len(ranks)
 
 
 def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
@@ -183,6 +148,16 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
         ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
             of them, the ranks differ in lengths, dtype or other dims.
     """
+    if torch.compiler.is_compiling():
+        if mesh.size() > 1:
+            traces_call(mesh.get_group().group_name)
+        return _unsharded(batch_local, mesh, dim, shard_lengths)
+    group_of(mesh)
+    with telling(mesh):
+        return _unsharded(batch_local, mesh, dim, shard_lengths)
+
+
+def _unsharded(batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Sequence[int] | None) -> Batch:
     name, _, num_ranks = group_of(mesh)
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
     if num_ranks == 1:
@@ -210,6 +185,14 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
         RuntimeError: If a position lies outside of the sequence.
     """
+    if torch.compiler.is_compiling():
+        return _gathered(x_local, positions, mesh, shard_lengths)
+    group_of(mesh)
+    with telling(mesh):
+        return _gathered(x_local, positions, mesh, shard_lengths)
+
+
+def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_lengths: Sequence[int] | None) -> Tensor:
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"positions must be an int64 or int32 tensor, got {got}")
@@ -277,31 +260,33 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
     """The shards of all ranks of a group, one after another along `dim`."""
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    with telling_call(group), in_turn(group):
+        refuse_shards_of_torch(group.size())
+        return _gather_in(group, x, rank, lengths, dim)
+
+
+def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    calls = number_of_collective(group)
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
-    refuse_shards_of_torch(group.size())
-    wait = Wait(group, f"unshard_sequence of {described}", next_number(group))
-    _check_alike(x, lengths, dim, wait)
+    wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
+    # Messages of other sizes end a process, or are taken for whole ones.
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
+    message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
+    wait.check_same(calls, [zlib.crc32(repr(rest).encode()), *lengths], x.device, message)
     whole = _whole(x, lengths, dim)
     longest = max(lengths)
     if whole.numel() == 0:  # on every rank
         return whole
-    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
     # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
-    padded = x.new_zeros(longest, *rest)
+    padded = x.new_zeros(longest, *others)
     padded[: lengths[rank]] = x.movedim(dim, 0)
-    shards = x.new_empty(len(lengths), longest, *rest)
+    shards = x.new_empty(len(lengths), longest, *others)
     with wait.for_all():
         dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
     return whole
-
-
-def _check_alike(x: Tensor, lengths: Sequence[int], dim: int, wait: Wait) -> None:
-    """Refuse shards that are not those of the other ranks: messages of other sizes end a process, or are taken for whole ones."""
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
-    message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
-    wait.check_same([zlib.crc32(repr(rest).encode()), *lengths], x.device, message)
 
 
 @_gather.register_fake

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import APART, number_of_call
-from flexdilated.distributed.sharding import declared_lengths, group_of
+from flexdilated.distributed.agreement import number_of_call
+from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.sharding import declared_lengths
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import shown
 
@@ -51,8 +53,8 @@ class Sums:
         what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
         plan = {"call": call, **described}
         Wait(self._group, what).agree(plan, each_time=True)
-        number = number_of_call(self._group)
-        self._wait = Wait(self._group, f"call {number % APART}, {what}", number % APART, plan)
+        number = number_of_call(self._group)  # without a round behind this one
+        self._wait = Wait(self._group, f"call {number % APART}, {what}", number, plan)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
-from flexdilated.distributed.sharding import group_of
+from flexdilated.distributed.meshes import group_of
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -40,11 +40,15 @@ _traced: dict[str, list[_Trace]] = {}
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, or what it is."""
+    """What an error says, and what it is unless that says it: the text of a KeyError is a key."""
+    name = type(error).__name__
     try:
-        return str(error) or type(error).__name__
+        text = str(error)
     except Exception:  # its own
-        return type(error).__name__
+        return name
+    if text and isinstance(error, (TypeError, ValueError, RuntimeError)):
+        return text
+    return f"{name}: {text}" if text else name
 
 
 def tell(mesh: DeviceMesh, error: BaseException) -> None:
@@ -123,25 +127,34 @@ for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_consta
 
 @contextmanager
 def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
-    """Tell the other ranks of a mesh what this one raises inside, where they would wait for it without a reason.
+    """A step that all ranks of a mesh leave together, by an error or none; from an error that is caught all go on in the next step.
 
-    The functions and modules of this library tell for themselves. What else a step holds does not: a loss, a hook, a batch that
-    cannot be read, a compiled model that fails while it runs. Put it around the step of each rank, or around all of them; not
-    inside of what `torch.compile` compiles. The error goes on; the other ranks raise it as a refusal of the call in which they wait
-    for this one, or of the next: at once where they compare a plan, and else after the timeout of their group. A rank that catches
-    its error has refused its next call.
+    The functions and modules of this library tell other ranks of their own errors. What else a step holds does not: a loss, a hook,
+    a batch that cannot be read, a compiled model that fails while it runs. Put this around each step, on all ranks, in the thread
+    that makes the calls, and around what `torch.compile` compiles: inside it breaks the graph, and is an error under
+    `fullgraph=True`.
+
+    The error goes on, and the other ranks raise it as a `ValueError` where they next compare a plan, at the latest at the end of
+    the step, where all wait for each other. A rank that waits for rows of the one that raised, in a call whose plan it knows, hears
+    of it when the timeout of the group is over; one that waits in another library's collective does not. Inside of another step
+    over the same mesh it is a part of that.
 
     Args:
         mesh: One axis, the ranks that share a sequence.
 
     Raises:
-        ValueError: If the mesh has several axes.
-        RuntimeError: If a compiler traces it.
+        TypeError: If it is no `DeviceMesh`.
+        ValueError: If it has several axes or lacks this rank; at the end, if another rank raised in this step.
+        TimeoutError: If a rank has not come to the end within the timeout of the group.
+        RuntimeError: If another thread is inside one over this mesh, or a compiler traces it.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("shared_failures must stand around what torch.compile compiles, not inside of it")
-    group_of(mesh)
-    with telling(mesh):
+    _, _, num_ranks = group_of(mesh)
+    if num_ranks == 1:
+        yield
+        return
+    with agreement.step(mesh.get_group(), reason_of, ENDS):
         yield
 
 

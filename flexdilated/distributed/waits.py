@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import LAST_PAUSE, agree, differing, failed, fields_of, groups, posts_of
+from flexdilated.distributed.agreement import agree, failed, groups, lose, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -52,7 +53,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            failed(self._group)
+            lose(self._group, f"it waited in vain in {self._call}")
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             raise RuntimeError(
@@ -66,7 +67,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            failed(self._group)
+            lose(self._group, f"it waited in vain in {self._call}")
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: "
                 f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}; {error}"
@@ -75,27 +76,41 @@ class Wait:
     def agree(self, plan: Mapping[str, object], *, each_time: bool = False) -> None:
         """As `agreement.agree`, with the calls of the others where they do not come."""
         self._plan = plan
-        try:
+        with self._for_a_round():
             agree(self._group, plan, each_time=each_time)
+
+    def number(self) -> int:
+        """As `agreement.number_of_call`, with the calls of the others where they do not come."""
+        with self._for_a_round():
+            return number_of_call(self._group)
+
+    @contextmanager
+    def _for_a_round(self) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError as error:
             raise TimeoutError(f"{error}; {self.tell(range(self._group.size()), MOMENT)}") from error
 
-    def check_same(self, numbers: Sequence[int], device: torch.device, message: str) -> None:
-        """Return when all ranks have told as many numbers, and the same.
+    def check_same(self, calls: Sequence[int], numbers: Sequence[int], device: torch.device, message: str) -> None:
+        """Return when all ranks have told as many numbers, and the same, behind the same calls.
 
         Raises:
             ValueError: With the message, if they differ, on every rank. On other devices than a CPU an assertion fails there: to
                 read them would wait for the device.
         """
-        mine = torch.tensor(numbers, device=device)
+        mine = torch.tensor([*calls, *numbers], device=device)
         told = mine.new_empty(self._group.size(), len(mine))
         with self.for_all():
             dist.all_gather(list(told), mine, group=self._group)
-        is_same = (told == told[0]).all()
+        is_same = told == told[0]
+        before = "ranks must make the same calls before this one"
         if device.type != "cpu":
-            torch._assert_async(is_same, message)
-        elif not bool(is_same):
+            torch._assert_async(is_same.all(), f"{message}, and {before}")
+        elif not bool(is_same.all()):
             failed(self._group)
+            if not bool(is_same[:, : len(calls)].all()):
+                message = before
+                lose(self._group, before)
             # All ranks tell of this, and of no call before it.
             topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
             raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")

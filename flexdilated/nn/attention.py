@@ -16,7 +16,8 @@ from flexdilated.backends import BACKENDS
 from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.sharding import group_of, replicated_like
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.sharding import replicated_like
 from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern, as_integer

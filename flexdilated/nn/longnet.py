@@ -191,6 +191,7 @@ class LongNetLM(nn.Module):
             rotation = self._rotation_of_shard(tokens, x.dtype, cu_seqlens, shard_lengths)
         else:
             rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0], shard_lengths)
+            caches[0].expect(tokens if shard_lengths is None else None)
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
             x = layer(

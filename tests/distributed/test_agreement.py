@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement
-from flexdilated.distributed.agreement import APART, Ledger, agree, withdraw
+from flexdilated.distributed import ledger as ledger_module
+from flexdilated.distributed.agreement import agree, withdraw
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.contract import TAGS
+from flexdilated.distributed.ledger import APART, Ledger
 from tests.distributed.processes import Ranks, run_ranks
 
 PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True, "scale": None, "heads": 3}
@@ -40,7 +43,7 @@ Outcome = str | None  # the error, as `Type: message`
 def attempt(call: Callable[[], None]) -> Outcome:
     try:
         call()
-    except (ValueError, TimeoutError) as error:
+    except (ValueError, TimeoutError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -63,13 +66,13 @@ def round_of(ledgers: Sequence[Ledger], *plans: dict[str, object], timeout: time
 def over_once(event: Callable[[], bool]) -> Iterator[None]:
     """The time of a round is over once something has happened, however busy the machine is, and not before."""
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: math.inf if event() else 0.0)
-    with mock.patch.object(agreement, "time", clock):
+    with mock.patch.object(ledger_module, "time", clock):
         yield
 
 
 def all_posted(*ledgers: Ledger) -> Callable[[], bool]:
     """Whether these have come to their next round."""
-    keys = [f"{ledger.life}/{ledger.round}/{ledger.rank}" for ledger in ledgers]
+    keys = [f"{ledger.life}/{ledger.page}/{ledger.round}/{ledger.rank}" for ledger in ledgers]
     return lambda: ledgers[0].store.check(keys)
 
 
@@ -333,7 +336,7 @@ def test_differing_plan_is_not_agreed(pair: list[Ledger]) -> None:
 
 
 def test_remembered_plans_are_bounded_in_the_order_of_rounds(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "MAX_AGREED", 2)
+    monkeypatch.setattr(ledger_module, "MAX_AGREED", 2)
     for heads in (3, 5):
         assert round_of(pair, {"heads": heads}) == [None] * 2
     pair[0].agree({"heads": 3}, SHORT)  # a use by one rank alone, as beside a rank that refuses, moves nothing
@@ -351,7 +354,7 @@ def test_withdrawal_before_the_others_come_and_after(trio: list[Ledger]) -> None
     assert round_of([trio[0], trio[2]], PLAN) == [refusal] * 2
 
     def later() -> None:
-        while not trio[0].store.check(["1/1/0"]):
+        while not trio[0].store.check(["1/0/1/0"]):
             time.sleep(0.001)
         trio[1].withdraw("scale must be finite, got nan")
 
@@ -368,87 +371,163 @@ def test_ranks_that_all_withdraw_go_on(pair: list[Ledger]) -> None:
     assert round_of(pair, PLAN) == [None] * 2
 
 
-def test_withdrawal_beside_an_agreed_plan_is_no_error_in_later_rounds(pair: list[Ledger]) -> None:
+def lost_by(reason: str) -> str:
+    return (
+        "RuntimeError: calls over this mesh must be the same on all ranks, which are at different ones since an error, or may be: "
+        f"{reason}; put each step in flexdilated.distributed.shared_failures(mesh), behind whose end all are at one"
+    )
+
+
+def test_a_refusal_that_others_meet_in_their_call_is_one_of_all(pair: list[Ledger]) -> None:
+    """Before the next call with messages all compare, whether they know its plan or not."""
     assert round_of(pair, PLAN) == [None] * 2
-    for calls in (1, 3):
-        pair[1].withdraw("scale must be finite, got nan")
+    for _ in range(2):
         for ledger in pair:
-            for _ in range(calls - (ledger is pair[1])):
-                ledger.agree(PLAN, SHORT)
-        assert round_of(pair, PLAN | {"heads": calls}) == [None] * 2
+            ledger.agree(PLAN, SHORT)
+        pair[1].withdraw("scale must be finite, got nan")
+        assert attempt(lambda: pair[0].agree({}, LONG)) == "ValueError: rank 1 refused: scale must be finite, got nan"
+        for ledger in pair:
+            ledger.agree(PLAN, SHORT)
+        rounds = pair[0].round
+        assert together([lambda ledger=ledger: (ledger.number(LONG), None)[1] for ledger in pair]) == [None] * 2
+        assert [ledger.round for ledger in pair] == [rounds + 1] * 2
+        assert len({ledger.number(SHORT) for ledger in pair}) == 1  # without another round
+
+
+@pytest.mark.parametrize("others_exchange", [False, True])
+def test_a_refusal_that_others_meet_in_a_later_call_ends_all_calls(pair: list[Ledger], others_exchange: bool) -> None:
+    """They have made the call that it is of: did that rank leave it alone out, or all that follow in its model?"""
+    assert round_of(pair, PLAN) == [None] * 2
     pair[0].agree(PLAN, SHORT)
-    pair[1].agree(PLAN, SHORT)
-    pair[1].withdraw("scale must be finite, got nan")  # of the call in which the other waits
-    assert attempt(lambda: pair[0].agree({}, LONG)) == "ValueError: rank 1 refused: scale must be finite, got nan"
+    if others_exchange:
+        assert pair[0].number(SHORT) == 1
+    pair[1].withdraw("scale must be finite, got nan")
+    refusal = "rank 1 refused: scale must be finite, got nan"
+    assert (
+        attempt(lambda: pair[0].agree({}, LONG))
+        == f"ValueError: {refusal}; that was another call than the one that this rank is in"
+    )
+    lost = f"rank 0 met an error of another call than the one that it was in: {refusal}"
+    assert attempt(lambda: pair[1].agree({}, LONG)) == f"ValueError: {lost}"
+    for ledger in pair:
+        for _ in range(2):
+            assert attempt(lambda ledger=ledger: ledger.agree(PLAN, SHORT)) == lost_by(lost)
+        assert attempt(lambda ledger=ledger: ledger.number(SHORT)) == lost_by(lost)
+        ledger.withdraw("again")  # of which others have heard
+    for ledger in pair:
+        ledger.turn_page()
     assert round_of(pair, {}) == [None] * 2
+    assert len({ledger.number(SHORT) for ledger in pair}) == 1
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_refusals_stop_the_calls_that_they_belong_to_and_no_others(seed: int) -> None:
-    """Random programs, each rank at its own pace: it meets a refusal exactly where its own call is new and another's is refused."""
+def test_a_rank_that_goes_on_after_its_refusal_is_not_paired(pair: list[Ledger]) -> None:
+    """The others may wait in the refused call, under a plan that they know, for rows of this rank."""
+    assert round_of(pair, PLAN) == [None] * 2
+    pair[1].withdraw("scale must be finite, got nan")
+    for ledger in pair:
+        ledger.agree(PLAN, SHORT)
+    assert pair[0].number(SHORT) == 1
+    with over_once(all_posted(pair[1])):
+        assert str(attempt(lambda: pair[1].number(SHORT))).startswith("TimeoutError: rank 0 must take part")
+    others = {pair[0].number(SHORT) for _ in range(100)}
+    assert str(attempt(lambda: pair[0].agree({}, SHORT))).startswith(
+        "ValueError: rank 1 refused: scale must be finite, got nan; that"
+    )
+    assert str(attempt(lambda: pair[1].number(SHORT))).startswith("ValueError: rank 0 met an error of another call")
+    for ledger in pair:
+        ledger.turn_page()
+    assert not {number % TAGS for number in others} & {pair[1].number(SHORT) % TAGS for _ in range(100)}
+
+
+class FaultError(Exception):
+    """Of one rank alone."""
+
+
+def faulty_program(seed: int, size: int) -> tuple[list[list[tuple[int, bool]]], dict[tuple[int, int, int], str], bool]:
+    """Steps of calls, each of a plan that moves rows or not; what fails where on which rank; whether an error ends its step."""
     rng = random.Random(seed)
-    size = rng.choice((2, 3, 4))
-    steps, known = [], set()
-    for _ in range(25):
-        plan = rng.randint(0, 5)
-        refusing = {rank for rank in range(size) if rng.random() < 0.15}
-        met = {rank for rank in range(size) if rank not in refusing} if refusing and plan not in known else set()
-        if not refusing:
-            known.add(plan)
-        steps.append((plan, refusing, met))
+    moves = [rng.random() < 0.7 for _ in range(5)]
+    steps = [[(plan, moves[plan]) for plan in rng.choices(range(5), k=rng.randint(1, 3))] for _ in range(6)]
+    places = [(rank, step, layer) for rank in range(size) for step, layers in enumerate(steps) for layer in range(len(layers))]
+    faults = {place: rng.choice(["before", "refused", "behind"]) for place in rng.sample(places, rng.randint(1, 3))}
+    return steps, faults, rng.random() < 0.7
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_two_ranks_give_one_number_to_two_calls(seed: int, in_steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails where, and is caught: of messages nobody waits for any here, so ranks run ahead as far as they can. In steps
+    all ranks skip the same ones."""
+    size = 2 + seed % 3
+    steps, faults, ends_step = faulty_program(seed, size)
     ledgers = ledgers_on(dist.HashStore(), size)
+    monkeypatch.setattr(agreement, "_ledger", lambda ledger: ledger)
+    monkeypatch.setattr(agreement, "_ledgers", {ledger: ledger for ledger in ledgers})
+    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: LONG if in_steps else SHORT)
+    seen: list[dict[int, tuple[int, int]]] = [{} for _ in ledgers]
+    skipped: list[list[int]] = [[] for _ in ledgers]
+
+    def layer(rank: int, step: int, number: int) -> None:
+        ledger, (plan, moves) = ledgers[rank], steps[step][number]
+        fault, before = faults.get((rank, step, number)), agreement.events_of(ledger)  # type: ignore[arg-type]
+        try:
+            if fault == "before":
+                raise FaultError
+            if fault == "refused":
+                ledger.withdraw("its arguments")
+                raise FaultError
+            ledger.agree({"plan": plan}, LONG if in_steps else SHORT)
+            if moves:
+                seen[rank][ledger.number(LONG if in_steps else SHORT)] = (step, number)
+            if fault == "behind":
+                raise FaultError
+        except Exception as error:
+            agreement.tell(ledger, before, repr(error), is_backward=False)  # type: ignore[arg-type]
+            if ends_step:
+                raise
 
     def program(rank: int) -> None:
         pauses = random.Random(rank)
-        for number, (plan, refusing, met) in enumerate(steps):
+        for step, layers in enumerate(steps):
             time.sleep(pauses.choice((0.0, 0.0, 0.002)))
-            if rank in refusing:
-                ledgers[rank].withdraw(f"step {number}")
-                continue
-            outcome = attempt(lambda plan=plan: ledgers[rank].agree({"plan": plan}, LONG))
-            if rank in met:
-                assert outcome in {f"ValueError: rank {other} refused: step {number}" for other in refusing}, (number, outcome)
-            else:
-                assert outcome is None, (number, outcome)
+            around = agreement.step(ledgers[rank], repr, ()) if in_steps else nullcontext()  # type: ignore[arg-type]
+            try:
+                with around:
+                    for number in range(len(layers)):
+                        layer(rank, step, number)
+            except (FaultError, ValueError, TimeoutError, RuntimeError):
+                skipped[rank].append(step)
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(program, range(size)))
+    for one, other in combinations(seen, 2):
+        assert {n: (one[n], other[n]) for n in one.keys() & other.keys() if one[n] != other[n]} == {}
+    tags = [number % TAGS for number in {number for numbers in seen for number in numbers}]
+    assert len(set(tags)) == len(tags)
+    if in_steps:
+        assert skipped == skipped[:1] * size
+        failing = {step for (_, step, _), fault in faults.items() if ends_step or fault == "behind"}
+        assert set(skipped[0]) >= failing if ends_step else True
+        healthy = set(range(len(steps))) - {step for _, step, _ in faults}
+        assert not healthy & set(skipped[0])
+        assert all(
+            {step for step, _ in numbers.values()} >= healthy & {s for s, layers in enumerate(steps) if any(m for _, m in layers)}
+            for numbers in seen
+        )
 
 
 def test_rounds_tell_ranks_that_made_other_calls(pair: list[Ledger]) -> None:
     assert round_of(pair, PLAN) == [None] * 2
     for ledger in pair:
-        assert [ledger.number(), ledger.number()] == [1, 2]
-    assert pair[1].number() == 3
-    message = "ValueError: ranks must agree on how many calls they made before this one, got 2 on rank 0 and 3 on rank 1"
-    assert round_of(pair, {}) == [message] * 2
-    assert round_of(pair, {}) == [None] * 2
-    assert [ledger.number() for ledger in pair] == [4, 4]
-
-
-@pytest.mark.parametrize("others_exchange", [False, True])
-def test_a_refused_call_counts_whether_the_others_exchanged_rows_or_not(pair: list[Ledger], others_exchange: bool) -> None:
-    assert round_of(pair, PLAN) == [None] * 2
-    pair[0].agree(PLAN, SHORT)
-    if others_exchange:
-        assert pair[0].number() == 1
-    pair[1].withdraw("scale must be finite, got nan")
-    assert round_of(pair, {}) == [None] * 2
-    assert [ledger.number() for ledger in pair] == [2, 2]
-
-
-def test_a_rank_that_goes_on_after_its_refusal_takes_another_number_than_those_that_wait(pair: list[Ledger]) -> None:
-    assert round_of(pair, PLAN) == [None] * 2
-    pair[1].withdraw("scale must be finite, got nan")
+        assert [ledger.number(SHORT), ledger.number(SHORT)] == [1, 2]
+    assert pair[1].number(SHORT) == 3
+    told = "ranks must agree on how many calls they made before this one, got 2 on rank 0 and 3 on rank 1"
+    assert round_of(pair, {}) == [f"ValueError: {told}"] * 2
+    assert round_of(pair, {}) == [lost_by(told)] * 2
     for ledger in pair:
-        ledger.agree(PLAN, SHORT)
-    assert [ledger.number() for ledger in pair] == [1, APART + 2]
-    others = {pair[0].number() % TAGS for _ in range(1000)}  # of calls that it has skipped, too, however many
-    assert not others & {pair[1].number() % TAGS for _ in range(1000)}
-    message = "ValueError: ranks must agree on how many calls they made, one of which a rank refused, got "
-    assert round_of(pair, {}) == [f"{message}0 on rank 0 and 1 on rank 1 more than the least of them"] * 2
+        ledger.turn_page()
     assert round_of(pair, {}) == [None] * 2
-    assert len({ledger.number() for ledger in pair}) == 1
+    assert [ledger.number(SHORT) for ledger in pair] == [APART + 1] * 2
 
 
 def test_missing_ranks_are_named_to_all_and_to_themselves() -> None:
@@ -472,14 +551,14 @@ def test_last_rank_that_ends_before_it_compares(
 ) -> None:
     ended = threading.Event()
 
-    def end(here: str, outcome: tuple[str, str, int]) -> bytes:
+    def end(here: str, outcome: tuple[str, str, int, int]) -> bytes:
         ended.set()
         raise TimeoutError("ended")
 
     monkeypatch.setattr(pair[1], "_settle", end)
 
     def last() -> None:
-        while not pair[1].store.check(["1/0/arrived"]):
+        while not pair[1].store.check(["1/0/0/arrived"]):
             time.sleep(0.001)
         pair[1].agree({"heads": heads}, LONG)
 
@@ -487,55 +566,73 @@ def test_last_rank_that_ends_before_it_compares(
         assert together([lambda: pair[0].agree({"heads": 3}, SHORT), last]) == [outcome, "TimeoutError: ended"]
 
 
-def test_a_call_in_which_no_other_rank_came_has_a_number(pair: list[Ledger]) -> None:
-    """The others may wait in it, under a plan that they know, for rows of this rank, whose next call has another number."""
-    assert [ledger.number() for ledger in pair] == [1, 1]
-    with over_once(all_posted(pair[0])):
-        assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")
-    assert [ledger.number() for ledger in pair] == [APART + 3, 2]
-    assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")  # it comes late, to its own number
-    assert [ledger.number() for ledger in pair] == [APART + 4] * 2
+def test_a_late_rank_goes_on_from_the_call_that_it_was_late_for(pair: list[Ledger]) -> None:
+    """If it comes in another call, all are lost: the others may have left more out."""
+    for calls in (0, 1):
+        assert round_of(pair, {"calls": calls}) == [None] * 2
+        with over_once(all_posted(pair[0])):
+            assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 ")
+        for _ in range(calls):
+            pair[1].agree({"calls": 0}, SHORT)
+        late = str(attempt(lambda: pair[1].agree(PLAN, SHORT)))
+        assert late.startswith("TimeoutError: rank 1 ")
+        assert late.endswith("that was another call than the one that this rank is in") == bool(calls)
+        if not calls:
+            assert round_of(pair, PLAN | {"heads": 5}) == [None] * 2
+            assert [ledger.number(SHORT) for ledger in pair] == [2, 2]
+    assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("ValueError: rank 1 met an error of another call than ")
 
 
 def test_numbers_of_calls_are_never_used_twice(pair: list[Ledger]) -> None:
-    """Also where a refusal is behind them: a backward may still wait under the last number."""
-    numbers = []
-    for step in range(3):
-        numbers += [[ledger.number() for ledger in pair]]
-        together([lambda: pair[0].agree({"refused": step}, LONG), lambda: pair[1].withdraw("x")])  # noqa: B023
-        numbers += [[ledger.number() for ledger in pair]]
-        assert round_of(pair, {"step": step}) == [None] * 2
-        assert None not in round_of(pair, {"differ": step}, {"differ": -1})
+    """Also where a refusal is behind them, or a step: a backward may still wait under the last number."""
+    numbers: list[list[int]] = []
+
+    def count() -> None:
+        mine: dict[int, int] = {}
+        assert together([lambda at=at: mine.update({at: pair[at].number(LONG)}) for at in (0, 1)]) == [None] * 2
+        numbers.append([mine[0], mine[1]])
+
+    for turn in range(4):
+        count()
+        together([lambda: pair[0].agree({"refused": turn}, LONG), lambda: pair[1].withdraw("x")])  # noqa: B023
+        count()
+        assert round_of(pair, {"turn": turn}) == [None] * 2
+        assert None not in round_of(pair, {"differ": turn}, {"differ": -1})
+        count()
+        if turn % 2:
+            for ledger in pair:
+                ledger.turn_page()
     first, second = zip(*numbers)
     assert first == second
     assert len({number % TAGS for number in first}) == len(first)
 
 
-def test_a_call_of_another_thread_that_is_refused_during_a_round_is_counted_after_it(
-    pair: list[Ledger], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_two_threads_at_once_end_all_calls(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was first ends well, if it does on the others."""
     monkeypatch.setattr(agreement, "_ledger", lambda group: pair[0])
     group = dist.group.WORLD
 
     def first() -> None:
         with agreement.in_turn(group):  # type: ignore[arg-type]
             pair[0].agree(PLAN, LONG)
-            assert pair[0].number() == 1
+            assert pair[0].number(SHORT) == 1
 
     def second() -> None:
-        while not pair[1].store.check(["1/0/arrived"]):
+        while not pair[1].store.check(["1/0/0/arrived"]):
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match="one thread at a time"), agreement.in_turn(group):  # type: ignore[arg-type]
             pass
         pair[1].agree(PLAN, LONG)
 
     assert together([first, second]) == [None] * 2
-    assert [ledger.number() for ledger in pair] == [APART + 3, 1]
+    told = "rank 0 gave up: a thread called over the mesh during a call of another"
+    assert attempt(lambda: pair[1].agree({}, LONG)) == f"ValueError: {told}"
+    assert round_of(pair, {}) == [lost_by(told)] * 2
 
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_round_whose_time_is_over_is_that_of_one_call(pair: list[Ledger], refuses: bool) -> None:
-    """A rank that refuses, or makes, an earlier call of a known plan meets the end of that round in the call that it was for."""
+    """A rank that comes late has made the calls before it, or is lost: one that it refused was another."""
     assert round_of(pair, {}) == [None] * 2
     pair[0].agree({}, SHORT)
     with over_once(all_posted(pair[0])):
@@ -543,19 +640,12 @@ def test_a_round_whose_time_is_over_is_that_of_one_call(pair: list[Ledger], refu
     assert str(late).startswith("TimeoutError: rank 1 must take part")
     if refuses:
         pair[1].withdraw("v must have 5 columns, got 7")
+        assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith("RuntimeError: calls over this mesh must be the same")
+        assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("ValueError: rank 1 met an error of another call")
     else:
         pair[1].agree({}, SHORT)
-    assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith(str(late))
-    assert round_of(pair, PLAN) == [None] * 2
-
-
-def test_a_round_that_another_rank_was_alone_in_is_left_behind(pair: list[Ledger]) -> None:
-    """By a rank that has made more calls since: all of plans that it knew, the first of them instead of that round's."""
-    assert round_of(pair, {}) == [None] * 2
-    with over_once(all_posted(pair[0])):
-        assert str(attempt(lambda: pair[0].agree(PLAN, SHORT))).startswith("TimeoutError: rank 1 must take part")
-    pair[1].agree({}, SHORT)
-    assert round_of(pair, {"next": 1}) == [None] * 2
+        assert str(attempt(lambda: pair[1].agree(PLAN, SHORT))).startswith(str(late))
+        assert round_of(pair, PLAN) == [None] * 2
 
 
 def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
@@ -572,23 +662,108 @@ def test_store_does_not_grow_with_plans(stores: list[dist.Store]) -> None:
     assert stores[0].num_keys() <= keys[0]
 
 
-@pytest.mark.parametrize("alone", [1, 2, 3])
-def test_calls_that_a_rank_made_alone_are_compared_once_another_has_refused_one(pair: list[Ledger], alone: int) -> None:
-    """Which of its calls was it? Of one call it is that one; of more it may be none of them, but the next."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_calls_that_a_rank_made_alone_are_compared_behind_a_refusal(pair: list[Ledger], refused: bool) -> None:
+    """Without one nobody minds: they moved nothing."""
     assert round_of(pair, PLAN) == [None] * 2
+    if refused:
+        pair[0].withdraw("no memory")
+        assert attempt(lambda: pair[1].agree({}, LONG)) == "ValueError: rank 0 refused: no memory"
     for _ in range(2):
         pair[1].agree(PLAN, SHORT)
-    assert round_of(pair, PLAN | {"heads": 5}) == [None] * 2  # without a refusal nobody minds
-    for _ in range(alone):
-        pair[1].agree(PLAN, SHORT)
-    pair[0].withdraw("no memory")
-    found = round_of(pair, PLAN | {"heads": 7})
-    if alone == 1:
-        assert found == [None] * 2
-    else:
-        message = "ValueError: ranks must agree on how many calls they made, one of which a rank refused, got "
-        assert found == [f"{message}0 on rank 0 and {alone - 1} on rank 1 more than the least of them"] * 2
-    assert round_of(pair, PLAN | {"heads": 7}) == [None] * 2
+    message = "ValueError: ranks must agree on how many calls they made since one was refused, got 1 on rank 0 and 3 on rank 1"
+    assert round_of(pair, PLAN | {"heads": 7}) == [message if refused else None] * 2
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, ledgers: Sequence[Ledger]) -> Callable[[Ledger], AbstractContextManager[None]]:
+    monkeypatch.setattr(agreement, "_ledger", lambda ledger: ledger)
+    monkeypatch.setattr(agreement, "_ledgers", {ledger: ledger for ledger in ledgers})
+    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: LONG)
+    return lambda ledger: agreement.step(ledger, str, (GeneratorExit,))  # type: ignore[arg-type]
+
+
+def test_all_ranks_leave_a_step_together(trio: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, trio)
+    ended: list[int] = []
+
+    def program(ledger: Ledger, error: BaseException | None, wait: bool) -> None:
+        with step(ledger):
+            if wait:  # until the others are at the end: they wait there
+                while not all(ledger.store.check([f"{ledger.life}/{ledger.page}/0/{rank}"]) for rank in (1, 2)):
+                    time.sleep(0.001)
+                assert not ended
+            if error is not None:
+                raise error
+        ended.append(ledger.rank)
+
+    def programs(error: BaseException | None, wait: bool) -> list[Outcome]:
+        return together([lambda at=at: program(trio[at], error if at == 0 else None, wait and at == 0) for at in range(3)])
+
+    for _ in range(2):
+        ended.clear()
+        assert programs(None, wait=True) == [None] * 3
+        ended.clear()
+        assert programs(ValueError("no batch"), wait=True) == [
+            "ValueError: no batch",
+            *["ValueError: rank 0 refused: no batch"] * 2,
+        ]
+        assert ended == []
+    assert len({ledger.page for ledger in trio}) == 1
+    with pytest.raises(KeyboardInterrupt):
+        program(trio[0], KeyboardInterrupt(), wait=False)
+    for ledger in trio[1:]:
+        with pytest.raises(ValueError, match=r"^rank 0 refused: $"):
+            program(ledger, None, wait=False)
+
+
+def test_an_error_that_is_caught_inside_of_a_step_ends_it_for_all(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, pair)
+
+    def fails() -> None:
+        with step(pair[0]):
+            pair[0].agree(PLAN, LONG)
+            with pytest.raises(FaultError), step(pair[0]):  # noqa: PT012 - a part of the other step
+                pair[0].agree({}, LONG)
+                raise FaultError("a hook")
+            assert attempt(lambda: pair[0].agree(PLAN, LONG)) == lost_by("rank 0 refused: a hook")
+
+    def goes_on() -> None:
+        with step(pair[1]):
+            pair[1].agree(PLAN, LONG)
+            pair[1].agree({}, LONG)
+
+    assert together([fails, goes_on]) == ["ValueError: rank 0 refused: a hook"] * 2
+
+    def falls_back(ledger: Ledger) -> None:
+        with step(ledger):
+            if ledger.rank:
+                ledger.withdraw("its arguments")
+            else:
+                assert attempt(lambda: ledger.agree({"new": 1}, LONG)) == "ValueError: rank 1 refused: its arguments"
+            ledger.agree({"new": 2}, LONG)
+
+    assert together([lambda ledger=ledger: falls_back(ledger) for ledger in pair]) == [None] * 2
+
+
+def test_a_step_of_one_rank_alone_is_told_apart(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, pair)
+    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: SHORT)
+    with (
+        over_once(lambda: pair[0].store.check(["1/1/0/0"])),
+        pytest.raises(TimeoutError, match=r"^rank 1 must take part"),
+        step(pair[0]),
+    ):
+        pass
+    assert pair[0].number(SHORT) != pair[1].number(SHORT)
+    for _ in range(2):
+        pair[1].turn_page()
+    with ThreadPoolExecutor(1) as pool, step(pair[1]):
+        told = pool.submit(attempt, lambda: step(pair[1]).__enter__()).result()
+        assert told == (
+            "RuntimeError: shared_failures must run in one thread at a time over one mesh, got it while another thread is inside"
+        )
+        pair[0].turn_page()
+        pool.submit(pair[0].agree, ledger_module.END, LONG)
 
 
 def test_keys_of_an_earlier_life_are_not_read() -> None:

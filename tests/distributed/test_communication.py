@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.merge import accumulated
 from flexdilated.distributed import cost
-from flexdilated.distributed.agreement import Ledger
+from flexdilated.distributed.ledger import Ledger
 from flexdilated.distributed.plan import EXCHANGES
 from tests.cases import differentiate
 from tests.distributed.cases import (

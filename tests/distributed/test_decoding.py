@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from flexdilated.decode.ranks import Ranks as CacheRanks
 from flexdilated.decode.ranks import check_same, merge_parts
 from flexdilated.decode.tokens import BLOCK
 from flexdilated.distributed import even_shard_lengths, unshard_sequence
+from flexdilated.nn import LongNetConfig, LongNetLM
 from tests.cases import least_heads
 from tests.distributed.processes import Ranks, each_size
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
@@ -644,3 +646,39 @@ def check_decoding(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("ranks", [each_size(2), each_size(3)], indirect=True)
 def test_decoding_over_processes_equals_one(ranks: Ranks) -> None:
     ranks.run(check_decoding)
+
+
+def other_tokens(rank: int, mesh: DeviceMesh) -> None:
+    """Tokens that are said to be all of them, and are not the same: shards without their lengths, or drawn by each rank."""
+    torch.manual_seed(0)
+    model = (
+        LongNetLM(LongNetConfig(vocab_size=29, embed_dim=12, num_layers=2, num_heads=3, pattern=LONGNET), mesh=mesh).double().eval()
+    )
+    tokens = torch.randint(29, (2, 24))
+    caches = model.make_caches(2, max_length=40, mesh=mesh)
+    own = tokens[:, 12 * rank : 12 * rank + 12]
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks, got by h"
+            ):
+                model(own, caches=caches, last_only=True)
+        assert [cache.lengths.tolist() for cache in caches] == [[0, 0]] * 2
+        logits = model(own, caches=caches, last_only=True, shard_lengths=(12, 12))
+        with pytest.raises(ValueError, match=r"^the tokens of a call without shard_lengths must be the same on all ranks"):
+            model(tokens[:, rank : rank + 1], caches=caches)
+        alone = LongNetLM(model.config).double().eval()
+        alone.load_state_dict(model.state_dict())
+        of_one = alone.make_caches(2, max_length=40)
+        torch.testing.assert_close(logits, alone(tokens, caches=of_one, last_only=True), **EXACT)
+        for more in (tokens[:, :1], tokens[:, 3:4], tokens[:, :5]):
+            torch.testing.assert_close(model(more, caches=caches), alone(more, caches=of_one), **EXACT)
+
+
+@pytest.mark.ranks
+def test_other_tokens_on_some_ranks_are_told(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path)
+    try:
+        ranks.run(other_tokens)
+    finally:
+        ranks.kill()

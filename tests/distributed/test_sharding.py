@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import (
     even_shard_lengths,
     gather_tokens,
-    group_of,
     local_shard_lengths,
     shard_lengths_of,
     shard_sequence,

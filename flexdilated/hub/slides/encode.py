@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.sharding import even_shard_lengths, group_of
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles
 from flexdilated.hub.slides.grid import neighbour_distance

@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.call import EXCHANGES
-from flexdilated.distributed.agreement import failed
+from flexdilated.distributed.agreement import failed, number_of_collective
 from flexdilated.distributed.answering import timeout_of
-from flexdilated.distributed.sharding import group_of, local_shard_lengths
+from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import telling, traces_call
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import global_ranks
@@ -317,7 +319,10 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
     mine = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
     told: list[Any] = [None] * context.mesh.size()
     group = context.mesh.get_group()
-    with Wait(group, "the comparison of labels").for_all():
+    calls = number_of_collective(group)
+    wait = Wait(group, f"call {calls[0] % APART}, the comparison of labels", calls[0])
+    wait.check_same(calls, [], labels.device, "")
+    with wait.for_all():
         dist.all_gather_object(told, mine, group=group)
     held = [(rank, *each) for rank, each in zip(global_ranks(group), told) if None not in each]
     for (one, _, behind), (other, first, _) in pairwise(held):

@@ -1,0 +1,316 @@
+"""One rank's side of what the ranks of a group agree on, over their store. Long: every way to miss each other is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+import flexdilated
+from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.words import MAX_ITEMS, digest, holders, named, short, shown
+
+VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
+MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
+MAX_REASON = 2000  # characters
+MAX_WORDS = 8  # told of calls, the last ones
+# Between the numbers of calls of two steps. In tags too, which are remainders of a power of 2.
+APART = (1 << 40) + 982_451_653
+LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
+END = {"call": "the end of shared_failures"}
+FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
+
+
+class Ledger:
+    """One rank's side of the rounds of one group, and the plans that they settled.
+
+    Keys of round k of a page p: `<life>/<p>/<k>/<rank>`, what each rank holds; `.../arrived`, how many came; `.../outcome`, written
+    once, by the first of: the last rank to come, a rank that withdraws, a rank whose time is over. All ranks read the same outcome,
+    so all of them agree or all of them raise, and all go on to round k + 1.
+
+    A round that not all came to is that of one call of the rank that ended it, which says how many calls it had made since the
+    round before, and how many with messages. A rank that meets this outcome in a call of the same numbers raises in it, as that
+    rank does, and both may go on. One that meets it in another call has made what the other has not: it is lost.
+
+    A lost rank makes no more calls and says so under `<life>/<p>/lost`, where all ranks look that come to a round: they are lost
+    with it. Ranks whose rows do not come are lost, too. None of them knows which call the others will make next. What all ranks
+    begin together is a new page, with numbers and rounds of its own: a step, or what follows it.
+
+    A round compares how many calls have exchanged rows: a rank that left one out, or made one more, is told so. Behind a refusal
+    all calls are compared, those that a rank may else make alone too, before any rows are exchanged.
+
+    The store is shared by the ranks of this group and by no other group.
+    """
+
+    def __init__(self, store: Store | AnsweringStore, rank: int, ranks: Sequence[int]) -> None:
+        self.store, self.rank, self.size = store, rank, len(ranks)
+        self.ranks = ranks  # by the numbers of messages
+        self.page, self.round = 0, 0
+        self.kept: list[str] = []  # earlier rounds whose keys this rank has not deleted yet
+        self.agreed: dict[bytes, None] = {}  # in the order of their rounds
+        self.made, self.exchanged = 0, 0  # calls since the last round; calls with messages on this page
+        self.is_unsure = False  # whether a call was refused since all ranks compared
+        self.lost: str | None = None  # why nobody knows which call is next
+        self.plan: Mapping[str, object] = {}  # of the last call, unless it was refused
+        # All that happened, and when this rank's last call and the last failure that all know were.
+        self.events, self.called_at, self.failed_at = 0, 0, 0
+        self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
+        self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
+        self.stepping: int | None = None  # the thread that is inside a step
+        # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
+        # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
+        self.life = store.add(f"lives/{rank}", 1)
+
+    def agree(self, plan: Mapping[str, object], timeout: timedelta, *, each_time: bool = False) -> None:
+        """As the function `agree`, waiting for the others for `timeout` at most."""
+        try:
+            key = digest(plan)
+        except TypeError as error:
+            raise TypeError(f"plan must map names to JSON types, got another: {error}") from error
+        self._refuse_lost()
+        self.made += 1
+        self.plan = plan
+        if key in self.agreed and not each_time:
+            self._call()
+            return
+        self._meet(plan, timeout)
+        self._call()
+        if each_time:
+            return
+        # First in, first out: order of use would differ between ranks after a refused call, and rounds with it.
+        if len(self.agreed) == MAX_AGREED:
+            del self.agreed[next(iter(self.agreed))]
+        self.agreed[key] = None
+
+    def number(self, timeout: timedelta) -> int:
+        """As the function `number_of_call`."""
+        self._refuse_lost()
+        if self.is_unsure:
+            self._meet(self.plan, timeout)
+        return self.next_number()
+
+    def next_number(self) -> int:
+        """Of a call with messages, which is made now."""
+        self._refuse_lost()
+        self.exchanged += 1
+        self._call()
+        return self.last_number
+
+    @property
+    def last_number(self) -> int:
+        """Of the last call with messages."""
+        return self.page * APART + self.exchanged
+
+    def withdraw(self, reason: str, how: str = "refused") -> None:
+        """As the function `withdraw`; in words that fit before a call."""
+        self.fail()
+        if self.lost is not None:  # of which others hear
+            return
+        reason = cut(reason)
+        self.made += 1
+        # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
+        self.inform(self.last_number + 1, f"{how} call {self.exchanged + 1}: {reason}", "refused")
+        here = self._enter()
+        outcome = self._settle(here, ("refused", f"{self.name} refused: {reason}", self.made, self.exchanged))
+        self.store.add(f"{here}/arrived", 1)
+        self._pass(*json.loads(outcome))
+
+    def leave(self, reason: str, how: str | None = None) -> None:
+        """Be lost, by an error of which others hear that wait for this rank in any call of this page."""
+        if self.lost is None:
+            reason = cut(reason)
+            word = f"{how or f'did not come to call {self.exchanged + 1}'}: {reason}"
+            self.lose(f"{self.name} refused: {reason}")
+            self.inform(self.page * APART + APART - 1, word, "refused")
+
+    def lose(self, message: str) -> None:
+        """Make no more calls until all ranks turn the page, and tell those that come to a round."""
+        if self.lost is None:
+            self.lost = message
+            self.store.compare_set(f"{self.life}/{self.page}/lost", "", message)
+
+    def turn_page(self) -> None:
+        """Begin or end a step: whatever happened, all ranks are at one place."""
+        self.page, self.round = self.page + 1, 0
+        self.made, self.exchanged, self.is_unsure, self.lost, self.plan = 0, 0, False, None, {}
+
+    def end(self, timeout: timedelta) -> None:
+        """Return when all ranks have come to the end of this step."""
+        if self.lost is not None:
+            raise ValueError(self.lost)
+        self._meet(END, timeout)
+
+    def inform(self, number: int, word: str, topic: str = "failed") -> None:
+        """Tell those that will wait in vain for this rank, in a call or one before."""
+        words = self.words.setdefault(topic, [])
+        words.append((number, word))
+        del words[:-MAX_WORDS]
+        self.store.set(f"{self.life}/{topic}/{self.rank}", json.dumps(words))
+
+    def fail(self) -> None:
+        """Remember a failure that all ranks know."""
+        self.events += 1
+        self.failed_at = self.events
+
+    def _call(self) -> None:
+        self.events += 1
+        self.called_at = self.events
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.ranks[self.rank]}"
+
+    def _refuse_lost(self) -> None:
+        if self.lost is not None:
+            self.fail()
+            raise RuntimeError(
+                "calls over this mesh must be the same on all ranks, which are at different ones since an error, or may be: "
+                f"{self.lost}; put each step in flexdilated.distributed.shared_failures(mesh), behind whose end all are at one"
+            )
+
+    def _meet(self, plan: Mapping[str, object], timeout: timedelta) -> None:
+        """Take part in the next round: return when all ranks have come to it in one call."""
+        kind, message, *place = self._round(fields_of(plan), time.monotonic() + timeout.total_seconds(), timeout)
+        is_here = self._pass(kind, message, *place)
+        if kind:
+            self.fail()
+            message = message if is_here else f"{message}; that was another call than the one that this rank is in"
+            raise (TimeoutError if kind == "overdue" else ValueError)(message)
+
+    def _pass(self, kind: str, message: str, made: int, exchanged: int) -> bool:
+        """Go on from the outcome of a round: whether all ranks met it in one call."""
+        is_here = kind not in LEFT or (made, exchanged) == (self.made, self.exchanged)
+        if kind in ("lost", "astray"):
+            self.lost = self.lost or message
+        elif not is_here:
+            self.lose(f"{self.name} met an error of another call than the one that it was in: {message}")
+        self.made, self.is_unsure = 0, bool(kind)
+        self.plan = self.plan if not kind else {}
+        self.exchanged += kind in LEFT  # others may have made it with messages
+        return is_here
+
+    def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> list[Any]:
+        """Take part in the next round: its outcome."""
+        here = self._enter()
+        is_over = self.store.check([f"{here}/outcome"])
+        self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.made, self.is_unsure]))
+        last = self.store.add(f"{here}/arrived", 1) == self.size
+        if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
+            outcome = self._settle(here, _compare(self._posts(here), self.ranks))
+        else:
+            outcome = self._wait(here, end, timeout)
+        found: list[Any] = json.loads(outcome)
+        if found[0] == "overdue" and is_over:
+            found[1] += "; that was before this rank came"
+        return found
+
+    def _enter(self) -> str:
+        """Go on to the next round; the prefix of its keys."""
+        # If all came to the last round, all have left the rounds before it.
+        if self.kept and self.store.add(f"{self.kept[-1]}/arrived", 0) == self.size:
+            for past in self.kept[:-1]:
+                self.store.delete_key(f"{past}/{self.rank}")
+                if self.rank == 0:
+                    self.store.delete_key(f"{past}/arrived")
+                    self.store.delete_key(f"{past}/outcome")
+            del self.kept[:-1]
+        here = f"{self.life}/{self.page}/{self.round}"
+        self.kept.append(here)
+        self.round += 1
+        return here
+
+    def _wait(self, here: str, end: float, timeout: timedelta) -> bytes:
+        """The outcome of the round, written by this rank if the time is over, or if another is lost."""
+        # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
+        # thread in while it waits.
+        pause, lost = FIRST_PAUSE, f"{self.life}/{self.page}/lost"
+        while not self.store.check([f"{here}/outcome"]):
+            if self.store.check([lost]):
+                return self._settle(here, ("lost", self.store.get(lost).decode(), 0, 0))
+            left = end - time.monotonic()
+            if left <= 0:
+                return self._settle(here, self._overdue(here, timeout))
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_PAUSE)
+        return self.store.get(f"{here}/outcome")
+
+    def _settle(self, here: str, outcome: tuple[str, str, int, int]) -> bytes:
+        """The outcome of the round: this one, unless another rank was first."""
+        return self.store.compare_set(f"{here}/outcome", "", json.dumps(outcome))
+
+    def _overdue(self, here: str, timeout: timedelta) -> tuple[str, str, int, int]:
+        """The outcome of a round whose time is over."""
+        missing = [rank for rank in range(self.size) if not self.store.check([f"{here}/{rank}"])]
+        if not missing:  # the last to come ended before it compared
+            return _compare(self._posts(here), self.ranks)
+        lost = named([self.ranks[rank] for rank in missing])
+        they, they_are, call = ("it", "is", "calls") if len(missing) == 1 else ("they", "are", "call")
+        return (
+            "overdue",
+            f"{lost} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
+            f"{they} did not: {they} ended, {they_are} slower, or {call} it with an already agreed plan",
+            self.made,
+            self.exchanged,
+        )
+
+    def _posts(self, here: str) -> list[bytes]:
+        return self.store.multi_get([f"{here}/{rank}" for rank in range(self.size)])
+
+
+def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, int, int]:
+    """The outcome of a round to which all ranks came: kind, message, and two numbers of which none needs any."""
+    plans, exchanged, made, unsure = zip(*(json.loads(post) for post in posts))
+    differences = differing(ranks, plans)
+    is_astray = len(set(exchanged)) > 1 or (any(unsure) and len(set(made)) > 1)
+    if len(set(exchanged)) > 1:
+        differences.append(f"how many calls they made before this one, got {_numbers(ranks, exchanged)}")
+    elif is_astray:
+        differences.append(f"how many calls they made since one was refused, got {_numbers(ranks, made)}")
+    if not differences:
+        return "", "", 0, 0
+    return "astray" if is_astray else "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", 0, 0
+
+
+def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
+    """Each field of a plan as messages show it, and a digest by which it is compared; the version too.
+
+    Fields of a field, and the items of a long list among them, stand alone: messages cut long values, and say which differ.
+    """
+    found: dict[str, object] = {VERSION: flexdilated.__version__}
+    for name, value in plan.items():
+        for key, each in value.items() if isinstance(value, dict) and value else [("", value)]:
+            of = f"{name}.{key}" if key else name
+            if key and isinstance(each, (list, tuple)) and len(each) > MAX_ITEMS:
+                found |= {f"{of}[{i}]": item for i, item in enumerate(each)}
+            else:
+                found[of] = each
+    return {name: [shown(x), digest(x).hex()] for name, x in found.items()}
+
+
+def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    """For each field that is not the same in the plans of some ranks its name, and what each of them has."""
+    differences = []
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        values = [plan.get(name, ["nothing", ""]) for plan in plans]
+        if any(value[1] != values[0][1] for value in values):
+            differences.append(f"{name}, got {_listed(ranks, values)}")
+    return differences
+
+
+def cut(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+
+
+def _numbers(ranks: Sequence[int], numbers: Sequence[int]) -> str:
+    return _listed(ranks, [[str(n), str(n)] for n in numbers])
+
+
+def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:
+    """Each value with the ranks that hold it, for example `17 on ranks 0, 2 and 19 on rank 1`, from what is shown and a digest."""
+    found = holders((rank, tuple(value)) for rank, value in zip(ranks, values))
+    return short([f"{text} on {named(those)}" for (text, _), those in found], " and ", "values")

@@ -1,0 +1,45 @@
+"""This rank's place in a mesh of one axis."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
+    """The name of the process group of a 1-D mesh, this rank in it and its size; traces under `torch.compile(fullgraph=True)`.
+
+    Raises:
+        TypeError: If it is no `DeviceMesh`.
+        ValueError: If it has other than one dim, lacks this rank, or does not list its ranks in ascending order.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    rank, num_ranks = _place(mesh)
+    return mesh.get_group().group_name, rank, num_ranks
+
+
+def _place(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank in a 1-D mesh, and the number of its ranks."""
+    return _place_of(mesh, dist.get_rank())
+
+
+# Reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself. The mark alone is what
+# `torch.compiler.assume_constant_result` sets, and that loads dynamo, in seconds.
+vars(_place)["_dynamo_marked_constant"] = True
+
+
+@lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds
+def _place_of(mesh: DeviceMesh, rank: int) -> tuple[int, int]:
+    if mesh.ndim != 1:
+        names, sizes = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+        axis = "one axis" if names is None else f"one axis, as mesh[{names[-1]!r}]"
+        raise ValueError(f"mesh must be 1-D, got dims {names} of sizes {sizes}; give {axis}")
+    ranks = mesh.mesh.tolist()
+    if rank not in ranks:
+        raise ValueError(f"mesh must hold this rank, got rank {rank} and ranks {ranks}")
+    if ranks != sorted(ranks):  # a process group sorts its ranks, so shards in the order of the mesh would be mixed up
+        raise ValueError(f"mesh must list its ranks in ascending order, got {ranks}")
+    return ranks.index(rank), len(ranks)
