@@ -20,7 +20,7 @@ MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
 MAX_REASON = 2000  # characters
 MAX_WORDS = 8  # told of calls, the last ones
 # Between the numbers of calls of two steps. In tags too, which are remainders of a power of 2.
-APART = (1 << 40) + 982_451_653
+APART = (1 << 32) + 982_451_653
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 END = {"call": "the end of shared_failures"}
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
@@ -168,9 +168,12 @@ class Ledger:
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             self.fail()
+            remedy = "put each step in flexdilated.distributed.shared_failures(mesh), behind whose end all are at one"
+            if self.stepping is not None:
+                remedy = "leave this step of shared_failures by an error, as the others do, and go on with the next"
             raise RuntimeError(
                 "calls over this mesh must be the same on all ranks, which are at different ones since an error, or may be: "
-                f"{self.lost}; put each step in flexdilated.distributed.shared_failures(mesh), behind whose end all are at one"
+                f"{self.lost}; {remedy}"
             )
 
     def _meet(self, plan: Mapping[str, object], timeout: timedelta) -> None:
