@@ -194,7 +194,13 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
     return told[0, :-1]
 
 
-def check_same(told: Tensor, ranks: Sequence[int], what: str = "lengths of a cache and of a call", how: str = "") -> None:
+def check_same(
+    told: Tensor,
+    ranks: Sequence[int],
+    what: str = "lengths of a cache and of a call",
+    how: str = "",
+    hint: str = "every rank makes the same calls",
+) -> None:
     """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ; `ranks` are their numbers.
 
     Raises:
@@ -207,7 +213,7 @@ def check_same(told: Tensor, ranks: Sequence[int], what: str = "lengths of a cac
         other = int(is_same.int().argmin())
         raise ValueError(
             f"{what} must be the same on all ranks, got {how}{told[0].tolist()} on rank {ranks[0]} and "
-            f"{told[other].tolist()} on rank {ranks[other]}; every rank makes the same calls"
+            f"{told[other].tolist()} on rank {ranks[other]}; {hint}"
         )
 
 
@@ -243,7 +249,8 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
             check_same(told[:, :num_lengths], global_ranks(group))
             order, tokens = told[:, num_lengths:].split(len(parts), dim=1)
             check_same(order, global_ranks(group), "the order of the sequences of a cache", "by hashes ")
-            check_same(tokens, global_ranks(group), "the tokens of a call without shard_lengths", "by hashes ")
+            hint = "give shard_lengths if they are shards, and draw on one rank what all are to read"
+            check_same(tokens, global_ranks(group), "the tokens of a call without shard_lengths", "by hashes ", hint)
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
+from flexdilated.distributed.ledger import CLOSED, Ledger, cut
 from flexdilated.distributed.ledger import VERSION as VERSION
-from flexdilated.distributed.ledger import Ledger, cut
 from flexdilated.distributed.words import global_ranks
+
+GRACE = timedelta(seconds=5)  # for those that wait as long as a rank that failed, and have come there a little later
 
 
 def agree(group: dist.ProcessGroup, plan: Mapping[str, object], *, each_time: bool = False) -> None:
@@ -107,12 +109,18 @@ def failed(group: dist.ProcessGroup) -> None:
         ledger.fail()
 
 
-def lose(group: dist.ProcessGroup, reason: str) -> None:
+def lose(group: dist.ProcessGroup, reason: str, *, is_closed: bool = False) -> None:
     """Say that this rank has given up a call that others may make, or be behind: until the next step no rank makes any."""
     with suppress(TimeoutError, RuntimeError):  # of a store that is gone
         ledger = _ledger(group)
         ledger.fail()
-        ledger.lose(f"{ledger.name} gave up: {reason}")
+        ledger.lose(f"{ledger.name} gave up: {reason}{CLOSED if is_closed and dist.get_backend(group) == 'gloo' else ''}")
+
+
+def is_lost(group: dist.ProcessGroup) -> bool:
+    """Whether ranks may be at different calls."""
+    ledger = _ledgers.get(group)
+    return ledger is not None and ledger.lost is not None
 
 
 def tell(group: dist.ProcessGroup, before: int, reason: str, *, is_backward: bool) -> None:
@@ -178,9 +186,9 @@ def step(
         return
     if ledger.stepping is not None:
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
+    ledger.begin(timeout_of(group) + GRACE)
     ledger.stepping = threading.get_ident()
     is_done = False
-    ledger.turn_page()
     try:
         yield
         ledger.end(timeout_of(group))
@@ -190,7 +198,7 @@ def step(
         raise
     except BaseException as error:
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            ledger.leave(reason_of(error))
+            ledger.abandon(reason_of(error))
         raise
     finally:
         ledger.stepping = None

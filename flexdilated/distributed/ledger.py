@@ -23,6 +23,7 @@ MAX_WORDS = 8  # told of calls, the last ones
 APART = (1 << 32) + 982_451_653
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 END = {"call": "the end of shared_failures"}
+CLOSED = ", which closed its connections: make a new process group"  # by gloo, of a wait whose time is over
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 
 
@@ -62,6 +63,7 @@ class Ledger:
         self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
         self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
         self.stepping: int | None = None  # the thread that is inside a step
+        self.left: str | None = None  # where ranks say that they have left the last step, if by an error
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
         self.life = store.add(f"lives/{rank}", 1)
@@ -139,11 +141,32 @@ class Ledger:
         self.page, self.round = self.page + 1, 0
         self.made, self.exchanged, self.is_unsure, self.lost, self.plan = 0, 0, False, None, {}
 
+    def begin(self, timeout: timedelta) -> None:
+        """Begin a step, once all ranks have left the one before: one that failed there would run ahead of those that still wait."""
+        if self.left is not None:
+            end, keys = time.monotonic() + timeout.total_seconds(), [f"{self.left}/{rank}" for rank in range(self.size)]
+            while not self.store.check(keys):
+                if time.monotonic() >= end:
+                    late = named([self.ranks[rank] for rank, key in enumerate(keys) if not self.store.check([key])])
+                    raise TimeoutError(
+                        f"{late} must leave the step of shared_failures in which another rank failed within "
+                        f"{timeout.total_seconds():g} s"
+                    )
+                time.sleep(LAST_PAUSE / 10)
+            self.left = None
+        self.turn_page()
+
     def end(self, timeout: timedelta) -> None:
         """Return when all ranks have come to the end of this step."""
         if self.lost is not None:
             raise ValueError(self.lost)
         self._meet(END, timeout)
+
+    def abandon(self, reason: str) -> None:
+        """Leave this step by an error."""
+        self.leave(reason)
+        self.left = f"{self.life}/{self.page}/left"
+        self.store.set(f"{self.left}/{self.rank}", "")
 
     def inform(self, number: int, word: str, topic: str = "failed") -> None:
         """Tell those that will wait in vain for this rank, in a call or one before."""
@@ -168,17 +191,16 @@ class Ledger:
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             self.fail()
-            remedy = "put each step in flexdilated.distributed.shared_failures(mesh), behind whose end all are at one"
-            if self.stepping is not None:
-                remedy = "leave this step of shared_failures by an error, as the others do, and go on with the next"
-            raise RuntimeError(
-                "calls over this mesh must be the same on all ranks, which are at different ones since an error, or may be: "
-                f"{self.lost}; {remedy}"
-            )
+            remedy = "; put each step in flexdilated.distributed.shared_failures(mesh), from which all go on together"
+            if self.lost.endswith(CLOSED):
+                remedy = ""
+            elif self.stepping is not None:
+                remedy = "; leave this step of shared_failures by an error, as the others do, and go on with the next"
+            raise RuntimeError(f"ranks may be at different calls over this mesh since an error: {self.lost}{remedy}")
 
     def _meet(self, plan: Mapping[str, object], timeout: timedelta) -> None:
         """Take part in the next round: return when all ranks have come to it in one call."""
-        kind, message, *place = self._round(fields_of(plan), time.monotonic() + timeout.total_seconds(), timeout)
+        kind, message, *place = self._round(fields_of(plan), timeout, is_end=plan is END)
         is_here = self._pass(kind, message, *place)
         if kind:
             self.fail()
@@ -197,16 +219,16 @@ class Ledger:
         self.exchanged += kind in LEFT  # others may have made it with messages
         return is_here
 
-    def _round(self, fields: Mapping[str, Sequence[str]], end: float, timeout: timedelta) -> list[Any]:
+    def _round(self, fields: Mapping[str, Sequence[str]], timeout: timedelta, *, is_end: bool) -> list[Any]:
         """Take part in the next round: its outcome."""
-        here = self._enter()
+        end, here = time.monotonic() + timeout.total_seconds(), self._enter()
         is_over = self.store.check([f"{here}/outcome"])
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.made, self.is_unsure]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
             outcome = self._settle(here, _compare(self._posts(here), self.ranks))
         else:
-            outcome = self._wait(here, end, timeout)
+            outcome = self._wait(here, end, timeout, is_end=is_end)
         found: list[Any] = json.loads(outcome)
         if found[0] == "overdue" and is_over:
             found[1] += "; that was before this rank came"
@@ -227,7 +249,7 @@ class Ledger:
         self.round += 1
         return here
 
-    def _wait(self, here: str, end: float, timeout: timedelta) -> bytes:
+    def _wait(self, here: str, end: float, timeout: timedelta, *, is_end: bool) -> bytes:
         """The outcome of the round, written by this rank if the time is over, or if another is lost."""
         # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
         # thread in while it waits.
@@ -237,7 +259,7 @@ class Ledger:
                 return self._settle(here, ("lost", self.store.get(lost).decode(), 0, 0))
             left = end - time.monotonic()
             if left <= 0:
-                return self._settle(here, self._overdue(here, timeout))
+                return self._settle(here, self._overdue(here, timeout, is_end=is_end))
             time.sleep(min(pause, left))
             pause = min(2 * pause, LAST_PAUSE)
         return self.store.get(f"{here}/outcome")
@@ -246,20 +268,19 @@ class Ledger:
         """The outcome of the round: this one, unless another rank was first."""
         return self.store.compare_set(f"{here}/outcome", "", json.dumps(outcome))
 
-    def _overdue(self, here: str, timeout: timedelta) -> tuple[str, str, int, int]:
+    def _overdue(self, here: str, timeout: timedelta, *, is_end: bool) -> tuple[str, str, int, int]:
         """The outcome of a round whose time is over."""
         missing = [rank for rank in range(self.size) if not self.store.check([f"{here}/{rank}"])]
         if not missing:  # the last to come ended before it compared
             return _compare(self._posts(here), self.ranks)
         lost = named([self.ranks[rank] for rank in missing])
         they, they_are, call = ("it", "is", "calls") if len(missing) == 1 else ("they", "are", "call")
-        return (
-            "overdue",
-            f"{lost} must take part in dilated_attention over this mesh within {timeout.total_seconds():g} s, "
-            f"{they} did not: {they} ended, {they_are} slower, or {call} it with an already agreed plan",
-            self.made,
-            self.exchanged,
-        )
+        what = "come to the end of shared_failures" if is_end else "take part in dilated_attention"
+        why = f"{they} ended, {they_are} slower, or {call} it with an already agreed plan"
+        if self.page % 2:
+            why = f"{they} ended, {they_are} slower or outside of this step of shared_failures, or {call} with a known plan"
+        message = f"{lost} must {what} over this mesh within {timeout.total_seconds():g} s, {they} did not: {why}"
+        return "overdue", message, self.made, self.exchanged
 
     def _posts(self, here: str) -> list[bytes]:
         return self.store.multi_get([f"{here}/{rank}" for rank in range(self.size)])

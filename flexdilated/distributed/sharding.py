@@ -157,7 +157,9 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
         return _unsharded(batch_local, mesh, dim, shard_lengths)
 
 
-def _unsharded(batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Sequence[int] | None) -> Batch:
+def _unsharded(
+    batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Sequence[int] | None, also: Sequence[int] = ()
+) -> Batch:
     name, _, num_ranks = group_of(mesh)
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
     if num_ranks == 1:
@@ -166,7 +168,7 @@ def _unsharded(batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Se
         raise NotImplementedError(
             "batch_local must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
         )
-    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim()), batch_local)
+    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also)), batch_local)
 
 
 def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
@@ -209,7 +211,7 @@ def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_length
         mine = x_local[here, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
     else:
         mine = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
-    of_ranks = unshard_sequence(mine[None], mesh, dim=0, shard_lengths=(1,) * len(lengths))
+    of_ranks = _unsharded(mine[None], mesh, 0, (1,) * len(lengths), lengths)
     owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
     return of_ranks[owner, here]
 
@@ -256,23 +258,23 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 @torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
-    """The shards of all ranks of a group, one after another along `dim`."""
+def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
+    """The shards of all ranks of a group, one after another along `dim`; what else they must share is compared."""
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     with telling_call(group), in_turn(group):
         refuse_shards_of_torch(group.size())
-        return _gather_in(group, x, rank, lengths, dim)
+        return _gather_in(group, x, rank, lengths, dim, also)
 
 
-def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
     calls = number_of_collective(group)
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
     wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
     # Messages of other sizes end a process, or are taken for whole ones.
     rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
     message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
-    wait.check_same(calls, [zlib.crc32(repr(rest).encode()), *lengths], x.device, message)
+    wait.check_same(calls, [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))], x.device, message)
     whole = _whole(x, lengths, dim)
     longest = max(lengths)
     if whole.numel() == 0:  # on every rank
@@ -290,7 +292,7 @@ def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence
 
 
 @_gather.register_fake
-def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
     return _whole(x, lengths, dim)
 
 
@@ -298,13 +300,13 @@ def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int], output: Tensor) -> None:
-    _, _, ctx.rank, ctx.lengths, ctx.dim = inputs
+def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int]], output: Tensor) -> None:
+    _, _, ctx.rank, ctx.lengths, ctx.dim, _ = inputs
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     start = sum(ctx.lengths[: ctx.rank])
-    return grad.narrow(ctx.dim, start, ctx.lengths[ctx.rank]), None, None, None, None
+    return grad.narrow(ctx.dim, start, ctx.lengths[ctx.rank]), None, None, None, None, None
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)

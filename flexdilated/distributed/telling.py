@@ -46,7 +46,7 @@ def reason_of(error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own
         return name
-    if text and isinstance(error, (TypeError, ValueError, RuntimeError)):
+    if text and type(error) in (TypeError, ValueError, RuntimeError, NotImplementedError):
         return text
     return f"{name}: {text}" if text else name
 
@@ -136,8 +136,8 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
 
     The error goes on, and the other ranks raise it as a `ValueError` where they next compare a plan, at the latest at the end of
     the step, where all wait for each other. A rank that waits for rows of the one that raised, in a call whose plan it knows, hears
-    of it when the timeout of the group is over; one that waits in another library's collective does not. Inside of another step
-    over the same mesh it is a part of that.
+    of it when the timeout of the group is over; one that waits in another library's collective does not. The next step begins when
+    all have left this one. Inside of another step over the same mesh it is a part of that.
 
     Args:
         mesh: One axis, the ranks that share a sequence.

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import agree, failed, groups, lose, number_of_call, posts_of
+from flexdilated.distributed.agreement import agree, failed, groups, is_lost, lose, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
@@ -53,7 +53,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            lose(self._group, f"it waited in vain in {self._call}")
+            lose(self._group, f"it waited in vain in {self._call}", is_closed=True)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             raise RuntimeError(
@@ -67,7 +67,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            lose(self._group, f"it waited in vain in {self._call}")
+            lose(self._group, f"it waited in vain in {self._call}", is_closed=True)
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: "
                 f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}; {error}"
@@ -90,6 +90,10 @@ class Wait:
             yield
         except TimeoutError as error:
             raise TimeoutError(f"{error}; {self.tell(range(self._group.size()), MOMENT)}") from error
+        except ValueError:
+            if is_lost(self._group):  # by a rank that has waited, and asks the others what they did
+                self.tell([], 0.0)
+            raise
 
     def check_same(self, calls: Sequence[int], numbers: Sequence[int], device: torch.device, message: str) -> None:
         """Return when all ranks have told as many numbers, and the same, behind the same calls.
