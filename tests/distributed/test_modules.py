@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -249,6 +250,59 @@ def test_other_ranks_hear_what_fails_around_modules(ranks: Ranks) -> None:
 
 
 # -- encoder and decoder ----------------------------------------------------------------------------------------------------------
+
+
+# Of which rank, counted from the last, what fails in the step: reading the batch, the loss, what follows the backward.
+FAILING_STEPS = {1: (0, "batch"), 2: (1, "loss"), 4: (1, "batch"), 5: (0, "behind"), 6: (0, "loss")}
+
+
+def train_with_failures(mesh: DeviceMesh | None, rank: int = 0, size: int = 1) -> tuple[list[int], dict[str, Tensor]]:
+    """Steps as the guide shows them, each with documents of its own: those made, and the parameters behind them."""
+    model = build(mesh)
+    optimizer, done = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(8):
+        optimizer.zero_grad()
+        failing, place = FAILING_STEPS.get(number, (None, ""))
+        fails = place if failing is not None and (mesh is None or rank == size - 1 - failing) else ""
+        tokens = (draw_tokens(1, 5 * size) + number) % 29
+        cu_seqlens, labels = torch.tensor([0, 2 + number % 3, 5 * size]), tokens.roll(-1)
+        if mesh is not None:
+            tokens, labels = shard_sequence((tokens, labels), mesh)
+        try:
+            with shared_failures(mesh) if mesh is not None else nullcontext():
+                if fails == "batch":
+                    raise OSError("no such batch")
+                loss = F.cross_entropy(model(tokens, cu_seqlens=cu_seqlens).flatten(0, 1), labels.flatten())
+                if fails == "loss":
+                    raise ValueError("not finite")
+            with shared_failures(mesh) if mesh is not None else nullcontext():
+                loss.backward()
+                if fails == "behind":
+                    raise torch.OutOfMemoryError("no memory is left")
+        except TimeoutError:
+            raise
+        except (OSError, torch.OutOfMemoryError, ValueError):
+            continue
+        if mesh is not None:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=mesh.get_group())
+                parameter.grad /= size
+        optimizer.step()
+        done.append(number)
+    return done, dict(model.named_parameters())
+
+
+def check_failing_steps(rank: int, mesh: DeviceMesh) -> None:
+    done, parameters = train_with_failures(mesh, rank, mesh.size())
+    expected_done, expected = train_with_failures(None, size=mesh.size())
+    assert done == expected_done == [0, 3, 7]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], **EXACT)
+
+
+@several
+def test_training_goes_on_from_the_failures_of_one_rank(ranks: Ranks) -> None:
+    ranks.run(check_failing_steps)
 
 
 def build_pair(mesh: DeviceMesh | None = None, **options: Any) -> LongNet:
