@@ -10,6 +10,7 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
@@ -87,13 +88,18 @@ def number_of_call(group: dist.ProcessGroup) -> int:
 
 
 def number_of_collective(group: dist.ProcessGroup) -> tuple[int, int]:
-    """The same of a call in which all ranks compare such numbers: nobody waits for a round beside it. The second is of refusals.
+    """The same of a call in which all ranks compare such numbers, by a collective. The second is of refusals.
+
+    Inside of a step a round comes first: from a collective nobody comes back to hear that another rank has left the step.
 
     Raises:
         RuntimeError: If ranks may be at different calls since an earlier error.
     """
     ledger = _ledger(group)
-    ledger.made += 1
+    if ledger.stepping is None:
+        ledger.made += 1
+    else:
+        ledger.agree({"call": "a collective"}, timeout_of(group), each_time=True)
     return ledger.next_number(), ledger.made if ledger.is_unsure else 0
 
 
@@ -173,38 +179,55 @@ def step(
         TimeoutError: If a rank has not come to the end within the group's timeout.
         RuntimeError: If another thread is inside a step.
     """
-    ledger = _ledger(group)
-    if ledger.stepping == threading.get_ident():
-        before = events_of(group)
-        try:
-            yield
-        except ends:
-            raise
-        except BaseException as error:
-            tell(group, before, reason_of(error), is_backward=False)
-            raise
-        return
-    if ledger.stepping is not None:
-        raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
-    ledger.begin(timeout_of(group) + GRACE)
-    ledger.stepping = threading.get_ident()
+    ledger, before = _begin(group)
     is_done = False
     try:
         yield
-        ledger.end(timeout_of(group))
+        if before is None:
+            _end(ledger, group)
         is_done = True
     except ends:
         is_done = True
         raise
     except BaseException as error:
-        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-            ledger.abandon(reason_of(error))
+        if before is None:
+            _abandon(ledger, reason_of(error))
+        else:
+            tell(group, before, reason_of(error), is_backward=False)
         raise
     finally:
-        ledger.stepping = None
-        ledger.turn_page()
-        if not is_done:  # a rank may have left before it read that all agreed
-            ledger.agreed.clear()
+        if before is None:
+            ledger.stepping = None
+            ledger.turn_page()
+            if not is_done:  # a rank may have left before it read that all agreed
+                ledger.agreed.clear()
+
+
+# A compiler that is not to take all traces what runs behind a break of its graph, and none of these has parts that it knows.
+
+
+@_disable_dynamo
+def _begin(group: dist.ProcessGroup) -> tuple[Ledger, int | None]:
+    """Begin a step; if it is a part of another, the events of the group so far."""
+    ledger = _ledger(group)
+    if ledger.stepping == threading.get_ident():
+        return ledger, ledger.events
+    if ledger.stepping is not None:
+        raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
+    ledger.begin(timeout_of(group) + GRACE)
+    ledger.stepping = threading.get_ident()
+    return ledger, None
+
+
+@_disable_dynamo
+def _end(ledger: Ledger, group: dist.ProcessGroup) -> None:
+    ledger.end(timeout_of(group))
+
+
+@_disable_dynamo
+def _abandon(ledger: Ledger, reason: str) -> None:
+    with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+        ledger.abandon(reason)
 
 
 def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:

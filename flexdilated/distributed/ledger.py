@@ -64,6 +64,7 @@ class Ledger:
         self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
         self.stepping: int | None = None  # the thread that is inside a step
         self.left: str | None = None  # where ranks say that they have left the last step, if by an error
+        self.old: str | None = None  # what this rank has said so of one before
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
         self.life = store.add(f"lives/{rank}", 1)
@@ -153,8 +154,17 @@ class Ledger:
                         f"{timeout.total_seconds():g} s"
                     )
                 time.sleep(LAST_PAUSE / 10)
-            self.left = None
+            self._forget()
         self.turn_page()
+
+    def _forget(self) -> None:
+        """Delete the keys of a page that all ranks have left, but for those that say so, which others may still look for."""
+        assert self.left is not None
+        page, _ = self.left.rsplit("/", 1)
+        past = [f"{here}/{name}" for here in self.kept for name in (self.rank, "arrived", "outcome")]
+        for key in (*past, f"{page}/lost", *([self.old] if self.old else [])):
+            self.store.delete_key(key)
+        self.kept, self.old, self.left = [], f"{self.left}/{self.rank}", None
 
     def end(self, timeout: timedelta) -> None:
         """Return when all ranks have come to the end of this step."""
@@ -253,15 +263,15 @@ class Ledger:
         """The outcome of the round, written by this rank if the time is over, or if another is lost."""
         # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
         # thread in while it waits.
-        pause, lost = FIRST_PAUSE, f"{self.life}/{self.page}/lost"
+        start, lost = time.monotonic(), f"{self.life}/{self.page}/lost"
         while not self.store.check([f"{here}/outcome"]):
             if self.store.check([lost]):
                 return self._settle(here, ("lost", self.store.get(lost).decode(), 0, 0))
-            left = end - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= end:
                 return self._settle(here, self._overdue(here, timeout, is_end=is_end))
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LAST_PAUSE)
+            # A rank that is late by little is not left later by much.
+            time.sleep(min(max(FIRST_PAUSE, 0.1 * (now - start)), LAST_PAUSE, end - now))
         return self.store.get(f"{here}/outcome")
 
     def _settle(self, here: str, outcome: tuple[str, str, int, int]) -> bytes:

@@ -268,22 +268,23 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
 
 
 def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
+    # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
+    whole, longest = _whole(x, lengths, dim), max(lengths)
+    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
+    padded = x.new_zeros(longest, *others)
+    padded[: lengths[rank]] = x.movedim(dim, 0)
+    shards = x.new_empty(len(lengths), longest, *others)
     calls = number_of_collective(group)
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
     wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
     # Messages of other sizes end a process, or are taken for whole ones.
     rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
     message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
-    wait.check_same(calls, [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))], x.device, message)
-    whole = _whole(x, lengths, dim)
-    longest = max(lengths)
+    numbers = [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))]
+    wait.check_same(calls, numbers, x.device, message)
     if whole.numel() == 0:  # on every rank
         return whole
-    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
-    padded = x.new_zeros(longest, *others)
-    padded[: lengths[rank]] = x.movedim(dim, 0)
-    shards = x.new_empty(len(lengths), longest, *others)
     with wait.for_all():
         dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):

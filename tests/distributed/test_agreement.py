@@ -37,13 +37,18 @@ PLAN = {"segment_lengths": (7, 13), "dtype": "torch.float32", "is_causal": True,
 LONG = timedelta(seconds=600)  # never waited for: a test that does fails by its error
 SHORT = timedelta(milliseconds=200)
 
+
+class FaultError(Exception):
+    """Of one rank alone."""
+
+
 Outcome = str | None  # the error, as `Type: message`
 
 
 def attempt(call: Callable[[], None]) -> Outcome:
     try:
         call()
-    except (ValueError, TimeoutError, RuntimeError) as error:
+    except (ValueError, TimeoutError, RuntimeError, FaultError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -439,10 +444,6 @@ def test_a_rank_that_goes_on_after_its_refusal_is_not_paired(pair: list[Ledger])
     assert not {number % TAGS for number in others} & {pair[1].number(SHORT) % TAGS for _ in range(100)}
 
 
-class FaultError(Exception):
-    """Of one rank alone."""
-
-
 def faulty_program(seed: int, size: int) -> tuple[list[list[tuple[int, bool]]], dict[tuple[int, int, int], str], bool]:
     """Steps of calls, each of a plan that moves rows or not; what fails where on which rank; whether an error ends its step."""
     rng = random.Random(seed)
@@ -740,6 +741,24 @@ def test_all_ranks_leave_a_step_together(trio: list[Ledger], monkeypatch: pytest
     for ledger in trio[1:]:
         with pytest.raises(ValueError, match=r"^rank 0 refused: $"):
             program(ledger, None, wait=False)
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_store_does_not_grow_with_failing_steps(trio: list[Ledger], failing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, store, keys = stepping(monkeypatch, trio), trio[0].store, []
+
+    def program(ledger: Ledger, number: int) -> None:
+        with step(ledger):
+            ledger.agree({"number": number}, LONG)
+            if ledger.rank == (number % 3 if failing is None else failing):
+                raise FaultError("failing")
+            ledger.agree({"more": number}, LONG)
+
+    for number in range(12):
+        assert None not in together([lambda ledger=ledger: program(ledger, number) for ledger in trio])  # noqa: B023
+        keys.append(store.num_keys())
+    assert max(keys[6:]) <= max(keys[:6])
+    assert all(len(ledger.kept) <= 4 for ledger in trio)
 
 
 def test_an_error_that_is_caught_inside_of_a_step_ends_it_for_all(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
-from flexdilated.distributed import agreement, exchange, gather_tokens, shared_failures, telling, unshard_sequence, waits
+from flexdilated.distributed import agreement, exchange, gather_tokens, sharding, shared_failures, telling, unshard_sequence, waits
 from flexdilated.distributed import rank as rank_of_context
 from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.answering import AnsweringStore
@@ -895,10 +895,10 @@ def failing_steps(rank: int, mesh: DeviceMesh) -> None:
     """Steps of which one rank fails before its calls, between them, behind them or in a collective, under plans old and new: each
     step gives what one rank gives, or an error on all."""
     patterns = [DilatedPattern((24,), (rate,)) for rate in (1, 2, 3)]
-    places = ["before", "between", "behind", "unshard", None]
+    places = ["before", "between", "behind", "unshard", "memory", None]
     done, expected = [], []
-    for number in range(15):
-        place, failing = places[number % 5], number % 2
+    for number in range(18):
+        place, failing = places[number % 6], number // 6 % 2
         fails = place if failing == rank else None
         match = "^a batch" if fails else f"^rank {failing} refused: OSError: a batch"
         error = OSError if fails else ValueError
@@ -914,12 +914,13 @@ def failing_steps(rank: int, mesh: DeviceMesh) -> None:
                     assert_right(out, inputs, rank, number, patterns[number % 3])
             if fails == "unshard":
                 raise OSError("a batch")
-            if place != "unshard":
+            short = mock.patch.object(sharding, "_whole", side_effect=OSError("a batch"))
+            with short if fails == "memory" else nullcontext():
                 torch.testing.assert_close(unshard_sequence(inputs[0].detach(), mesh), whole(number)[0], **EXACT)
             if fails == "behind":
                 raise OSError("a batch")
             done.append(number)
-        expected += [number] if place is None or (place in ("behind", "unshard") and failing != rank) else []
+        expected += [number] if place is None or (place == "behind" and failing != rank) else []
     assert done == expected
     check_step(rank, mesh, 3)
 

@@ -239,6 +239,15 @@ def check_shared_failures(rank: int, mesh: DeviceMesh) -> None:
 
     with pytest.raises(Exception, match=r"shared_failures must stand around what torch\.compile compiles, not inside of it"):
         inside(x)
+
+    @torch.compile(backend="aot_eager")
+    def broken(x: Tensor) -> Tensor:
+        x = x + 1
+        with shared_failures(mesh):
+            x = 2 * x
+        return x - 1
+
+    torch.testing.assert_close(broken(x), 2 * x + 1)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got int"), shared_failures(3):  # type: ignore[arg-type]
         pass
     layer(x, x, x)
