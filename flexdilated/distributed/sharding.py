@@ -188,6 +188,8 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
         RuntimeError: If a position lies outside of the sequence.
     """
     if torch.compiler.is_compiling():
+        if mesh.size() > 1:
+            traces_call(mesh.get_group().group_name)
         return _gathered(x_local, positions, mesh, shard_lengths)
     group_of(mesh)
     with telling(mesh):
