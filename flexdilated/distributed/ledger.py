@@ -215,7 +215,8 @@ class Ledger:
         if kind:
             self.fail()
             message = message if is_here else f"{message}; that was another call than the one that this rank is in"
-            raise (TimeoutError if kind == "overdue" else ValueError)(message)
+            is_late = kind == "overdue" or message.endswith(CLOSED)  # the time of this rank, or of another that waited beside it
+            raise (TimeoutError if is_late else ValueError)(message)
 
     def _pass(self, kind: str, message: str, made: int, exchanged: int) -> bool:
         """Go on from the outcome of a round: whether all ranks met it in one call."""
