@@ -40,11 +40,8 @@ def invoke_ranks(
         ending: Ranks whose process must end in the command; they give None.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun's, which no rank takes with it
-    ranks = Ranks(num_ranks, folder, timeout=None)
-    try:
+    with Ranks(num_ranks, folder, timeout=None) as ranks:
         return ranks.run(_invoke, store.port, num_ranks, folder, prepare, arguments, ending=ending)
-    finally:
-        ranks.kill()
 
 
 def _invoke(

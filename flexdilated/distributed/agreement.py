@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.ledger import CLOSED, Ledger, cut
-from flexdilated.distributed.ledger import VERSION as VERSION
 from flexdilated.distributed.words import global_ranks
 
 GRACE = timedelta(seconds=5)  # for those that wait as long as a rank that failed, and have come there a little later
@@ -72,8 +71,7 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
         ledger.turn.release()
         if ledger.meanwhile:
             ledger.meanwhile = False
-            with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-                ledger.lose(f"{ledger.name} gave up: a thread called over the mesh during a call of another")
+            lose(group, "a thread called over the mesh during a call of another")
 
 
 def number_of_call(group: dist.ProcessGroup) -> int:

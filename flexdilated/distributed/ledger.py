@@ -226,7 +226,8 @@ class Ledger:
         elif not is_here:
             self.lose(f"{self.name} met an error of another call than the one that it was in: {message}")
         self.made, self.is_unsure = 0, bool(kind)
-        self.plan = self.plan if not kind else {}
+        if kind:
+            self.plan = {}
         self.exchanged += kind in LEFT  # others may have made it with messages
         return is_here
 

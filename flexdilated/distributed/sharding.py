@@ -18,7 +18,7 @@ from flexdilated.call import refuse_shards_of_torch
 from flexdilated.distributed.agreement import in_turn, number_of_collective
 from flexdilated.distributed.ledger import APART
 from flexdilated.distributed.meshes import group_of
-from flexdilated.distributed.telling import telling, telling_call, traces_call
+from flexdilated.distributed.telling import telling_call, told
 from flexdilated.distributed.waits import Wait
 from flexdilated.distributed.words import shown
 
@@ -148,13 +148,7 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
         ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
             of them, the ranks differ in lengths, dtype or other dims.
     """
-    if torch.compiler.is_compiling():
-        if mesh.size() > 1:
-            traces_call(mesh.get_group().group_name)
-        return _unsharded(batch_local, mesh, dim, shard_lengths)
-    group_of(mesh)
-    with telling(mesh):
-        return _unsharded(batch_local, mesh, dim, shard_lengths)
+    return told(mesh, _unsharded, batch_local, mesh, dim, shard_lengths)
 
 
 def _unsharded(
@@ -187,13 +181,7 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
         RuntimeError: If a position lies outside of the sequence.
     """
-    if torch.compiler.is_compiling():
-        if mesh.size() > 1:
-            traces_call(mesh.get_group().group_name)
-        return _gathered(x_local, positions, mesh, shard_lengths)
-    group_of(mesh)
-    with telling(mesh):
-        return _gathered(x_local, positions, mesh, shard_lengths)
+    return told(mesh, _gathered, x_local, positions, mesh, shard_lengths)
 
 
 def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_lengths: Sequence[int] | None) -> Tensor:

@@ -19,6 +19,7 @@ from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
 from flexdilated.distributed.meshes import group_of
 
+Result = TypeVar("Result")
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 # What ends a block in which nothing has failed: a generator that is closed, a recomputation that has all that it needs.
@@ -184,6 +185,16 @@ def telling_call(group: dist.ProcessGroup, *, is_backward: bool = False) -> Iter
         raise
 
 
+def told(mesh: DeviceMesh, call: Callable[..., Result], *args: Any) -> Result:
+    """What a call over a mesh of one axis gives, of whose errors its ranks hear, those of a compiler that traces it too."""
+    group_name, _, _ = group_of(mesh)
+    if torch.compiler.is_compiling():
+        traces_call(group_name)
+        return call(*args)
+    with telling(mesh):
+        return call(*args)
+
+
 def tells_others(forward: Forward) -> Forward:
     """A module's forward whose errors reach the ranks of its `mesh`, or of its attention's, at once.
 
@@ -193,7 +204,7 @@ def tells_others(forward: Forward) -> Forward:
     """
 
     @wraps(forward)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def telling_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = _mesh_of(self, kwargs)
         if mesh is None:
             return forward(self, *args, **kwargs)
@@ -204,7 +215,7 @@ def tells_others(forward: Forward) -> Forward:
         with telling(mesh):
             return forward(self, *args, **kwargs)
 
-    return told  # type: ignore[return-value]
+    return telling_forward  # type: ignore[return-value]
 
 
 def _mesh_of(module: Any, options: dict[str, Any]) -> DeviceMesh | None:

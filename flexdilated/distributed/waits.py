@@ -95,7 +95,7 @@ class Wait:
                 self.tell([], 0.0)
             raise
 
-    def check_same(self, calls: Sequence[int], numbers: Sequence[int], device: torch.device, message: str) -> None:
+    def check_same(self, calls: Sequence[int], numbers: Sequence[int], device: torch.device, message: str = "") -> None:
         """Return when all ranks have told as many numbers, and the same, behind the same calls.
 
         Raises:
@@ -109,7 +109,7 @@ class Wait:
         is_same = told == told[0]
         before = "ranks must make the same calls before this one"
         if device.type != "cpu":
-            torch._assert_async(is_same.all(), f"{message}, and {before}")
+            torch._assert_async(is_same.all(), f"{message}, and {before}" if message else before)
         elif not bool(is_same.all()):
             failed(self._group)
             if not bool(is_same[:, : len(calls)].all()):

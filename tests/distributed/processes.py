@@ -54,11 +54,8 @@ def run_ranks(
         deadline: Seconds after which a rank that is not done prints its stacks and the call fails.
         timeout: Of their gloo group. None: they have no group, or make it themselves.
     """
-    ranks = Ranks(world_size, folder, timeout)
-    try:
+    with Ranks(world_size, folder, timeout) as ranks:
         ranks.run(_work, worker, args, deadline=deadline)
-    finally:
-        ranks.kill()
 
 
 def _work(rank: int, mesh: DeviceMesh | None, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -84,6 +81,12 @@ class Ranks:
         self._connections: list[Connection] = []
         self._stacks: list[Path] = []  # where a rank that is late writes its own
         self._starts = 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def run(self, case: Callable[..., Any], *args: Any, deadline: float = 900.0, ending: Collection[int] = ()) -> list[Any]:
         """What `case(rank, mesh, *args)` gives on each rank; `mesh` is 1-D and holds all ranks.

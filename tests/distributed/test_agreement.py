@@ -226,11 +226,8 @@ def leave_with_the_store(rank: int, _: None, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.ranks
 def test_where_the_store_ends_with_its_rank_the_others_say_so_or_tell_their_own_error(tmp_path: Path) -> None:
-    ranks = Ranks(3, tmp_path, timeout=None)
-    try:
+    with Ranks(3, tmp_path, timeout=None) as ranks:
         found = ranks.run(leave_with_the_store, tmp_path, ending=(0,))
-    finally:
-        ranks.kill()
     name, told = found[1]
     assert name == "DistNetworkError"
     assert told.startswith("the store of the ranks must answer, it is gone: the process that hosts it")
@@ -444,6 +441,16 @@ def test_a_rank_that_goes_on_after_its_refusal_is_not_paired(pair: list[Ledger])
     assert not {number % TAGS for number in others} & {pair[1].number(SHORT) % TAGS for _ in range(100)}
 
 
+def stepping(
+    monkeypatch: pytest.MonkeyPatch, ledgers: Sequence[Ledger], timeout: timedelta = LONG
+) -> Callable[[Ledger], AbstractContextManager[None]]:
+    """Steps of ledgers, which stand for their groups."""
+    monkeypatch.setattr(agreement, "_ledger", lambda ledger: ledger)
+    monkeypatch.setattr(agreement, "_ledgers", {ledger: ledger for ledger in ledgers})
+    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: timeout)
+    return lambda ledger: agreement.step(ledger, str, (GeneratorExit,))  # type: ignore[arg-type]
+
+
 def faulty_program(seed: int, size: int) -> tuple[list[list[tuple[int, bool]]], dict[tuple[int, int, int], str], bool]:
     """Steps of calls, each of a plan that moves rows or not; what fails where on which rank; whether an error ends its step."""
     rng = random.Random(seed)
@@ -462,9 +469,8 @@ def test_no_two_ranks_give_one_number_to_two_calls(seed: int, in_steps: bool, mo
     size = 2 + seed % 3
     steps, faults, ends_step = faulty_program(seed, size)
     ledgers = ledgers_on(dist.HashStore(), size)
-    monkeypatch.setattr(agreement, "_ledger", lambda ledger: ledger)
-    monkeypatch.setattr(agreement, "_ledgers", {ledger: ledger for ledger in ledgers})
-    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: LONG if in_steps else SHORT)
+    timeout = LONG if in_steps else SHORT
+    step_of = stepping(monkeypatch, ledgers, timeout)
     seen: list[dict[int, tuple[int, int]]] = [{} for _ in ledgers]
     skipped: list[list[int]] = [[] for _ in ledgers]
 
@@ -477,9 +483,9 @@ def test_no_two_ranks_give_one_number_to_two_calls(seed: int, in_steps: bool, mo
             if fault == "refused":
                 ledger.withdraw("its arguments")
                 raise FaultError
-            ledger.agree({"plan": plan}, LONG if in_steps else SHORT)
+            ledger.agree({"plan": plan}, timeout)
             if moves:
-                seen[rank][ledger.number(LONG if in_steps else SHORT)] = (step, number)
+                seen[rank][ledger.number(timeout)] = (step, number)
             if fault == "behind":
                 raise FaultError
         except Exception as error:
@@ -491,7 +497,7 @@ def test_no_two_ranks_give_one_number_to_two_calls(seed: int, in_steps: bool, mo
         pauses = random.Random(rank)
         for step, layers in enumerate(steps):
             time.sleep(pauses.choice((0.0, 0.0, 0.002)))
-            around = agreement.step(ledgers[rank], repr, ()) if in_steps else nullcontext()  # type: ignore[arg-type]
+            around = step_of(ledgers[rank]) if in_steps else nullcontext()
             try:
                 with around:
                     for number in range(len(layers)):
@@ -507,9 +513,10 @@ def test_no_two_ranks_give_one_number_to_two_calls(seed: int, in_steps: bool, mo
     assert len(set(tags)) == len(tags)
     if in_steps:
         assert skipped == skipped[:1] * size
-        failing = {step for (_, step, _), fault in faults.items() if ends_step or fault == "behind"}
-        assert set(skipped[0]) >= failing if ends_step else True
-        healthy = set(range(len(steps))) - {step for _, step, _ in faults}
+        failing = {step for _, step, _ in faults}
+        if ends_step:
+            assert set(skipped[0]) >= failing
+        healthy = set(range(len(steps))) - failing
         assert not healthy & set(skipped[0])
         assert all(
             {step for step, _ in numbers.values()} >= healthy & {s for s, layers in enumerate(steps) if any(m for _, m in layers)}
@@ -678,13 +685,6 @@ def test_calls_that_a_rank_made_alone_are_compared_behind_a_refusal(pair: list[L
     assert round_of(pair, PLAN | {"heads": 7}) == [message if refused else None] * 2
 
 
-def stepping(monkeypatch: pytest.MonkeyPatch, ledgers: Sequence[Ledger]) -> Callable[[Ledger], AbstractContextManager[None]]:
-    monkeypatch.setattr(agreement, "_ledger", lambda ledger: ledger)
-    monkeypatch.setattr(agreement, "_ledgers", {ledger: ledger for ledger in ledgers})
-    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: LONG)
-    return lambda ledger: agreement.step(ledger, str, (GeneratorExit,))  # type: ignore[arg-type]
-
-
 def test_all_ranks_leave_a_step_together(trio: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
     step = stepping(monkeypatch, trio)
     ended: list[int] = []
@@ -794,8 +794,7 @@ def test_an_error_that_is_caught_inside_of_a_step_ends_it_for_all(pair: list[Led
 
 
 def test_a_step_of_one_rank_alone_is_told_apart(pair: list[Ledger], monkeypatch: pytest.MonkeyPatch) -> None:
-    step = stepping(monkeypatch, pair)
-    monkeypatch.setattr(agreement, "timeout_of", lambda ledger: SHORT)
+    step = stepping(monkeypatch, pair, SHORT)
     with (
         over_once(lambda: pair[0].store.check(["1/1/0/0"])),
         pytest.raises(TimeoutError, match=r"^rank 1 must come to the end of shared_failures .* or outside of this step"),

@@ -198,11 +198,8 @@ def check_a_shorter_timeout(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_timeout_that_is_set_later_holds_for_messages(tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path, timeout=timedelta(hours=2))
-    try:
+    with Ranks(2, tmp_path, timeout=timedelta(hours=2)) as ranks:
         ranks.run(check_a_shorter_timeout, deadline=200)
-    finally:
-        ranks.kill()
 
 
 def told_in_the_next_round(rank: int, mesh: DeviceMesh) -> None:
@@ -223,11 +220,8 @@ def told_in_the_next_round(rank: int, mesh: DeviceMesh) -> None:
 
 @pytest.mark.ranks
 def test_a_call_too_many_is_told_where_ranks_compare(tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path)
-    try:
+    with Ranks(2, tmp_path) as ranks:
         ranks.run(told_in_the_next_round)
-    finally:
-        ranks.kill()
 
 
 # -- legal --------------------------------------------------------------------------------------------------------------------
@@ -958,11 +952,8 @@ def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
 
 @pytest.mark.ranks
 def test_maps_in_another_order_are_an_error_on_both_ranks(tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path)
-    try:
+    with Ranks(2, tmp_path) as ranks:
         ranks.run(maps_in_another_order)
-    finally:
-        ranks.kill()
 
 
 # -- told, and not told -------------------------------------------------------------------------------------------------------

@@ -677,8 +677,5 @@ def other_tokens(rank: int, mesh: DeviceMesh) -> None:
 
 @pytest.mark.ranks
 def test_other_tokens_on_some_ranks_are_told(tmp_path: Path) -> None:
-    ranks = Ranks(2, tmp_path)
-    try:
+    with Ranks(2, tmp_path) as ranks:
         ranks.run(other_tokens)
-    finally:
-        ranks.kill()

@@ -321,7 +321,7 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
     group = context.mesh.get_group()
     calls = number_of_collective(group)
     wait = Wait(group, f"call {calls[0] % APART}, the comparison of labels", calls[0])
-    wait.check_same(calls, [], labels.device, "")
+    wait.check_same(calls, [], labels.device)
     with wait.for_all():
         dist.all_gather_object(told, mine, group=group)
     held = [(rank, *each) for rank, each in zip(global_ranks(group), told) if None not in each]
