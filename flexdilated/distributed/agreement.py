@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.ledger import CLOSED, Ledger, cut
+from flexdilated.distributed.underway import Message, underway
 from flexdilated.distributed.words import global_ranks
 
 GRACE = timedelta(seconds=5)  # for those that wait as long as a rank that failed, and have come there a little later
@@ -127,6 +128,21 @@ def is_lost(group: dist.ProcessGroup) -> bool:
     return ledger is not None and ledger.lost is not None
 
 
+def is_stepping(group: dist.ProcessGroup) -> bool:
+    """Whether a thread is inside of a step."""
+    ledger = _ledgers.get(group)
+    return ledger is not None and ledger.stepping is not None
+
+
+def hear(group: dist.ProcessGroup) -> None:
+    """Look whether another rank has left this step, or a call of it, while this one waits in vain.
+
+    Raises:
+        ValueError: If so; what that rank raised.
+    """
+    _ledger(group).hear()
+
+
 def tell(group: dist.ProcessGroup, before: int, reason: str, *, is_backward: bool) -> None:
     """Tell the other ranks of an error of this one, unless they have it too.
 
@@ -189,7 +205,7 @@ def step(
         raise
     except BaseException as error:
         if before is None:
-            _abandon(ledger, reason_of(error))
+            _abandon(ledger, group, reason_of(error))
         else:
             tell(group, before, reason_of(error), is_backward=False)
         raise
@@ -197,7 +213,9 @@ def step(
         if before is None:
             ledger.stepping = None
             ledger.turn_page()
-            if not is_done:  # a rank may have left before it read that all agreed
+            if is_done:
+                underway(group).clear()
+            else:  # a rank may have left before it read that all agreed
                 ledger.agreed.clear()
 
 
@@ -212,7 +230,9 @@ def _begin(group: dist.ProcessGroup) -> tuple[Ledger, int | None]:
         return ledger, ledger.events
     if ledger.stepping is not None:
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
-    ledger.begin(timeout_of(group) + GRACE)
+    if left := ledger.begin(timeout_of(group) + GRACE):
+        messages = [[Message(*message) for message in each] for each in left]
+        underway(group).settle(group, ledger.rank, messages, timeout_of(group))
     ledger.stepping = threading.get_ident()
     return ledger, None
 
@@ -223,9 +243,9 @@ def _end(ledger: Ledger, group: dist.ProcessGroup) -> None:
 
 
 @_disable_dynamo
-def _abandon(ledger: Ledger, reason: str) -> None:
+def _abandon(ledger: Ledger, group: dist.ProcessGroup, reason: str) -> None:
     with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-        ledger.abandon(reason)
+        ledger.abandon(reason, underway(group).leave(group))
 
 
 def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexdilated.distributed.agreement import is_stepping
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.underway import Message, Swap, underway
 from flexdilated.distributed.waits import Wait
 
 
@@ -51,9 +53,7 @@ class _Works:
         self._limit = () if limit is None else (limit,)
 
     def wait(self) -> None:
-        # A backend that joins all operations to one cannot tell which of them failed.
-        each = [[peer] for peer in self._peers] if len(self._peers) == len(self._works) else [self._peers] * len(self._works)
-        for work, peers in zip(self._works, each):
+        for work, peers in zip(self._works, _each(self._peers, self._works)):
             with self._wait.for_rows(peers):
                 work.wait(*self._limit)
         self._kept = []
@@ -63,6 +63,22 @@ class _Works:
                 same, "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
             )
             self._headers = []
+
+
+class _InStep:
+    """Messages of a step, which an error of another rank may end."""
+
+    def __init__(self, swap: Swap, peers: list[list[int]], wait: Wait, group: dist.ProcessGroup) -> None:
+        self._swap, self._peers, self._wait, self._group = swap, peers, wait, group
+
+    def wait(self) -> None:
+        self._wait.for_swap(self._swap, self._peers)
+        underway(self._group).end(self._swap)
+
+
+def _each(peers: list[int], works: Sequence[dist.Work]) -> list[list[int]]:
+    """Of which ranks each work is: a backend that joins all operations to one cannot tell which of them failed."""
+    return [[peer] for peer in peers] if len(peers) == len(works) else [peers] * len(works)
 
 
 def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -108,10 +124,24 @@ class GroupTransport:
                     if not self._is_tagged:
                         headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
+        kept = [*sends.values(), *receives.values()]
         with self._wait.for_rows(peers):
-            works = dist.batch_isend_irecv(operations) if operations else []
+            if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
+                swap = underway(self._group).begin(lambda: _batch(operations), [_message(each) for each in operations], kept)
+                return _InStep(swap, _each(peers, swap.works), self._wait, self._group)
+            works = _batch(operations)
         limit = timeout_of(self._group) if has_tags(self._group, self._device) else None
-        return _Works(works, peers, self._wait, [*sends.values(), *receives.values()], headers, self._tag, limit)
+        return _Works(works, peers, self._wait, kept, headers, self._tag, limit)
+
+
+def _batch(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _message(operation: dist.P2POp) -> Message:
+    assert operation.group is not None
+    peer = dist.get_group_rank(operation.group, operation.peer)
+    return Message(peer, operation.op is dist.isend, operation.tag, operation.tensor.nbytes)
 
 
 class Silence:

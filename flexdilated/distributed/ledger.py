@@ -142,8 +142,12 @@ class Ledger:
         self.page, self.round = self.page + 1, 0
         self.made, self.exchanged, self.is_unsure, self.lost, self.plan = 0, 0, False, None, {}
 
-    def begin(self, timeout: timedelta) -> None:
-        """Begin a step, once all ranks have left the one before: one that failed there would run ahead of those that still wait."""
+    def begin(self, timeout: timedelta) -> list[Any]:
+        """Begin a step, once all ranks have left the one before: one that failed there would run ahead of those that still wait.
+
+        What each of them has said as it left that one; nothing if it did not fail.
+        """
+        said: list[Any] = []
         if self.left is not None:
             end, keys = time.monotonic() + timeout.total_seconds(), [f"{self.left}/{rank}" for rank in range(self.size)]
             while not self.store.check(keys):
@@ -154,8 +158,10 @@ class Ledger:
                         f"{timeout.total_seconds():g} s"
                     )
                 time.sleep(LAST_PAUSE / 10)
+            said = [json.loads(each) for each in self.store.multi_get(keys)]
             self._forget()
         self.turn_page()
+        return said
 
     def _forget(self) -> None:
         """Delete the keys of a page that all ranks have left, but for those that say so, which others may still look for."""
@@ -172,11 +178,23 @@ class Ledger:
             raise ValueError(self.lost)
         self._meet(END, timeout)
 
-    def abandon(self, reason: str) -> None:
-        """Leave this step by an error."""
+    def abandon(self, reason: str, said: Sequence[Any] = ()) -> None:
+        """Leave this step by an error, with words in JSON types for those that begin the next."""
         self.leave(reason)
         self.left = f"{self.life}/{self.page}/left"
-        self.store.set(f"{self.left}/{self.rank}", "")
+        self.store.set(f"{self.left}/{self.rank}", json.dumps(said))
+
+    def hear(self) -> None:
+        """Look whether a rank is lost.
+
+        Raises:
+            ValueError: If so.
+        """
+        if self.lost is None and self.store.check([lost := f"{self.life}/{self.page}/lost"]):
+            self.lost = self.store.get(lost).decode()
+        if self.lost is not None:
+            self.fail()
+            raise ValueError(self.lost)
 
     def inform(self, number: int, word: str, topic: str = "failed") -> None:
         """Tell those that will wait in vain for this rank, in a call or one before."""

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import agree, failed, groups, is_lost, lose, number_of_call, posts_of
-from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, number_of_call, posts_of
+from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of
+from flexdilated.distributed.underway import LOOK, Swap
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -48,18 +49,50 @@ class Wait:
                 _posts(group)[0].delete_key(key)
 
     @contextmanager
-    def for_rows(self, peers: Sequence[int]) -> Iterator[None]:
-        """Until rows of these ranks of the group have come, and theirs have gone."""
+    def for_rows(self, peers: Sequence[int], *, is_closed: bool = True) -> Iterator[None]:
+        """Until rows of these ranks of the group have come, and theirs have gone; whether an error closes the connections."""
         try:
             yield
         except RuntimeError as error:
-            lose(self._group, f"it waited in vain in {self._call}", is_closed=True)
+            lose(self._group, f"it waited in vain in {self._call}", is_closed=is_closed)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             raise RuntimeError(
                 f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
-                f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after()}; {error}"
+                f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after() if is_closed else ''}; {error}"
             ) from error
+
+    def for_swap(self, swap: Swap, peers: Sequence[Sequence[int]]) -> None:
+        """The same of messages of a step, from and to these ranks each, which another rank may have left.
+
+        Raises:
+            ValueError: If it has.
+        """
+        limit = timeout_of(self._group)
+        end = time.monotonic() + limit.total_seconds()
+        while not swap.has_come(LOOK):
+            with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+                self._hear(peers[swap.at])
+            if time.monotonic() >= end:
+                with self.for_rows(peers[swap.at], is_closed=False):
+                    raise RuntimeError(f"timed out after {limit.total_seconds():g} s")
+        if swap.error is not None:
+            with self.for_rows(peers[swap.at]):
+                raise swap.error
+
+    def _hear(self, peers: Sequence[int]) -> None:
+        """Look whether a rank has left the step, or one of these this call.
+
+        Raises:
+            ValueError: If so.
+        """
+        hear(self._group)
+        store, life = _posts(self._group)
+        for peer in peers:
+            if word := _told_of_call(store, life, "refused", peer, self._number, exactly=True).get(peer):
+                reason = f"{named([global_ranks(self._group)[peer]])} {word}"
+                lose(self._group, reason)
+                raise ValueError(reason)
 
     @contextmanager
     def for_all(self) -> Iterator[None]:
@@ -174,11 +207,13 @@ def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
     return posts_of(group, timedelta(seconds=MOMENT))
 
 
-def _told_of_call(store: AnsweringStore, life: str, topic: str, peer: int, number: float) -> dict[int, str]:
+def _told_of_call(
+    store: AnsweringStore, life: str, topic: str, peer: int, number: float, *, exactly: bool = False
+) -> dict[int, str]:
     """What a peer told of the call of a number, or the next one of which it told."""
     if store.check([key := f"{life}/{topic}/{peer}"]):
         for of, word in json.loads(store.get(key)):
-            if of >= number:
+            if of == number or (of > number and not exactly):
                 return {peer: word}
     return {}
 

@@ -1,0 +1,167 @@
+"""Messages of a step that are on their way: a rank that hears of an error leaves them, and they come before the next step."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_BEGUN = 1 << 16  # kinds of messages remembered per group; two ranks are never apart by more than those of one call
+LONG = timedelta(days=365)  # of a wait that nobody needs to come back from: gloo closes all connections at its end
+LOOK = 0.05  # seconds between two looks for an error of others
+CLOSING_TAG = (1 << 31) - 1
+CLOSING = 5.0  # seconds
+
+
+class Message(NamedTuple):
+    """To or from a rank, and which of those of its tag: gloo gives them out in order."""
+
+    peer: int
+    is_sent: bool
+    tag: int
+    nbytes: int
+    ordinal: int = 0
+
+
+class Swap:
+    """Messages that were begun together.
+
+    gloo can neither be asked whether a message has come, nor told to wait no more: at the end of its patience it closes the
+    connections of the group. So a thread waits, which may be left behind.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> None:
+        self.messages, self.works, self.kept = messages, works, kept  # written and read until they have come
+        self.at = 0  # of the work that is waited for
+        self.error: RuntimeError | None = None
+        self._thread: Thread | None = None
+
+    def has_come(self, seconds: float) -> bool:
+        """Whether all has come and gone after at most so long, or never will by an `error`."""
+        if self._thread is None:
+            self._thread = Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        self._thread.join(seconds)
+        return not self.is_awaited
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for it."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _wait(self) -> None:
+        try:
+            for at, work in enumerate(self.works):
+                self.at = at
+                work.wait(LONG)
+        except RuntimeError as error:
+            self.error = error
+
+
+class Underway:
+    """What a rank has begun to send and receive in a step of a group, and not ended."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[tuple[int, bool, int], int] = OrderedDict()  # how many of a peer, a direction and a tag
+        self.open: list[Swap] = []
+
+    def begin(self, make: Callable[[], Sequence[dist.Work]], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
+        """Begin to send and receive; each of these messages is a work, in their order."""
+        works = make()
+        swap = Swap(works, [self._count(message) for message in messages], kept)
+        self.open.append(swap)
+        return swap
+
+    def _count(self, message: Message) -> Message:
+        key = message[:3]
+        ordinal = self._begun.pop(key, 0)
+        self._begun[key] = ordinal + 1
+        if len(self._begun) > MAX_BEGUN:
+            self._begun.popitem(last=False)
+        return message._replace(ordinal=ordinal)
+
+    def end(self, swap: Swap) -> None:
+        """Forget what has come: whoever waited may hold it longer."""
+        self.open.remove(swap)
+        swap.works, swap.kept = (), ()
+
+    def clear(self) -> None:
+        """Forget what all ranks have ended."""
+        self._begun.clear()
+        self.open = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """What has not come or gone, as far as this rank knows."""
+        return [message for swap in self.open for message in swap.messages]
+
+    def leave(self, group: dist.ProcessGroup) -> list[Message]:
+        """Leave the step by an error: what others must know to end it."""
+        if any(swap.is_awaited for swap in self.open):
+            _left[group] = self
+        return self.messages
+
+    def settle(self, group: dist.ProcessGroup, rank: int, left: Sequence[Sequence[Message]], timeout: timedelta) -> None:
+        """Bring to their end the messages of a step that all ranks have left, each with these; nobody reads what they hold.
+
+        Raises:
+            TimeoutError: If they do not end.
+        """
+        lacking = [
+            Message(other, not is_sent, tag, nbytes)
+            for other, messages in enumerate(left)
+            for peer, is_sent, tag, nbytes, ordinal in messages
+            if peer == rank and self._begun.get((other, not is_sent, tag), 0) <= ordinal
+        ]
+        with suppress(RuntimeError):  # of a connection that is closed: what was on its way there has ended too
+            scratch = torch.zeros(max((message.nbytes for message in lacking), default=0), dtype=torch.uint8)
+
+            def make() -> list[dist.Work]:
+                works = []
+                for peer, is_sent, tag, nbytes, _ in lacking:
+                    move = dist.isend if is_sent else dist.irecv
+                    works.append(move(scratch[:nbytes], dist.get_global_rank(group, peer), group, tag))
+                return [work for work in works if work is not None]
+
+            self.begin(make, lacking, [scratch])
+        end = time.monotonic() + timeout.total_seconds()
+        waits = [swap.has_come(max(0.0, end - time.monotonic())) for swap in self.open]  # all of them begin
+        if not all(waits):
+            raise TimeoutError(
+                f"the messages of the step of shared_failures that failed must come within {timeout.total_seconds():g} s, "
+                "they did not: make a new process group"
+            )
+        self.clear()
+        _left.pop(group, None)
+
+
+# Groups live as long as their messages are waited for: a thread that comes back while Python ends would end the process.
+_left: dict[dist.ProcessGroup, Underway] = {}
+_underway: WeakKeyDictionary[dist.ProcessGroup, Underway] = WeakKeyDictionary()
+
+
+def underway(group: dist.ProcessGroup) -> Underway:
+    """Of a group whose messages have tags."""
+    return _underway.setdefault(group, Underway())
+
+
+@atexit.register
+def _close() -> None:
+    """End all waits that were left behind: gloo ends those of a group when the time of one of them is over."""
+    for group, left in _left.items():
+        for peer in dict.fromkeys(message.peer for message in left.messages):
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, CLOSING_TAG).wait(timedelta(milliseconds=1))
+        end = time.monotonic() + CLOSING
+        for swap in left.open:
+            swap.has_come(max(0.0, end - time.monotonic()))

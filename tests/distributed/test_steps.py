@@ -1,0 +1,115 @@
+"""Steps in which one rank fails while others wait for its rows: all hear of it, all go on. No test waits for a group's timeout."""
+
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway
+from tests.distributed.processes import Ranks, several
+from tests.tolerances import EXACT
+
+TOKENS, LAYERS = 16, 3
+PATTERN = DilatedPattern((24, 1000), (1, 2))  # all ranks have rows of others
+PLACES = ("before", "between", "late", "inside", "interrupt", "gradient", "inside the backward", "caught", "behind")
+FAILING = 1  # the layer
+
+
+class FaultError(Exception):
+    """What fails."""
+
+
+def bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + 0.01 * (q - k)
+
+
+def fault(error: type[BaseException], *_: object, **__: object) -> None:
+    raise error("no row is left")
+
+
+def failing_inside(error: type[BaseException]) -> AbstractContextManager[object]:
+    """Where rows have left, and those of others are on their way."""
+    return mock.patch.object(exchange._InStep, "wait", partial(fault, error))
+
+
+def step(mesh: DeviceMesh, exchanges: tuple[str, ...], number: int, place: str) -> tuple[list[Tensor], Tensor]:
+    """A step of some layers, which fails at a place: the whole inputs, and the output of this rank."""
+    size = mesh.size()
+    generator = torch.Generator().manual_seed(number % 3)
+    given = [torch.randn(1, TOKENS * size, 2, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    q, k, v = (x.clone().requires_grad_() for x in shard_sequence(tuple(given), mesh))
+    out = q
+    for layer, how in enumerate(exchanges):
+        fails = place if layer == FAILING else ""
+        if fails == "late":  # the others have waited for a while
+            time.sleep(3 * underway.LOOK)
+        if fails in ("between", "late") or (place == "before" and not layer):
+            fault(FaultError)
+        if fails == "caught":
+            with pytest.raises(ValueError, match="v must have"):
+                dilated_attention(out, k, v[:, :, :1], PATTERN, mesh=mesh)
+        error = KeyboardInterrupt if fails == "interrupt" else FaultError
+        with failing_inside(error) if fails in ("inside", "interrupt") else nullcontext():
+            if how == "autograd":
+                out = dilated_attention(out, k, v, PATTERN, mesh=mesh, score_mod=bias)
+            else:
+                out = dilated_attention(out, k, v, PATTERN, mesh=mesh, exchange=how)
+    if place == "gradient":
+        out.register_hook(lambda grad: fault(FaultError))
+    with failing_inside(FaultError) if place == "inside the backward" else nullcontext():
+        out.square().sum().backward()
+    if place == "behind":
+        fault(FaultError)
+    return [*given, q.grad, k.grad, v.grad], out  # type: ignore[list-item]
+
+
+def assert_right(mesh: DeviceMesh, exchanges: tuple[str, ...], given: list[Tensor], out: Tensor) -> None:
+    whole = [x.clone().requires_grad_() for x in given[:3]]
+    expected = whole[0]
+    for how in exchanges:
+        expected = dilated_attention(expected, *whole[1:], PATTERN, score_mod=bias if how == "autograd" else None)
+    expected.square().sum().backward()
+    for actual, each in zip((out, *given[3:]), (expected, *(x.grad for x in whole)), strict=True):
+        torch.testing.assert_close(actual, shard_sequence(each, mesh), **EXACT)
+
+
+def failing_steps(rank: int, mesh: DeviceMesh, exchanges: tuple[str, ...]) -> None:
+    """Each place on each rank in turn, under plans that all know, and a step behind it that gives what one process gives."""
+    group, size, before = mesh.get_group(), mesh.size(), threading.active_count()
+    for number in range(2):
+        assert_right(mesh, exchanges, *step(mesh, exchanges, number, ""))
+    for number, place in enumerate(PLACES):
+        failing = number % size
+        fails = place if failing == rank else ""
+        with pytest.raises(BaseException) as caught, shared_failures(mesh):  # noqa: PT011 - looked at below
+            step(mesh, exchanges, number, fails)
+        if not fails:
+            told = "v must have" if place == "caught" else "KeyboardInterrupt" if place == "interrupt" else "FaultError"
+            assert isinstance(caught.value, ValueError), caught.value
+            assert f"rank {failing} " in str(caught.value), caught.value
+            assert told in str(caught.value)
+        elif place != "caught":
+            assert isinstance(caught.value, (FaultError, KeyboardInterrupt)), caught.value
+        with shared_failures(mesh):
+            given, out = step(mesh, exchanges, number, "")
+        assert_right(mesh, exchanges, given, out)
+        assert not underway.underway(group).open
+    assert not underway._left
+    assert threading.active_count() == before
+
+
+@several
+@pytest.mark.parametrize(
+    "exchanges",
+    [("gather",) * LAYERS, ("heads",) * LAYERS, ("ring",) * LAYERS, ("autograd",) * LAYERS, ("ring", "heads", "gather")],
+    ids=["gather", "heads", "ring", "autograd", "mixed"],
+)
+def test_all_ranks_go_on_behind_a_step_in_which_one_fails(ranks: Ranks, exchanges: tuple[str, ...]) -> None:
+    ranks.run(failing_steps, exchanges, deadline=240.0)
