@@ -136,9 +136,9 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
     `fullgraph=True`.
 
     The error goes on, and the other ranks raise it as a `ValueError` where they next compare a plan, at the latest at the end of
-    the step, where all wait for each other. A rank on CPUs that waits for rows of the one that raised hears of it
-    at once, over NCCL when the timeout of the group is over; one that waits in another library's collective does not. The next step begins when
-    all have left this one. Inside of another step over the same mesh it is a part of that.
+    the step, where all wait for each other. On CPUs a rank that waits for rows hears of it at once, over NCCL when the timeout of
+    the group is over; one that waits in another library's collective does not. The next step begins when all have left this one.
+    Inside of another step over the same mesh it is a part of that.
 
     Args:
         mesh: One axis, the ranks that share a sequence.
