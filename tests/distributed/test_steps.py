@@ -72,12 +72,14 @@ def step(mesh: DeviceMesh, exchanges: tuple[str, ...], number: int, place: str) 
 
 def assert_right(mesh: DeviceMesh, exchanges: tuple[str, ...], given: list[Tensor], out: Tensor) -> None:
     whole = [x.clone().requires_grad_() for x in given[:3]]
-    expected = whole[0]
+    expected, k, v = whole
     for how in exchanges:
-        expected = dilated_attention(expected, *whole[1:], PATTERN, score_mod=bias if how == "autograd" else None)
+        expected = dilated_attention(expected, k, v, PATTERN, score_mod=bias if how == "autograd" else None)
     expected.square().sum().backward()
     for actual, each in zip((out, *given[3:]), (expected, *(x.grad for x in whole)), strict=True):
-        torch.testing.assert_close(actual, shard_sequence(each, mesh), **EXACT)
+        assert each is not None
+        here: Tensor = shard_sequence(each, mesh)
+        torch.testing.assert_close(actual, here, **EXACT)
 
 
 def failing_steps(rank: int, mesh: DeviceMesh, exchanges: tuple[str, ...]) -> None:
