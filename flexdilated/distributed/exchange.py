@@ -113,35 +113,25 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
-        operations, peers, headers = [], [], []
+        operations, headers, begun = [], [], []
         for make, parts in ((dist.isend, sends), (dist.irecv, receives)):
             for peer, message in parts.items():
                 if message.numel():
                     assert message.is_contiguous()
                     rank = dist.get_global_rank(self._group, peer)
                     operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
-                    peers.append(peer)
+                    begun.append(Message(peer, make is dist.isend, self._tag, message.nbytes))
                     if not self._is_tagged:
                         headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
                         operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        kept = [*sends.values(), *receives.values()]
+        peers, kept = [message.peer for message in begun], [*sends.values(), *receives.values()]
         with self._wait.for_rows(peers):
-            if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
-                swap = underway(self._group).begin(lambda: _batch(operations), [_message(each) for each in operations], kept)
-                return _InStep(swap, _each(peers, swap.works), self._wait, self._group)
-            works = _batch(operations)
-        limit = timeout_of(self._group) if has_tags(self._group, self._device) else None
+            works = dist.batch_isend_irecv(operations) if operations else []
+        if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
+            swap = underway(self._group).add(works, begun, kept)
+            return _InStep(swap, _each(peers, works), self._wait, self._group)
+        limit = timeout_of(self._group) if self._is_tagged else None
         return _Works(works, peers, self._wait, kept, headers, self._tag, limit)
-
-
-def _batch(operations: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _message(operation: dist.P2POp) -> Message:
-    assert operation.group is not None
-    peer = dist.get_group_rank(operation.group, operation.peer)
-    return Message(peer, operation.op is dist.isend, operation.tag, operation.tensor.nbytes)
 
 
 class Silence:

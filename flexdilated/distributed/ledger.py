@@ -135,7 +135,7 @@ class Ledger:
         """Make no more calls until all ranks turn the page, and tell those that come to a round."""
         if self.lost is None:
             self.lost = message
-            self.store.compare_set(f"{self.life}/{self.page}/lost", "", message)
+            self.store.compare_set(self._lost_key, "", message)
 
     def turn_page(self) -> None:
         """Begin or end a step: whatever happened, all ranks are at one place."""
@@ -190,8 +190,8 @@ class Ledger:
         Raises:
             ValueError: If so.
         """
-        if self.lost is None and self.store.check([lost := f"{self.life}/{self.page}/lost"]):
-            self.lost = self.store.get(lost).decode()
+        if self.lost is None and self.store.check([self._lost_key]):
+            self.lost = self.store.get(self._lost_key).decode()
         if self.lost is not None:
             self.fail()
             raise ValueError(self.lost)
@@ -211,6 +211,11 @@ class Ledger:
     def _call(self) -> None:
         self.events += 1
         self.called_at = self.events
+
+    @property
+    def _lost_key(self) -> str:
+        """Where a rank says on this page that it is lost."""
+        return f"{self.life}/{self.page}/lost"
 
     @property
     def name(self) -> str:
@@ -283,7 +288,7 @@ class Ledger:
         """The outcome of the round, written by this rank if the time is over, or if another is lost."""
         # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
         # thread in while it waits.
-        start, lost = time.monotonic(), f"{self.life}/{self.page}/lost"
+        start, lost = time.monotonic(), self._lost_key
         while not self.store.check([f"{here}/outcome"]):
             if self.store.check([lost]):
                 return self._settle(here, ("lost", self.store.get(lost).decode(), 0, 0))

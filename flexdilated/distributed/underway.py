@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -75,9 +75,8 @@ class Underway:
         self._begun: OrderedDict[tuple[int, bool, int], int] = OrderedDict()  # how many of a peer, a direction and a tag
         self.open: list[Swap] = []
 
-    def begin(self, make: Callable[[], Sequence[dist.Work]], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
-        """Begin to send and receive; each of these messages is a work, in their order."""
-        works = make()
+    def add(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
+        """What has begun to travel; each of these messages is a work, in their order."""
         swap = Swap(works, [self._count(message) for message in messages], kept)
         self.open.append(swap)
         return swap
@@ -123,17 +122,14 @@ class Underway:
             for peer, is_sent, tag, nbytes, ordinal in messages
             if peer == rank and self._begun.get((other, not is_sent, tag), 0) <= ordinal
         ]
-        with suppress(RuntimeError):  # of a connection that is closed: what was on its way there has ended too
-            scratch = torch.zeros(max((message.nbytes for message in lacking), default=0), dtype=torch.uint8)
-
-            def make() -> list[dist.Work]:
-                works = []
-                for peer, is_sent, tag, nbytes, _ in lacking:
-                    move = dist.isend if is_sent else dist.irecv
-                    works.append(move(scratch[:nbytes], dist.get_global_rank(group, peer), group, tag))
-                return [work for work in works if work is not None]
-
-            self.begin(make, lacking, [scratch])
+        if lacking:
+            scratch = torch.zeros(max(message.nbytes for message in lacking), dtype=torch.uint8)
+            operations = [
+                dist.P2POp(dist.isend if is_sent else dist.irecv, scratch[:nbytes], dist.get_global_rank(group, peer), group, tag)
+                for peer, is_sent, tag, nbytes, _ in lacking
+            ]
+            with suppress(RuntimeError):  # of a connection that is closed: what was on its way there has ended too
+                self.add(dist.batch_isend_irecv(operations), lacking, [scratch])
         end = time.monotonic() + timeout.total_seconds()
         waits = [swap.has_come(max(0.0, end - time.monotonic())) for swap in self.open]  # all of them begin
         if not all(waits):

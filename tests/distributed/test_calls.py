@@ -900,7 +900,7 @@ def failing_steps(rank: int, mesh: DeviceMesh) -> None:
             for layer in range(2):
                 if fails == ("before", "between")[layer]:
                     raise OSError("a batch")
-                # Where the other rank waits in a call for rows, its plan must be new: else it hears of this when its time is over.
+                # A plan that is new: the other rank waits in a round. test_steps.py has those that are known.
                 scale = 2.0 + number + 0.5 * layer if place in ("before", "between") else None
                 inputs = shard(rank, number)
                 out = dilated_attention(*inputs, patterns[number % 3], mesh=mesh, scale=scale)
