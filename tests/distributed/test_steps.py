@@ -1,19 +1,21 @@
-"""Steps in which one rank fails while others wait for its rows: all hear of it, all go on. No test waits for a group's timeout."""
+"""Steps in which one rank fails while others wait for its rows: all hear of it, all go on. None waits for a timeout of minutes."""
 
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import TIMEOUT, Ranks, several
 from tests.tolerances import EXACT
 
 TOKENS, LAYERS = 16, 3
@@ -115,3 +117,47 @@ def failing_steps(rank: int, mesh: DeviceMesh, exchanges: tuple[str, ...]) -> No
 )
 def test_all_ranks_go_on_behind_a_step_in_which_one_fails(ranks: Ranks, exchanges: tuple[str, ...]) -> None:
     ranks.run(failing_steps, exchanges, deadline=240.0)
+
+
+SHORT = timedelta(seconds=2)  # of the group in a step to which a rank comes late
+
+
+def come_late(told: dist.Store, others: list[int], mesh: DeviceMesh, exchanges: tuple[str, ...]) -> None:
+    """A step behind the end of that of other ranks."""
+    told.wait([str(other) for other in others], TIMEOUT)
+    try:
+        step(mesh, exchanges, 1, "")
+    finally:
+        told.set(str(mesh.get_local_rank()), "")
+
+
+def late_step(rank: int, mesh: DeviceMesh) -> None:
+    """Ranks that wait for longer than the group's timeout give up, and the late one hears it; connections stay open."""
+    group, exchanges, late = mesh.get_group(), ("gather",) * LAYERS, 1
+    told = dist.PrefixStore("told", group.get_group_store())
+    assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
+    group.set_timeout(SHORT)
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, ValueError)) as caught, shared_failures(mesh):
+        come_late(told, [] if rank != late else [other for other in range(mesh.size()) if other != late], mesh, exchanges)
+    message = str(caught.value)
+    if rank == late:
+        assert "gave up: it waited in vain in call" in message, message
+    elif isinstance(caught.value, RuntimeError):
+        assert message.startswith("rank "), message
+        assert f"timed out after {SHORT.total_seconds():g} s" in message, message
+        assert "make a new process group" not in message
+        assert time.monotonic() - began >= SHORT.total_seconds()
+    else:  # of one whose time was over sooner
+        assert "gave up: it waited in vain in call" in message, message
+    group.set_timeout(TIMEOUT)
+    with shared_failures(mesh):
+        given, out = step(mesh, exchanges, 2, "")
+    assert_right(mesh, exchanges, given, out)
+    assert not underway._left
+
+
+@several
+@pytest.mark.slow
+def test_a_rank_that_comes_too_late_to_a_step_loses_it_and_no_more(ranks: Ranks) -> None:
+    ranks.run(late_step, deadline=240.0)

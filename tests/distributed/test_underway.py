@@ -1,0 +1,106 @@
+"""Messages on their way, counted and brought to their end, by themselves."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated.distributed import underway
+from flexdilated.distributed.underway import Message, Swap, Underway
+from tests.distributed.processes import TIMEOUT, Ranks, exactly
+
+TAGS = (5, 6)
+SENDER, RECEIVER = 0, 1
+SOON = 60.0  # seconds, for what takes none
+MOMENT = timedelta(milliseconds=200)
+
+
+def begin(travelling: Underway, group: dist.ProcessGroup, tag: int, values: Sequence[int]) -> tuple[list[Swap], list[torch.Tensor]]:
+    """Messages of one tag from the one rank to the other, each begun for itself."""
+    is_sent = group.rank() == SENDER
+    swaps, held = [], []
+    for value in values:
+        held.append(torch.full((3,), value if is_sent else -1))
+        peer = RECEIVER if is_sent else SENDER
+        operation = dist.P2POp(dist.isend if is_sent else dist.irecv, held[-1], peer, group, tag)
+        message = Message(peer, is_sent, tag, held[-1].nbytes)
+        swaps.append(travelling.add(dist.batch_isend_irecv([operation]), [message], [held[-1]]))
+    return swaps, held
+
+
+def told(group: dist.ProcessGroup, messages: list[Message]) -> list[list[Message]]:
+    """What each rank left, as they tell each other."""
+    all_left: list[list[Message]] = [[], []]
+    dist.all_gather_object(all_left, messages, group=group)
+    return all_left
+
+
+def counted(rank: int, mesh: DeviceMesh, sent: Sequence[int], received: Sequence[int], ended: int) -> None:
+    """Of each tag as many are sent and received, and the first of both ended; then the next one is read."""
+    group, travelling = mesh.get_group(), Underway()
+    for tag, number in zip(TAGS, sent if rank == SENDER else received, strict=True):
+        swaps, held = begin(travelling, group, tag, range(number))
+        for value, (swap, tensor) in enumerate(zip(swaps[:ended], held)):
+            assert swap.has_come(SOON)
+            assert swap.error is None
+            travelling.end(swap)
+            assert tensor.tolist() == [value] * 3
+    left = travelling.leave(group)
+    assert [message.ordinal for message in left if message.tag == TAGS[0]] == list(range(ended, (sent, received)[rank][0]))
+    travelling.settle(group, rank, told(group, left), TIMEOUT)
+    assert not travelling.open
+    assert not travelling.messages
+    for tag in TAGS:  # nothing of what was left stands before them
+        (swap,), (tensor,) = begin(travelling, group, tag, [100 + tag])
+        assert swap.has_come(SOON)
+        travelling.end(swap)
+        assert tensor.tolist() == [100 + tag] * 3
+    assert not underway._left
+
+
+@exactly(2)
+@pytest.mark.parametrize(
+    ("sent", "received", "ended"),
+    [((3, 0), (0, 3), 0), ((3, 1), (1, 3), 1), ((2, 2), (2, 2), 0), ((4, 4), (3, 2), 2), ((1, 0), (0, 1), 0)],
+)
+def test_what_ranks_had_begun_comes_to_its_end(ranks: Ranks, sent: Sequence[int], received: Sequence[int], ended: int) -> None:
+    ranks.run(counted, sent, received, ended, deadline=SOON)
+
+
+def late_to_settle(rank: int, mesh: DeviceMesh) -> None:
+    group, travelling = mesh.get_group(), Underway()
+    left = told(group, begin(travelling, group, 5, [1])[0][0].messages if rank == SENDER else [])
+    began = time.monotonic()
+    if rank == SENDER:
+        with pytest.raises(TimeoutError, match=r"must come within 0\.2 s, they did not: make a new process group$"):
+            travelling.settle(group, rank, left, MOMENT)
+        assert time.monotonic() - began >= MOMENT.total_seconds()
+    dist.barrier(group=group)
+    travelling.settle(group, rank, left if rank == RECEIVER else [[], []], TIMEOUT)
+    assert not travelling.open
+
+
+@exactly(2)
+def test_what_does_not_come_is_said(ranks: Ranks) -> None:
+    ranks.run(late_to_settle, deadline=SOON)
+
+
+def test_kinds_of_messages_are_forgotten_from_the_oldest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(underway, "MAX_BEGUN", 2)
+    travelling = Underway()
+    ordinals = [travelling.add([], [Message(0, True, tag, 8)], []).messages[0].ordinal for tag in (1, 2, 1, 3, 1, 2, 1)]
+    assert ordinals == [0, 0, 1, 0, 2, 0, 3]
+
+
+def test_directions_peers_and_tags_are_counted_apart() -> None:
+    travelling = Underway()
+    kinds = [Message(peer, is_sent, tag, 8) for peer in (0, 1) for is_sent in (False, True) for tag in (1, 2)]
+    for ordinal in range(2):
+        assert [message.ordinal for message in travelling.add([], kinds, []).messages] == [ordinal] * len(kinds)
+    travelling.clear()
+    assert not travelling.messages
+    assert travelling.add([], kinds[:1], []).messages == kinds[:1]
