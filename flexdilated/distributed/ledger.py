@@ -362,6 +362,8 @@ def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]
 
 
 def cut(reason: str) -> str:
+    """What a store takes of a text: so much of it, and where the name of a file is no UTF-8 its bytes."""
+    reason = reason.encode("utf-8", "backslashreplace").decode()
     return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
 
 

@@ -1,6 +1,7 @@
 """Calls of one plan that ranks mix up are errors; what ranks may do alone stays legal. Real processes, a few for each case."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -983,6 +984,9 @@ def raising(error: BaseException, cause: BaseException | None = None) -> Callabl
     return call
 
 
+FILE = b"caf\xe9.bin"  # a name that is no UTF-8, as file systems allow
+
+
 class UnreadableError(RuntimeError):
     """Its text is an error."""
 
@@ -1002,7 +1006,8 @@ def told_errors() -> list[Callable[[], None]]:
     again, cyclic, one, other = (RuntimeError(name) for name in ("again", "cyclic", "one", "other"))
     one.__cause__, other.__cause__ = other, one
     found = [raising(error) for error in (again, again, KeyboardInterrupt("stop"), UnreadableError(), SystemExit(3))]
-    return [*found, raising(RuntimeError("still"), again), raising(cyclic, cyclic), raising(one)]
+    unnamed = RuntimeError(f"cannot parse {os.fsdecode(FILE)}")
+    return [*found, raising(RuntimeError("still"), again), raising(cyclic, cyclic), raising(one), raising(unnamed)]
 
 
 def check_errors_are_told_each_time(rank: int, mesh: DeviceMesh) -> None:

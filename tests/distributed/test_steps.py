@@ -1,5 +1,6 @@
 """Steps in which one rank fails while others wait for its rows: all hear of it, all go on. None waits for a timeout of minutes."""
 
+import os
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ TOKENS, LAYERS = 16, 3
 PATTERN = DilatedPattern((24, 1000), (1, 2))  # all ranks have rows of others
 PLACES = ("before", "between", "late", "inside", "interrupt", "gradient", "inside the backward", "caught", "behind")
 FAILING = 1  # the layer
+FILE = b"caf\xe9"  # a name that is no UTF-8, as file systems allow
 
 
 class FaultError(Exception):
@@ -33,7 +35,7 @@ def bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def fault(error: type[BaseException], *_: object, **__: object) -> None:
-    raise error("no row is left")
+    raise error(f"no row of {os.fsdecode(FILE)} is left")
 
 
 def failing_inside(error: type[BaseException]) -> AbstractContextManager[object]:
