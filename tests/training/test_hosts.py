@@ -1,0 +1,90 @@
+"""Ranks of real processes of which one has another package, or another clock, as on a host of its own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexdilated
+from tests.training import test_ranks as ranks
+
+PACKAGE = Path(flexdilated.__file__).parent
+AHEAD = 320_000_000  # seconds, ten years
+COMPILER = shutil.which("c++") or shutil.which("g++")
+# The calls by which a process asks for the time of day; the kernel's own timers are left alone.
+CLOCK = """
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+
+extern "C" int clock_gettime(clockid_t clock, timespec* now) {
+    static auto real = reinterpret_cast<int (*)(clockid_t, timespec*)>(dlsym(RTLD_NEXT, "clock_gettime"));
+    int code = real(clock, now);
+    if (code == 0 && clock == CLOCK_REALTIME) now->tv_sec += AHEAD;
+    return code;
+}
+
+extern "C" time_t time(time_t* kept) {
+    timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (kept) *kept = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+def started(folder: Path, text: Path, odd: str, **changes: object) -> AbstractContextManager[subprocess.Popen[str]]:
+    """The command under torchrun on two ranks, the second with words of its own in its environment."""
+    script = folder / "host.sh"
+    lines = [f'cd "{folder}"', f'[ "$RANK" = 0 ] || export {odd}', f'exec "{sys.executable}" -m flexdilated "$@"']
+    script.write_text("\n".join(lines))  # Python looks for modules where it starts, which is where this package is
+    return ranks.started(2, folder / "run", text, program=["--no-python", "sh", str(script)], **changes)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@ranks.needs_proc
+def test_a_rank_of_another_version_is_named(tmp_path: Path, text: Path) -> None:
+    copy = tmp_path / "other" / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    names = copy / "__init__.py"
+    here = f'__version__ = "{flexdilated.__version__}"'
+    assert here in names.read_text()
+    names.write_text(names.read_text().replace(here, '__version__ = "9.9.9"'))
+    with started(tmp_path, text, f"PYTHONPATH='{copy.parent}'") as process:
+        code, out, (error,) = ranks.ended(process)
+    assert (code, out) == (1, "")  # torchrun's code
+    held = f"'{flexdilated.__version__}' on rank 0 and '9.9.9' on rank 1"
+    assert error == f"error: ranks must agree on the version of flexdilated, got {held}"
+    assert not list((tmp_path / "run").rglob("*"))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@ranks.needs_proc
+@pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="compiles a library that is loaded first")
+def test_a_rank_whose_clock_is_ten_years_ahead_trains_as_others(tmp_path: Path, text: Path) -> None:
+    library, source = tmp_path / "clock.so", tmp_path / "clock.cpp"
+    source.write_text(CLOCK)
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", f"-DAHEAD={AHEAD}", "-o", str(library), str(source), "-ldl"], check=True)
+    odd = f"LD_PRELOAD='{library}'"
+    told = subprocess.run(
+        ["env", f"LD_PRELOAD={library}", sys.executable, "-c", "import time; print(time.time())"], capture_output=True, check=True
+    )
+    assert abs(float(told.stdout) - time.time() - AHEAD) < ranks.DEADLINE
+    ranks.run_alone(tmp_path / "whole", text)
+    with started(tmp_path, text, odd) as process:
+        code, out, errors = ranks.ended(process)
+    assert (code, errors) == (0, [])
+    assert re.search(r"saved in", out)
+    steps = ranks.SMALL["steps"]
+    expected, found = (ranks.history(tmp_path / run / "dilated", steps=steps) for run in ("whole", "run"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
