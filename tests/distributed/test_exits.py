@@ -37,6 +37,9 @@ def leave(rank: int, folder: str, how: str) -> None:
     with pytest.raises((KeyError, ValueError), match="no token is left") as caught, shared_failures(mesh):
         fail_or_wait(rank, mesh, q)
     assert (rank == WAITING) == any(swap.is_awaited for swap in underway.underway(mesh.get_group()).open)
+    left = mesh.get_group().get_group_store()
+    left.set(str(rank), "")
+    left.wait([str(WAITING)])  # which would else hear of a closed connection where this one ends sooner than it looks
     if how == "uncaught":
         raise caught.value
     if how == "destroyed":
