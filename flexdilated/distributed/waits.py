@@ -53,11 +53,12 @@ class Wait:
         """Until rows of these ranks of the group have come, and theirs have gone; whether an error closes the connections."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             lose(self._group, f"it waited in vain in {self._call}", is_closed=is_closed)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
-            raise RuntimeError(
+            kind = TimeoutError if isinstance(error, TimeoutError) else RuntimeError
+            raise kind(
                 f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
                 f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after() if is_closed else ''}; {error}"
             ) from error
@@ -67,6 +68,7 @@ class Wait:
 
         Raises:
             ValueError: If it has.
+            TimeoutError: If they do not come within the timeout of the group; its connections stay open.
         """
         limit = timeout_of(self._group)
         end = time.monotonic() + limit.total_seconds()
@@ -75,7 +77,7 @@ class Wait:
                 self._hear(peers[swap.at])
             if time.monotonic() >= end:
                 with self.for_rows(peers[swap.at], is_closed=False):
-                    raise RuntimeError(f"timed out after {limit.total_seconds():g} s")
+                    raise TimeoutError(f"timed out after {limit.total_seconds():g} s")
         if swap.error is not None:
             with self.for_rows(peers[swap.at]):
                 raise swap.error
@@ -229,7 +231,7 @@ def _post(
     return store, life
 
 
-def _moment(error: RuntimeError) -> float:
+def _moment(error: Exception) -> float:
     """How long to wait for the words of others.
 
     Ranks that mix up two calls wait for each other, and the time of both ends at about one moment: the first waits a little for the
