@@ -136,7 +136,7 @@ def come_late(told: dist.Store, others: list[int], mesh: DeviceMesh, exchanges: 
 def late_step(rank: int, mesh: DeviceMesh) -> None:
     """Ranks that wait for longer than the group's timeout give up, and the late one hears it; connections stay open."""
     group, exchanges, late = mesh.get_group(), ("gather",) * LAYERS, 1
-    told = dist.PrefixStore("told", group.get_group_store())
+    told = dist.PrefixStore("told of a late step", group.get_group_store())
     assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
     group.set_timeout(SHORT)
     began = time.monotonic()
