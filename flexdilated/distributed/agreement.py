@@ -143,6 +143,11 @@ def hear(group: dist.ProcessGroup) -> None:
     _ledger(group).hear()
 
 
+def met(group: dist.ProcessGroup, rank: int, number: float) -> tuple[dict[str, list[str]], int] | None:
+    """Where a rank waits in vain for this one, which waits for it in the call of a number, as `Ledger.met`."""
+    return _ledger(group).met(rank, number)
+
+
 def tell(group: dist.ProcessGroup, before: int, reason: str, *, is_backward: bool) -> None:
     """Tell the other ranks of an error of this one, unless they have it too.
 

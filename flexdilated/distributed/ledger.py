@@ -196,6 +196,13 @@ class Ledger:
             self.fail()
             raise ValueError(self.lost)
 
+    def met(self, rank: int, number: float) -> tuple[dict[str, list[str]], int] | None:
+        """What a rank compares in a round that waits for this one, and how many calls it made, if not that of a number."""
+        if not self.store.check([key := f"{self.life}/{self.page}/{self.round}/{rank}"]):
+            return None
+        fields, exchanged, *_ = json.loads(self.store.get(key))
+        return (fields, exchanged) if self.page * APART + exchanged < number else None
+
     def inform(self, number: int, word: str, topic: str = "failed") -> None:
         """Tell those that will wait in vain for this rank, in a call or one before."""
         words = self.words.setdefault(topic, [])

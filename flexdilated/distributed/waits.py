@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, number_of_call, posts_of
+from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, met, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of
 from flexdilated.distributed.underway import LOOK, Swap
@@ -83,7 +83,7 @@ class Wait:
                 raise swap.error
 
     def _hear(self, peers: Sequence[int]) -> None:
-        """Look whether a rank has left the step, or one of these this call.
+        """Look whether a rank has left the step, or one of these this call, or waits for this one before it.
 
         Raises:
             ValueError: If so.
@@ -93,8 +93,21 @@ class Wait:
         for peer in peers:
             if word := _told_of_call(store, life, "refused", peer, self._number, exactly=True).get(peer):
                 reason = f"{named([global_ranks(self._group)[peer]])} {word}"
-                lose(self._group, reason)
-                raise ValueError(reason)
+            elif (found := met(self._group, peer, self._number)) is not None:
+                reason = f"ranks must make the same calls in the same order, got {self._beside(peer, *found)}"
+            else:
+                continue
+            lose(self._group, reason)
+            raise ValueError(reason)
+
+    def _beside(self, peer: int, compared: Mapping[str, Sequence[str]], num_calls: int) -> str:
+        """Where this rank waits, and one that compares something with all ranks."""
+        ranks = [global_ranks(self._group)[rank] for rank in (self._group.rank(), peer)]
+        what = compared["call"][0].strip("'") if "call" in compared else "a call whose plan is new to it"
+        words = f"rank {ranks[0]} in {self._call} and rank {ranks[1]} in {what}, behind {num_calls} call{'s' * (num_calls != 1)}"
+        plan = {} if self._plan is None else fields_of(self._plan)
+        differences = differing(ranks, [plan, compared]) if plan.keys() == compared.keys() else []
+        return f"{words}; these differ in {short(differences, '; in ', 'fields')}" if differences else words
 
     @contextmanager
     def for_all(self) -> Iterator[None]:

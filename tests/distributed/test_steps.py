@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway
+from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence
 from tests.distributed.processes import TIMEOUT, Ranks, several
 from tests.tolerances import EXACT
 
@@ -119,6 +119,49 @@ def failing_steps(rank: int, mesh: DeviceMesh, exchanges: tuple[str, ...]) -> No
 )
 def test_all_ranks_go_on_behind_a_step_in_which_one_fails(ranks: Ranks, exchanges: tuple[str, ...]) -> None:
     ranks.run(failing_steps, exchanges, deadline=240.0)
+
+
+ASTRAY = {
+    "fewer": "in the end of shared_failures, behind 1 call",
+    "another plan": "in a call whose plan is new to it, behind 1 call; these differ in scale, got ",
+    "a collective": "in a collective, behind 1 call",
+}
+
+
+def astray(mesh: DeviceMesh, exchange: str, way: str) -> None:
+    """A step of two calls, or of which one rank makes another."""
+    size = mesh.size()
+    q, k, v = (torch.zeros(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    call = partial(dilated_attention, pattern=PATTERN, mesh=mesh, exchange=exchange)
+    out = call(q, k, v)
+    if way == "another plan":
+        call(out, k, v, scale=0.3 + size)
+    elif way == "a collective":
+        unshard_sequence(out.detach(), mesh)
+    elif way != "fewer":
+        call(out, k, v).sum().backward()
+
+
+def astray_steps(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    exchanges = (exchange,) * LAYERS
+    assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
+    for number, (way, word) in enumerate(ASTRAY.items()):
+        odd = number % mesh.size()
+        with shared_failures(mesh):
+            astray(mesh, exchange, "")
+        with pytest.raises(ValueError, match="ranks must make the same calls in the same order") as caught, shared_failures(mesh):
+            astray(mesh, exchange, way if rank == odd else "")
+        assert f"rank {odd} {word}" in str(caught.value), caught.value
+        assert " in call 2 with DilatedPattern(" in str(caught.value)
+        with shared_failures(mesh):
+            given, out = step(mesh, exchanges, number, "")
+        assert_right(mesh, exchanges, given, out)
+
+
+@several
+@pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
+def test_ranks_that_make_other_calls_of_a_step_hear_it_at_once(ranks: Ranks, exchange: str) -> None:
+    ranks.run(astray_steps, exchange, deadline=240.0)
 
 
 SHORT = timedelta(seconds=2)  # of the group in a step to which a rank comes late
