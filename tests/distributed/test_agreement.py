@@ -441,6 +441,31 @@ def test_a_rank_that_goes_on_after_its_refusal_is_not_paired(pair: list[Ledger])
     assert not {number % TAGS for number in others} & {pair[1].number(SHORT) % TAGS for _ in range(100)}
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rank_that_waits_for_all_is_met_by_one_in_a_later_call_alone(pair: list[Ledger], turned: bool) -> None:
+    """Rows of the calls that it has made may be on their way."""
+    here, there = pair
+    for ledger in pair:
+        if turned:
+            ledger.turn_page()
+    for _ in range(2):
+        number = there.next_number()
+    assert here.met(1, number + 1) is None  # it may be anywhere
+
+    thread = threading.Thread(target=attempt, args=(lambda: there.agree({"call": "é"}, LONG),))
+    thread.start()
+    while (found := here.met(1, number + 1)) is None:
+        time.sleep(0.001)
+    assert [found[0]["call"][0], found[1]] == ["'é'", 2]
+    assert here.met(1, number) is None
+    assert here.met(1, number - 1) is None
+    for _ in range(2):
+        here.next_number()
+    here.agree({"call": "é"}, LONG)
+    thread.join()
+    assert here.met(1, number + 1) is None  # that round is over
+
+
 def stepping(
     monkeypatch: pytest.MonkeyPatch, ledgers: Sequence[Ledger], timeout: timedelta = LONG
 ) -> Callable[[Ledger], AbstractContextManager[None]]:
