@@ -240,6 +240,7 @@ HARD = {
     "above a shard": DilatedPattern((MILLION,) * 24, (*range(97, 120), 500_001), offsets="interleaved", zero_padding=True),
     **{f"drawn {number}": drawn_pattern(number) for number in range(4)},
     "drawn, large rates": drawn_pattern(5, 97, 2000),
+    "64 branches, whole": DilatedPattern(tuple(MILLION - 1009 * i for i in range(64)), (1,) * 64),
     "48 branches": DilatedPattern(tuple(4000 + 148 * i * i for i in range(48)), tuple(range(2, 50))),
 }
 
