@@ -172,14 +172,14 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
 
     Args:
         x_local: This rank's shard `(B, n, E)`, which may be empty: hidden states, say, before the head of a language model.
-        positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank: they are not compared.
+        positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
 
     Raises:
         TypeError: If the positions are no integers.
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
-        RuntimeError: If a position lies outside of the sequence.
+        RuntimeError: If a position lies outside of the sequence, or, on all of them, is another on some rank.
     """
     return told(mesh, _gathered, x_local, positions, mesh, shard_lengths)
 
@@ -202,6 +202,8 @@ def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_length
     else:
         mine = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
     of_ranks = _unsharded(mine[None], mesh, 0, (1,) * len(lengths), lengths)
+    asked = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), lengths)
+    torch._assert_async((asked == positions).all(), "positions must be the same on all ranks, got others")
     owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
     return of_ranks[owner, here]
 

@@ -879,6 +879,10 @@ def refused_collectives(rank: int, mesh: DeviceMesh) -> None:
     ):
         unshard_sequence(x.float() if rank else x, mesh)
     torch.testing.assert_close(unshard(1), expected, **EXACT)
+    with pytest.raises(RuntimeError, match=r"^positions must be the same on all ranks, got others"):
+        gather(good + rank)
+    with shared_failures(mesh):
+        torch.testing.assert_close(gather(good), expected[:, :1, :, 0], **EXACT)
 
 
 @pytest.mark.ranks
