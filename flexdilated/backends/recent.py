@@ -29,6 +29,7 @@ class Recent(Generic[P, Value]):
     ) -> None:
         self.function, self.size, self.room, self.most, self.fewest = function, size, room, most, fewest
         self._found: dict[Hashable, tuple[Value, int]] = {}  # the last ones used, at the end
+        self.nbytes = 0  # of what is kept
         self._turn = threading.Lock()
         update_wrapper(self, function)
 
@@ -41,25 +42,22 @@ class Recent(Generic[P, Value]):
                 return found[0]
         result = self.function(*args, **kwargs)
         with self._turn:
-            # Another thread may have been as fast: all take what came first.
-            found = self._found.pop(key, None) or (result, self.size(result, *args, **kwargs))
+            found = self._found.pop(key, None)
+            if found is None:  # else another thread was as fast: all take what came first
+                found = result, self.size(result, *args, **kwargs)
+                self.nbytes += found[1]
             self._found[key] = found
-            held = self.nbytes
-            while len(self._found) > self.most or (len(self._found) > self.fewest and held > self.room):
-                held -= self._found.pop(next(iter(self._found)))[1]
+            while len(self._found) > self.most or (len(self._found) > self.fewest and self.nbytes > self.room):
+                self.nbytes -= self._found.pop(next(iter(self._found)))[1]
         return found[0]
 
     def __len__(self) -> int:
         return len(self._found)
 
-    @property
-    def nbytes(self) -> int:
-        """Of what is kept."""
-        return sum(size for _, size in self._found.values())
-
     def cache_clear(self) -> None:
         """Forget all."""
-        self._found = {}
+        with self._turn:
+            self._found, self.nbytes = {}, 0
 
 
 def recent(size: Callable[..., int], room: int = 1 << 26) -> Callable[[Callable[P, Value]], Recent[P, Value]]:
