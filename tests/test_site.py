@@ -101,3 +101,9 @@ def test_unbound_names_are_found() -> None:
 def test_code_that_a_page_shows_stands_alone(page: Path) -> None:
     """Who copies every cell that is shown has all imports and definitions, whatever the hidden cells do."""
     assert unbound(shown_code(page)) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_code_that_a_page_shows_fits_its_box(page: Path) -> None:
+    """Beside both columns of links on a screen of 1,400 pixels; more would be hidden behind a bar."""
+    assert [line for line in shown_code(page).splitlines() if len(line) > 100] == []
