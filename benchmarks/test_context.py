@@ -274,11 +274,11 @@ def test_planning_is_bounded_for_any_pattern(benchmark: Any, name: str, monkeypa
 def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> None:
     """Plan, choice among exchanges and what a middle one of 8 ranks does, where each step has documents of its own: the times are
     those to look at."""
-    seeds = iter(range(100))
+    drawn = [borders_of(MILLION, count, seed).tolist() for seed in range(6)]
+    steps = iter([tuple((a, b - a) for a, b in pairwise(borders)) for borders in drawn])
 
     def prepare() -> int:
-        borders = borders_of(MILLION, count, next(seeds)).tolist()
-        spans = tuple((a, b - a) for a, b in pairwise(borders))
+        spans = next(steps)
         plan = context_plan(PATTERNS[name], (MILLION // 8,) * 8, 16, range(16), 1, spans, False)
         budget = cost.default_budget(plan, head_dim=HEAD_DIM, itemsize=2)
         chosen = cost.choose(plan, budget=budget, head_dim=HEAD_DIM, itemsize=2)
