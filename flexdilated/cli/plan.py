@@ -33,7 +33,7 @@ LABELS = {
 }
 
 MAX_RANKS = 4096
-MAX_RANK_PAIRS = 2**23  # that share a segment, over branches: more take minutes and gigabytes
+MAX_RANK_PAIRS = 2**25  # that share a segment, over branches: half a minute and some gigabytes
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 4096
 MAX_BATCH = 2**16
@@ -183,12 +183,11 @@ def _check_counts(layer: Layer) -> None:
     elements = layer.tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.batch
     if 4 * elements * max(layer.head_dim, 8) * layer.itemsize >= LIMIT:
         refuse(f"--tokens must be such that all messages have fewer than 2**62 bytes, got {layer.tokens}")
-    filled = min(layer.ranks, layer.tokens)
-    shared = sum(filled * min(filled, w // largest + 2) for w in layer.pattern.segment_lengths)
-    if shared > MAX_RANK_PAIRS:
+    if (shared := _pairs_of_ranks(layer, layer.ranks)) > MAX_RANK_PAIRS:
+        few = max(ranks for ranks in range(1, layer.ranks) if _pairs_of_ranks(layer, ranks) <= MAX_RANK_PAIRS)
         refuse(
-            f"--context-parallel must be such that at most {MAX_RANK_PAIRS} pairs of them share a segment, "
-            f"got {layer.ranks} with segments of {max(layer.pattern.segment_lengths)} over shards of {largest}"
+            f"--context-parallel must be such that at most {MAX_RANK_PAIRS} pairs of ranks share a segment, as of {few}, "
+            f"got {layer.ranks} of which {shared} do, branch by branch"
         )
     pairs = 0
     for length, rate in layer.pattern.branches:
@@ -203,6 +202,12 @@ def _check_counts(layer: Layer) -> None:
         )
     if layer.tokens * (widest := max(layer.pattern.dilation_rates)) >= LIMIT:
         refuse(f"--dilation-rates must be such that --tokens times each is below 2**62, got {widest}")
+
+
+def _pairs_of_ranks(layer: Layer, ranks: int) -> int:
+    """How many may share a segment, over branches."""
+    shard, filled = -(-layer.tokens // ranks), min(ranks, layer.tokens)
+    return sum(filled * min(filled, w // shard + 2) for w in layer.pattern.segment_lengths)
 
 
 def _report(

@@ -272,8 +272,8 @@ REFUSED = [
         "--dilation-rates must be such that --tokens times each is below 2**62, got 10000000000",
     ),
     (
-        ("--tokens", 10**6, "--context-parallel", 4096, "--segment-lengths", 10**6, "--dilation-rates", 1),
-        "--context-parallel must be such that at most 8388608 pairs of them share a segment, got 4096 with segments of 1000000",
+        ("--tokens", 10**6, "--context-parallel", 4096, "--segment-lengths", "1000000,999999,999998", "--dilation-rates", "1,1,1"),
+        "--context-parallel must be such that at most 33554432 pairs of ranks share a segment, as of 3344, got 4096 of which ",
     ),
 ]
 
