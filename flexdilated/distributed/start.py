@@ -12,10 +12,29 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as rendezvous_of_torch
 
 from flexdilated.distributed.answering import AnsweringStore
 
 PAUSE_SECONDS = 0.01  # between two looks
+
+
+def rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    """What `torch.distributed.init_process_group` takes as `store`, `rank` and `world_size` in processes of torchrun.
+
+    Its own `env://` gives the processes of a restart addresses of those before them, at which nobody answers: over gloo
+    `torchrun --max-restarts` then fails at every attempt. This store is that of the processes of one start alone.
+
+    Args:
+        timeout: For all ranks to come.
+
+    Raises:
+        ValueError: If torchrun, or what sets the same variables, has not started this process.
+        torch.distributed.DistStoreError: If a rank does not come in time.
+        TimeoutError: If the store does not answer.
+    """
+    store, rank, world_size = next(rendezvous_of_torch("env://", timeout=timeout))
+    return of_this_start(store, rank, world_size, timeout), rank, world_size
 
 
 def of_this_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

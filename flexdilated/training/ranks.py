@@ -99,12 +99,11 @@ def started(
 def _join(count: int, rank: int, device: torch.device, timeout: timedelta) -> Store:
     """Start the process group; returns the store of this start."""
     from torch.distributed.distributed_c10d import PrefixStore  # not in every build, as above
-    from torch.distributed.rendezvous import rendezvous
 
-    from flexdilated.distributed.start import of_this_start
+    from flexdilated.distributed.start import rendezvous
 
     try:
-        store = of_this_start(next(rendezvous("env://", timeout=timeout))[0], rank, count, timeout)
+        store, _, _ = rendezvous(timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),

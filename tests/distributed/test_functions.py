@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -310,6 +310,14 @@ def compare_dtensors(mesh: DeviceMesh, both: bool, backend: str) -> None:
     dist.all_reduce(mine)
     for value, other in zip((*(x.full_tensor() for x in grads), mine), wanted, strict=True):
         torch.testing.assert_close(value, other, **EXACT)
+    # As the guide to three axes says it: the sum over the ranks that hold heads comes with the backward.
+    axis = mesh["columns"] if both else mesh
+    copy = DTensor.from_local(table, axis, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    out = dilated_attention(*parts, pattern, backend=backend, **case.options(), **mods.functions(copy))
+    (mine,) = torch.autograd.grad(out, [table], scattered(given["dout"], mesh, placements))
+    if both:
+        dist.all_reduce(mine, group=mesh["rows"].get_group())
+    torch.testing.assert_close(mine, wanted[-1], **EXACT)
 
 
 @several

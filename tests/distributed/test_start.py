@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import flexdilated
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import rendezvous
 from flexdilated.distributed import start as starting
 from flexdilated.distributed.start import of_this_start
 
@@ -89,3 +98,68 @@ def test_rank_that_fell_while_it_started_does_not_spoil_the_next_start() -> None
         parts = start(store, 3, delays=[0.0, 0.05, 0.0])
         parts[2].set("address", "x")
         assert parts[0].get("address") == b"x"
+
+
+# Learns one number by attention over all ranks. Rank 1 dies in the first two starts, in a step of its own each time.
+PROGRAM = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import rendezvous, shard_sequence
+
+store, rank, world_size = rendezvous(timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+mesh = dist.init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "cp"))["cp"]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+x = shard_sequence(torch.linspace(-1, 1, 96, dtype=torch.float64).view(1, 24, 2, 2), mesh)
+step, weight = torch.load("state.pt") if os.path.exists("state.pt") else (0, torch.ones((), dtype=torch.float64))
+while step < 6:
+    if rank == 1 and attempt < 2 and step == 2 * (attempt + 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    leaf = weight.clone().requires_grad_()
+    dilated_attention(leaf * x, x, x, DilatedPattern((8, 24), (1, 2)), mesh=mesh).square().sum().backward()
+    dist.all_reduce(leaf.grad, group=mesh.get_group())
+    step, weight = step + 1, weight - 0.01 * leaf.grad
+    dist.barrier()
+    if rank == 0:
+        torch.save((step, weight), "new.pt")
+        os.replace("new.pt", "state.pt")
+print(f"attempt {attempt} rank {rank} weight {weight.item():.12f}\\n", end="", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_program_of_ones_own_goes_on_where_torchrun_starts_it_again(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(flexdilated.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "--monitor-interval", "0.1", "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    x, weight = torch.linspace(-1, 1, 96, dtype=torch.float64).view(1, 24, 2, 2), torch.ones((), dtype=torch.float64)
+    for _ in range(6):
+        leaf = weight.clone().requires_grad_()
+        dilated_attention(leaf * x, x, x, DilatedPattern((8, 24), (1, 2))).square().sum().backward()
+        assert leaf.grad is not None
+        weight = weight - 0.01 * leaf.grad
+    found = re.findall(r"attempt 2 rank (\d) weight (\S+)", done.stdout)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"]
+    assert all(abs(float(value) - weight.item()) < 1e-9 for _, value in found), (found, weight)
+    assert weight.item() != 1.0
+
+
+def test_a_process_that_torchrun_has_not_started_has_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"environment variable RANK expected, but not set"):
+        rendezvous(SHORT)

@@ -486,8 +486,7 @@ def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
     for name, value in RANK_1.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
-    rendezvous = sys.modules["torch.distributed.rendezvous"]  # torch.distributed.rendezvous is its function
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(start, "rendezvous_of_torch", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(start, "of_this_start", lambda store, *_: store)  # the other rank is not there to answer
     code, _, err = invoke(*arguments(tmp_path / "run", text, "--context-parallel=2"))
     assert code == 2
