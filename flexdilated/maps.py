@@ -91,7 +91,8 @@ def attention_map(
         refuse_shards_of_torch(sums.num_ranks)
         _check(q, k, call)
         lengths = sums.lengths(q, shard_lengths)
-        positions = _positions(queries, sum(lengths))
+        equal = f" of {sums.num_ranks} equal shards; give shard_lengths where they differ" if shard_lengths is None else ""
+        positions = _positions(queries, sum(lengths), equal)
         described = {
             "queries": positions,
             "pattern": pattern.to_dict(),
@@ -181,7 +182,7 @@ def _rows(q: Tensor, tokens: list[int | None], start: int, sums: Sums | None) ->
     return list(sums.total(torch.stack(found).to(accumulated(q.dtype))).unbind())
 
 
-def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int) -> list[int]:
+def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_tokens: int, hint: str = "") -> list[int]:
     if isinstance(queries, Tensor):
         if queries.dtype == torch.bool or queries.is_floating_point() or queries.is_complex():
             raise TypeError(f"queries must hold integers, got {queries.dtype}")
@@ -198,5 +199,5 @@ def _positions(queries: SupportsIndex | Sequence[SupportsIndex] | Tensor, num_to
         raise ValueError("queries must hold at least one position, got none")
     for i, position in enumerate(positions):
         if not 0 <= position < num_tokens:
-            raise ValueError(f"queries[{i}] must be in [0, N={num_tokens}), got {position}")
+            raise ValueError(f"queries[{i}] must be in [0, N={num_tokens}), got {position}{hint}")
     return positions

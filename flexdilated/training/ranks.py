@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
 
     from flexdilated.distributed.answering import AnsweringStore
 
+LOSS = "a lost rank"  # what ranks tell of an error that was another's
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 TELLING_SECONDS = 2.0  # for a lower rank to tell an error first
 BEAT_SECONDS = 0.5  # between two signs of life
@@ -243,12 +244,14 @@ def named(store: AnsweringStore, rank: int, count: int, error: RankLostError) ->
         lost = [other for other in absent if other not in alive or store.check([f"error of rank {other}"])]
         for other in lost or absent:
             store.set(f"rank {other} is given up", "")
+        told = [store.get(key).decode() for other in lost if store.check([key := f"error of rank {other}"])]
     except (RuntimeError, TimeoutError):  # the store went with its rank
         return error
     if not absent:
         return error
     who = f"rank{'s' if len(lost or absent) > 1 else ''} {', '.join(map(str, lost or absent))}"
-    return RankLostError(error.told, who, "lost" if lost else "late")
+    reason = next((f" by its error ({each})" for each in told if each != LOSS), "")
+    return RankLostError(error.told, who, f"lost{reason}" if lost else "late")
 
 
 def has_met_a_loss(store: AnsweringStore, rank: int) -> bool:
@@ -261,7 +264,7 @@ def tells(store: AnsweringStore, rank: int, error: Exception) -> bool:
 
     A rank that others have given up, and that wakes to meet a loss itself, is no witness of it.
     """
-    topic = "a lost rank" if isinstance(error, RankLostError) else str(error)
+    topic = LOSS if isinstance(error, RankLostError) else str(error)
     end = time.monotonic() + TELLING_SECONDS
     try:
         if isinstance(error, RankLostError) and store.check([f"rank {rank} is given up"]):

@@ -61,6 +61,10 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
         attention_map(q, k, case.pattern, queries=0, mesh=mesh, shard_lengths=(1,) * 9)
     with pytest.raises(ValueError, match=r"^shard_lengths must come with mesh, got \(4,\) and no mesh$"):
         attention_map(q, k, case.pattern, queries=0, shard_lengths=(4,))
+    # Shards that are not told to be unequal are taken for equal ones, of no token where one is empty.
+    hint = rf" of {mesh.size()} equal shards; give shard_lengths where they differ"
+    with pytest.raises(ValueError, match=rf"queries\[0\] must be in \[0, N=0\), got 0{hint}$"):
+        attention_map(q[:, :0], k[:, :0], case.pattern, queries=0, mesh=mesh)
     check_map(rank, mesh, case)
 
 

@@ -703,6 +703,8 @@ def test_ranks_that_are_lost_or_failed_or_late_are_named_and_not_those_that_met_
     assert losing(store, 0, rank_1=1, rank_2=1) == "ranks 1, 2 were late in step 8: closed"
     store.set("error of rank 2", "no space is left")  # it lives and ends
     store.set("rank 1 has met a loss", "")
+    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost by its error (no space is left) in step 8: closed"
+    store.set("error of rank 2", ranks.LOSS)  # of a third
     assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost in step 8: closed"
     store.set("rank 2 has met a loss", "")  # which was its error
     assert losing(store, 0, rank_1=1, rank_2=1) == "a rank was lost in step 8: closed"
