@@ -104,6 +104,10 @@ class Underway:
         """What has not come or gone, as far as this rank knows."""
         return [message for swap in self.open for message in swap.messages]
 
+    def lacks(self, other: int, is_sent: bool, tag: int, ordinal: int) -> bool:
+        """Whether this rank has not begun its side of a message of another, which says whether that one sends it."""
+        return self._begun.get((other, not is_sent, tag), 0) <= ordinal
+
     def leave(self, group: dist.ProcessGroup) -> list[Message]:
         """Leave the step by an error: what others must know to end it."""
         if any(swap.is_awaited for swap in self.open):
@@ -120,7 +124,7 @@ class Underway:
             Message(other, not is_sent, tag, nbytes)
             for other, messages in enumerate(left)
             for peer, is_sent, tag, nbytes, ordinal in messages
-            if peer == rank and self._begun.get((other, not is_sent, tag), 0) <= ordinal
+            if peer == rank and self.lacks(other, is_sent, tag, ordinal)
         ]
         if lacking:
             scratch = torch.zeros(max(message.nbytes for message in lacking), dtype=torch.uint8)

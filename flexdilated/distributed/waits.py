@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, met, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
-from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of
-from flexdilated.distributed.underway import LOOK, Swap
+from flexdilated.distributed.circles import Circle
+from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of
+from flexdilated.distributed.underway import LOOK, Message, Swap, underway
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -70,14 +71,21 @@ class Wait:
             ValueError: If it has.
             TimeoutError: If they do not come within the timeout of the group; its connections stay open.
         """
-        limit = timeout_of(self._group)
+        limit, beside = timeout_of(self._group), None
         end = time.monotonic() + limit.total_seconds()
-        while not swap.has_come(LOOK):
-            with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-                self._hear(peers[swap.at])
-            if time.monotonic() >= end:
-                with self.for_rows(peers[swap.at], is_closed=False):
-                    raise TimeoutError(f"timed out after {limit.total_seconds():g} s")
+        try:
+            while not swap.has_come(LOOK):
+                with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+                    self._hear(peers[swap.at])
+                    beside = beside or self._circle()
+                    self._look_around(beside, swap.messages[swap.at])
+                if time.monotonic() >= end:
+                    with self.for_rows(peers[swap.at], is_closed=False):
+                        raise TimeoutError(f"timed out after {limit.total_seconds():g} s")
+        finally:
+            if beside is not None:
+                with suppress(TimeoutError, RuntimeError):
+                    beside.end()
         if swap.error is not None:
             with self.for_rows(peers[swap.at]):
                 raise swap.error
@@ -97,6 +105,29 @@ class Wait:
                 reason = f"ranks must make the same calls in the same order, got {self._beside(peer, *found)}"
             else:
                 continue
+            lose(self._group, reason)
+            raise ValueError(reason)
+
+    def _circle(self) -> Circle:
+        store, life = _posts(self._group)
+        page = int(self._number) // APART
+        return Circle(store, life, self._group.rank(), self._group.size(), page, underway(self._group))
+
+    def _look_around(self, circle: Circle, message: Message) -> None:
+        """Look whether the rank for whose message this one waits itself waits for this one, be it through others, in another call.
+
+        Raises:
+            ValueError: If so.
+        """
+        found = circle.look(message, self._call, {} if self._plan is None else fields_of(self._plan))
+        if found:
+            ranks = global_ranks(self._group)
+            told = [f"rank {ranks[rank]} for rank {ranks[waiting.peer]} in {waiting.call}" for rank, waiting in found]
+            plans = [waiting.fields for _, waiting in found]
+            alike = all(plan.keys() == plans[0].keys() for plan in plans)  # else words say enough
+            if differences := differing([ranks[rank] for rank, _ in found], plans) if alike else []:
+                told.append(f"these differ in {short(differences, '; in ', 'fields')}")
+            reason = f"ranks must make the same calls in the same order, got ranks that wait for each other: {'; '.join(told)}"
             lose(self._group, reason)
             raise ValueError(reason)
 

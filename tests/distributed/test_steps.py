@@ -1,6 +1,7 @@
 """Steps in which one rank fails while others wait for its rows: all hear of it, all go on. None waits for a timeout of minutes."""
 
 import os
+import re
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -162,6 +163,55 @@ def astray_steps(rank: int, mesh: DeviceMesh, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
 def test_ranks_that_make_other_calls_of_a_step_hear_it_at_once(ranks: Ranks, exchange: str) -> None:
     ranks.run(astray_steps, exchange, deadline=240.0)
+
+
+CIRCLES = ("calls", "backwards", "a call and a backward")
+
+
+def around(rank: int, mesh: DeviceMesh, exchange: str, way: str) -> None:
+    """A step whose calls one rank, the last, makes in another order; all know their plans."""
+    q, k, v = (torch.zeros(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    calls = [partial(dilated_attention, q, k, v, PATTERN, mesh=mesh, exchange=exchange, scale=scale) for scale in (0.5, 0.25)]
+    order = [1, 0] if way and rank == mesh.size() - 1 else [0, 1]
+    if way == "calls":
+        for i in order:
+            calls[i]()
+    elif way == "backwards":
+        outs = [call() for call in calls]
+        for i in order:
+            outs[i].sum().backward()
+    else:
+        out = calls[0]()
+        parts = [out.sum().backward, calls[1]]
+        for i in order:
+            parts[i]()
+
+
+def steps_around(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    exchanges = (exchange,) * LAYERS
+    assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
+    for number, way in enumerate(CIRCLES):
+        with shared_failures(mesh):
+            around(rank, mesh, exchange, "")
+        match = "ranks must make the same calls in the same order, got ranks that wait for each other: rank "
+        with pytest.raises(ValueError, match=match) as caught, shared_failures(mesh):
+            around(rank, mesh, exchange, way)
+        message, other = str(caught.value), mesh.size() - 1
+        assert re.search(rf"rank \d for rank {other} in (the backward of )?call \d with ", message), message
+        assert re.search(rf"rank {other} for rank \d in (the backward of )?call \d with ", message), message
+        assert ("the backward of call" in message) == (way != "calls"), message
+        if way == "calls" and message.count(" for rank ") == 2:
+            assert "these differ in scale, got 0." in message
+        with shared_failures(mesh):
+            given, out = step(mesh, exchanges, number, "")
+        assert_right(mesh, exchanges, given, out)
+        assert not underway._left
+
+
+@several
+@pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
+def test_ranks_of_a_step_that_wait_for_each_other_hear_it_at_once(ranks: Ranks, exchange: str) -> None:
+    ranks.run(steps_around, exchange, deadline=240.0)
 
 
 SHORT = timedelta(seconds=2)  # of the group in a step to which a rank comes late
