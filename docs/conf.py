@@ -66,9 +66,10 @@ nitpicky = True
 suppress_warnings = ["ref.python"]  # `MultiheadDilatedAttention` is a name of `flexdilated.compat` too
 # Types of other packages: their documentation is not fetched, so that the site builds without a network.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|numpy|np|npt|matplotlib|rich|typer|transformers|collections|pathlib|os|typing|enum|datetime|dist|nn)(\..*)?"),
-    (r"py:.*", r"(Tensor|Module|BlockMask|DeviceMesh|ProcessGroup|Store|timedelta|Figure|Path|Sequence|Callable|Mapping|Iterator|NDArray)"),
+    (r"py:.*", r"(torch|numpy|np|npt|matplotlib|rich|typer|transformers|collections|pathlib|os|typing|enum|dist|nn)(\..*)?"),
+    (r"py:.*", r"(Tensor|Module|BlockMask|DeviceMesh|ProcessGroup|Figure|Path|Sequence|Callable|Mapping|Iterator|NDArray)"),
     (r"py:.*", r"(Any|Literal|SupportsIndex|Self|optional|Ellipsis|abc\..*|ScoreMod|MaskMod|Curve|Activation|Branch|HeadRun)"),
+    (r"py:.*", r"datetime\..*"),
     (r"py:.*", r"flexdilated\.(pattern\.(Branch|HeadRun)|reference\..*|nn\.position\.Rotation|distributed\.sharding\.Batch)"),
 ]
 
