@@ -18,7 +18,6 @@ from torch import Tensor
 
 MAX_BEGUN = 1 << 16  # kinds of messages remembered per group; two ranks are never apart by more than those of one call
 LONG = timedelta(days=365)  # of a wait that nobody needs to come back from: gloo closes all connections at its end
-LOOK = 0.05  # seconds between two looks for an error of others
 CLOSING_TAG = (1 << 31) - 1
 CLOSING = 5.0  # seconds
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, met, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import Circle
-from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of
-from flexdilated.distributed.underway import LOOK, Message, Swap, underway
+from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of, longest_pause
+from flexdilated.distributed.underway import Message, Swap, underway
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -71,10 +71,10 @@ class Wait:
             ValueError: If it has.
             TimeoutError: If they do not come within the timeout of the group; its connections stay open.
         """
-        limit, beside = timeout_of(self._group), None
+        limit, look, beside = timeout_of(self._group), longest_pause(self._group.size()), None
         end = time.monotonic() + limit.total_seconds()
         try:
-            while not swap.has_come(LOOK):
+            while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                     self._hear(peers[swap.at])
                     beside = beside or self._circle()

@@ -936,3 +936,19 @@ def test_group_of_one_needs_no_round() -> None:
         assert dist.group.WORLD not in agreement._ledgers
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "least", "most"), [(2, 39, 41), (2000, 2, 3)])
+def test_of_more_ranks_each_looks_at_their_store_more_rarely(size: int, least: int, most: int) -> None:
+    """In the last two of ten seconds, by a clock that only sleeping moves."""
+    clock, looks = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        looks.append(clock[0])
+
+    waiting = Ledger(dist.HashStore(), 0, range(size))
+    with mock.patch.object(ledger_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])):
+        with pytest.raises(TimeoutError, match="must take part"):
+            waiting.agree(PLAN, timedelta(seconds=10))
+    assert least <= sum(look > 8.0 for look in looks) <= most

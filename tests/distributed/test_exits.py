@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import shared_failures, underway
+from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import GRACE, TIMEOUT
 
 FAILING, WAITING = 0, 1
@@ -22,7 +23,7 @@ AFTER = 1.0  # seconds that one process ends behind the other
 
 def fail_or_wait(rank: int, mesh: DeviceMesh, q: torch.Tensor) -> None:
     if rank == FAILING:
-        time.sleep(6 * underway.LOOK)
+        time.sleep(6 * LAST_PAUSE)
         raise KeyError("no token is left")
     dilated_attention(q, q, q, PATTERN, mesh=mesh)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence
+from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import TIMEOUT, Ranks, several
 from tests.tolerances import EXACT
 
@@ -54,7 +55,7 @@ def step(mesh: DeviceMesh, exchanges: tuple[str, ...], number: int, place: str) 
     for layer, how in enumerate(exchanges):
         fails = place if layer == FAILING else ""
         if fails == "late":  # the others have waited for a while
-            time.sleep(3 * underway.LOOK)
+            time.sleep(3 * LAST_PAUSE)
         if fails in ("between", "late") or (place == "before" and not layer):
             fault(FaultError)
         if fails == "caught":
