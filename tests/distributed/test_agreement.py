@@ -948,7 +948,7 @@ def test_of_more_ranks_each_looks_at_their_store_more_rarely(size: int, least: i
         looks.append(clock[0])
 
     waiting = Ledger(dist.HashStore(), 0, range(size))
-    with mock.patch.object(ledger_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])):
-        with pytest.raises(TimeoutError, match="must take part"):
-            waiting.agree(PLAN, timedelta(seconds=10))
+    patched = mock.patch.object(ledger_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    with patched, pytest.raises(TimeoutError, match="must take part"):
+        waiting.agree(PLAN, timedelta(seconds=10))
     assert least <= sum(look > 8.0 for look in looks) <= most
