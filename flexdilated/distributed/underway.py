@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, get_ident
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -73,11 +73,13 @@ class Underway:
     def __init__(self) -> None:
         self._begun: OrderedDict[tuple[int, bool, int], int] = OrderedDict()  # how many of a peer, a direction and a tag
         self.open: list[Swap] = []
+        self.threads: set[int] = set()  # that began any
 
     def add(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
         """What has begun to travel; each of these messages is a work, in their order."""
         swap = Swap(works, [self._count(message) for message in messages], kept)
         self.open.append(swap)
+        self.threads.add(get_ident())
         return swap
 
     def _count(self, message: Message) -> Message:
@@ -96,6 +98,7 @@ class Underway:
     def clear(self) -> None:
         """Forget what all ranks have ended."""
         self._begun.clear()
+        self.threads.clear()
         self.open = []
 
     @property

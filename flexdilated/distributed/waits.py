@@ -77,8 +77,9 @@ class Wait:
             while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                     self._hear(peers[swap.at])
-                    beside = beside or self._circle()
-                    self._look_around(beside, swap.messages[swap.at])
+                    if len(underway(self._group).threads) == 1:  # else another begins what this one says that it has not begun
+                        beside = beside or self._circle()
+                        self._look_around(beside, swap.messages[swap.at])
                 if time.monotonic() >= end:
                     with self.for_rows(peers[swap.at], is_closed=False):
                         raise TimeoutError(f"timed out after {limit.total_seconds():g} s")

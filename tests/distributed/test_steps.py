@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence
 from flexdilated.distributed.ledger import LAST_PAUSE
-from tests.distributed.processes import TIMEOUT, Ranks, several
+from tests.distributed.processes import TIMEOUT, Ranks, exactly, several
 from tests.tolerances import EXACT
 
 TOKENS, LAYERS = 16, 3
@@ -213,6 +213,25 @@ def steps_around(rank: int, mesh: DeviceMesh, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
 def test_ranks_of_a_step_that_wait_for_each_other_hear_it_at_once(ranks: Ranks, exchange: str) -> None:
     ranks.run(steps_around, exchange, deadline=240.0)
+
+
+def backwards_of_threads(rank: int, mesh: DeviceMesh) -> None:
+    """Two backwards of a step, each in a thread of its own, which one rank begins in another order: each gets its rows."""
+    q = torch.ones(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True)
+    for order in ((0, 1), (1, 0)):
+        with shared_failures(mesh):
+            outs = [dilated_attention(q, q, q, PATTERN, mesh=mesh, exchange="heads", scale=scale) for scale in (0.5, 0.25)]
+            threads = [threading.Thread(target=out.sum().backward) for out in outs]
+            for i in order if rank == 0 else (0, 1):
+                threads[i].start()
+                time.sleep(8 * LAST_PAUSE)  # so that each waits for a while, alone or beside the other
+            for thread in threads:
+                thread.join()
+
+
+@exactly(2)
+def test_threads_of_one_rank_are_not_taken_for_a_circle(ranks: Ranks) -> None:
+    ranks.run(backwards_of_threads, deadline=240.0)
 
 
 SHORT = timedelta(seconds=2)  # of the group in a step to which a rank comes late
