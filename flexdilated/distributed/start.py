@@ -22,8 +22,8 @@ PAUSE_SECONDS = 0.01  # between two looks
 def rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     """What `torch.distributed.init_process_group` takes as `store`, `rank` and `world_size` in processes of torchrun.
 
-    Its own `env://` gives the processes of a restart addresses of those before them, at which nobody answers: over gloo
-    `torchrun --max-restarts` then fails at every attempt. This store is that of the processes of one start alone.
+    Its own `env://` may give the processes of a restart addresses of those before them, at which nobody answers: over gloo most
+    restarts of `torchrun --max-restarts` then fail, of four ranks and more. This store is that of the processes of one start alone.
 
     Args:
         timeout: For all ranks to come.
