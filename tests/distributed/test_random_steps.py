@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import gather_tokens, shard_sequence, shared_failures, unshard_sequence
+from flexdilated.distributed import gather_tokens, shard_sequence, shared_failures, underway, unshard_sequence
 from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import Ranks, several
 from tests.tolerances import EXACT
@@ -170,6 +170,14 @@ def check_steps(rank: int, mesh: DeviceMesh, seed: int, count: int) -> None:
             given, out = step(program, mesh, fails, naps)
         if fault is None:
             assert_as_one_process(program, rank, given, out)
+    settle(mesh)
+
+
+def settle(mesh: DeviceMesh) -> None:
+    """End what a last step may have left on its way: other tests count the threads of these processes."""
+    with shared_failures(mesh):
+        pass
+    assert not underway.underway(mesh.get_group()).open
 
 
 @several
@@ -241,6 +249,7 @@ def check_orders(rank: int, mesh: DeviceMesh, seed: int, count: int) -> None:
             wanted += [out, whole.grad]
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, shard_sequence(other, mesh), **LINES)
+    settle(mesh)
 
 
 @several
