@@ -37,27 +37,31 @@ class Circle:
         size: Ranks.
         page: The step.
         travelling: What this rank has begun in it.
+        call: In which call it waits, in words.
+        fields: Of the plan of that.
     """
 
-    def __init__(self, store: AnsweringStore, life: str, rank: int, size: int, page: int, travelling: Underway) -> None:
+    def __init__(
+        self, store: AnsweringStore, life: str, rank: int, size: int, page: int, travelling: Underway, call: str, fields: Fields
+    ) -> None:
         self._store, self._life, self._rank, self._size, self._page = store, life, rank, size, page
-        self._travelling = travelling
+        self._travelling, self._call, self._fields = travelling, call, fields
         self._told: Waiting | None = None
-        self._asked = -1  # how often others had asked this rank when it last looked
+        self._asked = 0  # how often others had asked this rank when it last told them
 
-    def look(self, message: Message, call: str, fields: Fields) -> list[tuple[int, Waiting]]:
+    def look(self, message: Message) -> list[tuple[int, Waiting]]:
         """The ranks of a circle in which this one waits, or for which it waits, and what each tells; none where there is none."""
-        mine = Waiting(self._page, message.peer, _name(message), call, fields, {})
-        if self._told is None or (self._told.peer, self._told.message) != (mine.peer, mine.message):
-            self._tell(mine)
+        told, name = self._told, _name(message)
+        is_new = told is None or (told.peer, told.message) != (message.peer, name)
+        asked = self._store.add(self._asking(self._rank), 0)  # who asks behind this is answered by the next look
+        if is_new or asked != self._asked:
+            told = Waiting(self._page, message.peer, name, self._call, self._fields, self._lacking())
+            self._told, self._asked = told, asked  # first: what a slow store may yet take is taken back at the end
+            self._store.set(self._key(self._rank), json.dumps(told))
+        if is_new:
             self._store.add(self._asking(message.peer), 1)
-            self._asked = -1
-        asked = self._store.add(self._asking(self._rank), 0)
-        if asked != self._asked:
-            self._asked = asked
-            self._tell(mine._replace(lacking=self._lacking()))
-        assert self._told is not None
-        chain = [(self._rank, self._told)]
+        assert told is not None
+        chain = [(self._rank, told)]
         while True:
             (rank, waiting), seen = chain[-1], [of for of, _ in chain]
             peer = self._read(waiting.peer)
@@ -72,10 +76,6 @@ class Circle:
         if self._told is not None:
             self._told = None
             self._store.set(self._key(self._rank), "")
-
-    def _tell(self, waiting: Waiting) -> None:
-        self._told = waiting
-        self._store.set(self._key(self._rank), json.dumps(waiting))
 
     def _lacking(self) -> dict[str, list[Any]]:
         others = ((other, self._read(other)) for other in range(self._size) if other != self._rank)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
+from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -16,9 +17,9 @@ import torch.distributed as dist
 
 from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, met, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
-from flexdilated.distributed.circles import Circle
+from flexdilated.distributed.circles import Circle, Waiting
 from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of, longest_pause
-from flexdilated.distributed.underway import Message, Swap, underway
+from flexdilated.distributed.underway import Swap, underway
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -79,7 +80,8 @@ class Wait:
                     self._hear(peers[swap.at])
                     if len(underway(self._group).threads) == 1:  # else another begins what this one says that it has not begun
                         beside = beside or self._circle()
-                        self._look_around(beside, swap.messages[swap.at])
+                        if found := beside.look(swap.messages[swap.at]):
+                            self._refuse_order(self._around(found))
                 if time.monotonic() >= end:
                     with self.for_rows(peers[swap.at], is_closed=False):
                         raise TimeoutError(f"timed out after {limit.total_seconds():g} s")
@@ -102,44 +104,40 @@ class Wait:
         for peer in peers:
             if word := _told_of_call(store, life, "refused", peer, self._number, exactly=True).get(peer):
                 reason = f"{named([global_ranks(self._group)[peer]])} {word}"
-            elif (found := met(self._group, peer, self._number)) is not None:
-                reason = f"ranks must make the same calls in the same order, got {self._beside(peer, *found)}"
-            else:
-                continue
-            lose(self._group, reason)
-            raise ValueError(reason)
+                lose(self._group, reason)
+                raise ValueError(reason)
+            if (found := met(self._group, peer, self._number)) is not None:
+                self._refuse_order(self._beside(peer, *found))
+
+    def _refuse_order(self, got: str) -> NoReturn:
+        """Leave the step, whose calls some rank has made in another order."""
+        reason = f"ranks must make the same calls in the same order, got {got}"
+        lose(self._group, reason)
+        raise ValueError(reason)
 
     def _circle(self) -> Circle:
         store, life = _posts(self._group)
         page = int(self._number) // APART
-        return Circle(store, life, self._group.rank(), self._group.size(), page, underway(self._group))
+        size, travelling = self._group.size(), underway(self._group)
+        return Circle(store, life, self._group.rank(), size, page, travelling, self._call, self._fields())
 
-    def _look_around(self, circle: Circle, message: Message) -> None:
-        """Look whether the rank for whose message this one waits itself waits for this one, be it through others, in another call.
+    def _fields(self) -> dict[str, list[str]]:
+        """Of the plan of this call, as ranks tell each other."""
+        return {} if self._plan is None else fields_of(self._plan)
 
-        Raises:
-            ValueError: If so.
-        """
-        found = circle.look(message, self._call, {} if self._plan is None else fields_of(self._plan))
-        if found:
-            ranks = global_ranks(self._group)
-            told = [f"rank {ranks[rank]} for rank {ranks[waiting.peer]} in {waiting.call}" for rank, waiting in found]
-            plans = [waiting.fields for _, waiting in found]
-            alike = all(plan.keys() == plans[0].keys() for plan in plans)  # else words say enough
-            if differences := differing([ranks[rank] for rank, _ in found], plans) if alike else []:
-                told.append(f"these differ in {short(differences, '; in ', 'fields')}")
-            reason = f"ranks must make the same calls in the same order, got ranks that wait for each other: {'; '.join(told)}"
-            lose(self._group, reason)
-            raise ValueError(reason)
+    def _around(self, found: Sequence[tuple[int, Waiting]]) -> str:
+        """Where the ranks of a circle wait."""
+        ranks = global_ranks(self._group)
+        told = [f"rank {ranks[rank]} for rank {ranks[waiting.peer]} in {waiting.call}" for rank, waiting in found]
+        apart = _apart([ranks[rank] for rank, _ in found], [waiting.fields for _, waiting in found])
+        return f"ranks that wait for each other: {'; '.join([*told, *apart])}"
 
     def _beside(self, peer: int, compared: Mapping[str, Sequence[str]], num_calls: int) -> str:
         """Where this rank waits, and one that compares something with all ranks."""
         ranks = [global_ranks(self._group)[rank] for rank in (self._group.rank(), peer)]
         what = compared["call"][0].strip("'") if "call" in compared else "a call whose plan is new to it"
         words = f"rank {ranks[0]} in {self._call} and rank {ranks[1]} in {what}, behind {num_calls} call{'s' * (num_calls != 1)}"
-        plan = {} if self._plan is None else fields_of(self._plan)
-        differences = differing(ranks, [plan, compared]) if plan.keys() == compared.keys() else []
-        return f"{words}; these differ in {short(differences, '; in ', 'fields')}" if differences else words
+        return "; ".join([words, *_apart(ranks, [self._fields(), compared])])
 
     @contextmanager
     def for_all(self) -> Iterator[None]:
@@ -208,7 +206,7 @@ class Wait:
         asked = [peer for peer in peers if peer != rank]
         waited = dict.fromkeys(asked, self._number)  # for each, by this rank or one that waits for it: in the call of this number
         words = {rank: f"waited {of}in {self._call}"}
-        plans = {rank: {} if self._plan is None else fields_of(self._plan)}
+        plans = {rank: self._fields()}
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             store, life = _post(self._group, topic, words[rank], asked, plans[rank], self._number)
             for other in groups():
@@ -247,6 +245,12 @@ class Wait:
             return "; an earlier call over this mesh failed, and closed connections stay closed: make a new process group"
         _failed.add(self._group)
         return ""
+
+
+def _apart(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    """In what the plans of two calls of some ranks differ; nothing where they are of two kinds, of which words say enough."""
+    differences = differing(ranks, plans) if all(plan.keys() == plans[0].keys() for plan in plans) else []
+    return [f"these differ in {short(differences, '; in ', 'fields')}"] if differences else []
 
 
 def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:

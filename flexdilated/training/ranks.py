@@ -241,16 +241,16 @@ def named(store: AnsweringStore, rank: int, count: int, error: RankLostError) ->
                 absent = [other for other in absent if not has_met_a_loss(store, other)]
             time.sleep(BEAT_SECONDS / 5)
         alive = [other for other in absent if store.add(f"beats of rank {other}", 0) > before[other]]
-        lost = [other for other in absent if other not in alive or store.check([f"error of rank {other}"])]
+        errors = {other: store.get(key).decode() for other in absent if store.check([key := f"error of rank {other}"])}
+        lost = [other for other in absent if other not in alive or other in errors]
         for other in lost or absent:
             store.set(f"rank {other} is given up", "")
-        told = [store.get(key).decode() for other in lost if store.check([key := f"error of rank {other}"])]
     except (RuntimeError, TimeoutError):  # the store went with its rank
         return error
     if not absent:
         return error
     who = f"rank{'s' if len(lost or absent) > 1 else ''} {', '.join(map(str, lost or absent))}"
-    reason = next((f" by its error ({each})" for each in told if each != LOSS), "")
+    reason = next((f" by its error ({each})" for each in errors.values() if each != LOSS), "")
     return RankLostError(error.told, who, f"lost{reason}" if lost else "late")
 
 

@@ -44,9 +44,11 @@ class Rank:
     def look(self) -> list[int]:
         """The ranks of a circle, as this one sees it."""
         if self.circle is None:
-            self.circle = Circle(self.store, "life", self.number, self.size, self.page, self.travelling)
+            self.circle = Circle(
+                self.store, "life", self.number, self.size, self.page, self.travelling, f"call of {self.number}", {}
+            )
         assert self.awaited is not None
-        return [rank for rank, _ in self.circle.look(self.awaited, f"call of {self.number}", {})]
+        return [rank for rank, _ in self.circle.look(self.awaited)]
 
     def come(self) -> None:
         """What it waits for has come."""
@@ -85,7 +87,7 @@ def test_two_that_wait_for_each_other_see_it_once_both_have_told() -> None:
     assert first.look() == [0, 1]
     assert second.look() == [1, 0]
     assert first.circle is not None
-    told = first.circle.look(Message(1, True, 5, 1), "call of 0", {})
+    told = first.circle.look(Message(1, True, 5, 1))
     assert [waiting.call for _, waiting in told] == ["call of 0", "call of 1"]
     first.circle.end()
     assert second.look() == []

@@ -20,6 +20,7 @@ from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import gather_tokens, shard_sequence, shared_failures, underway, unshard_sequence
 from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import Ranks, several
+from tests.distributed.test_steps import FaultError, bias
 from tests.tolerances import EXACT
 
 HEADS, HEAD_DIM = 4, 8
@@ -28,10 +29,6 @@ FAULTS = ("before", "between", "hook", "backward", "behind")
 NAP = 3 * LAST_PAUSE  # seconds, at most: others begin to look for what has happened
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(1, 12))]
 LINES = {"atol": 1e-9, "rtol": 1e-9}  # of gradients through up to four layers
-
-
-class FaultError(Exception):
-    """What fails on one rank."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,6 @@ def draw_program(draw: random.Random, size: int) -> Program:
     borders = (0, *sorted(draw.randrange(num_tokens + 1) for _ in range(3)), num_tokens) if draw.random() < 0.4 else None
     batch, kv_heads = 1 if borders else 2, draw.choice([1, 2, 4])
     return Program(lengths, tuple(layers), batch, kv_heads, draw.random() < 0.25, borders, draw.randrange(1000))
-
-
-def bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + 0.01 * (q - k)
 
 
 def run(

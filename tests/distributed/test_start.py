@@ -102,7 +102,7 @@ def test_rank_that_fell_while_it_started_does_not_spoil_the_next_start() -> None
 
 # Learns one number by attention over all ranks. Rank 1 dies in the first two starts, in a step of its own each time.
 PROGRAM = """
-import os, signal, sys
+import os, signal
 from datetime import timedelta
 import torch
 import torch.distributed as dist
