@@ -184,62 +184,77 @@ def inform(group: dist.ProcessGroup, reason: str) -> None:
 
 @contextmanager
 def step(
-    group: dist.ProcessGroup, reason_of: Callable[[BaseException], str], ends: tuple[type[BaseException], ...]
+    group: dist.ProcessGroup, reason_of: Callable[[BaseException], str], ends: type[BaseException] | tuple[()]
 ) -> Iterator[None]:
-    """Calls that all ranks end together, by an error or none; one step inside another is a part of it.
+    """Calls that all ranks end together, by an error or none.
 
     Args:
         group: The ranks.
         reason_of: What to tell of an error.
-        ends: Errors that are none.
+        ends: What ends a step too where nothing has failed.
 
     Raises:
         ValueError: At the end, if another rank has raised inside.
         TimeoutError: If a rank has not come to the end within the group's timeout.
         RuntimeError: If another thread is inside a step.
     """
-    ledger, before = _begin(group)
-    is_done = False
+    ledger = _begin(group, reason_of)
+    is_done, end = False, None
     try:
-        yield
-        if before is None:
-            _end(ledger, group)
+        try:
+            yield
+        except ends as error:
+            end = error
+        _end(ledger, group)
         is_done = True
-    except ends:
-        is_done = True
-        raise
     except BaseException as error:
-        if before is None:
-            _abandon(ledger, group, reason_of(error))
-        else:
-            tell(group, before, reason_of(error), is_backward=False)
+        is_done = not _abandon(ledger, group, reason_of(error))
         raise
     finally:
-        if before is None:
-            ledger.stepping = None
-            ledger.turn_page()
-            if is_done:
-                underway(group).clear()
-            else:  # a rank may have left before it read that all agreed
-                ledger.agreed.clear()
+        ledger.stepping = None
+        ledger.turn_page()
+        if is_done:
+            underway(group).clear()
+        else:  # a rank may have left before it read that all agreed
+            ledger.agreed.clear()
+    if end is not None:
+        raise end
 
 
 # A compiler that is not to take all traces what runs behind a break of its graph, and none of these has parts that it knows.
 
 
 @_disable_dynamo
-def _begin(group: dist.ProcessGroup) -> tuple[Ledger, int | None]:
-    """Begin a step; if it is a part of another, the events of the group so far."""
+def is_inside(group: dist.ProcessGroup) -> bool:
+    """Whether this thread is inside of a step."""
+    ledger = _ledgers.get(group)
+    return ledger is not None and ledger.stepping == threading.get_ident()
+
+
+@_disable_dynamo
+def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) -> Ledger:
+    """Begin a step.
+
+    One that cannot begin is left as one that fails inside, and has a page of its own too: its ranks would else be a step behind the
+    others, and take the next one of theirs for this.
+    """
     ledger = _ledger(group)
-    if ledger.stepping == threading.get_ident():
-        return ledger, ledger.events
     if ledger.stepping is not None:
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
-    if left := ledger.begin(timeout_of(group) + GRACE):
-        messages = [[Message(*message) for message in each] for each in left]
-        underway(group).settle(group, ledger.rank, messages, timeout_of(group))
+    ledger.turn_page()
+    try:
+        while ledger.unsettled:
+            left = ledger.past(timeout_of(group) + GRACE)
+            messages = [[Message(*message) for message in each] for each, _ in left]
+            underway(group).settle(group, ledger.rank, messages, timeout_of(group))
+            ledger.forget(is_seen=all(has_begun for _, has_begun in left))
+    except BaseException as error:
+        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+            ledger.abandon(reason_of(error), ((), False))
+        ledger.turn_page()
+        raise
     ledger.stepping = threading.get_ident()
-    return ledger, None
+    return ledger
 
 
 @_disable_dynamo
@@ -248,9 +263,11 @@ def _end(ledger: Ledger, group: dist.ProcessGroup) -> None:
 
 
 @_disable_dynamo
-def _abandon(ledger: Ledger, group: dist.ProcessGroup, reason: str) -> None:
+def _abandon(ledger: Ledger, group: dist.ProcessGroup, reason: str) -> bool:
+    """Leave a step that had begun by an error, if not all ranks have ended it without."""
     with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-        ledger.abandon(reason, underway(group).leave(group))
+        return ledger.abandon(reason, (underway(group).leave(group), True))
+    return True
 
 
 def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:

@@ -53,7 +53,7 @@ class Ledger:
         self.store, self.rank, self.size = store, rank, len(ranks)
         self.ranks = ranks  # by the numbers of messages
         self.page, self.round = 0, 0
-        self.kept: list[str] = []  # earlier rounds whose keys this rank has not deleted yet
+        self.kept: list[tuple[int, int]] = []  # earlier rounds, with their pages, whose keys this rank has not deleted yet
         self.agreed: dict[bytes, None] = {}  # in the order of their rounds
         self.made, self.exchanged = 0, 0  # calls since the last round; calls with messages on this page
         self.is_unsure = False  # whether a call was refused since all ranks compared
@@ -64,8 +64,9 @@ class Ledger:
         self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
         self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
         self.stepping: int | None = None  # the thread that is inside a step
-        self.left: str | None = None  # where ranks say that they have left the last step, if by an error
-        self.old: str | None = None  # what this rank has said so of one before
+        self.ending: str | None = None  # the round in which this step ends, once this rank has come to it
+        self.unsettled: list[int] = []  # pages of steps that this rank has left by an error, and not yet seen that all have
+        self.said: list[int] = []  # pages of those of which all have, and where others may still look what this rank said
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
         self.life = store.add(f"lives/{rank}", 1)
@@ -136,42 +137,40 @@ class Ledger:
         """Make no more calls until all ranks turn the page, and tell those that come to a round."""
         if self.lost is None:
             self.lost = message
-            self.store.compare_set(self._lost_key, "", message)
+            self.store.compare_set(self._lost_key(self.page), "", message)
 
     def turn_page(self) -> None:
         """Begin or end a step: whatever happened, all ranks are at one place."""
         self.page, self.round = self.page + 1, 0
-        self.made, self.exchanged, self.is_unsure, self.lost, self.plan = 0, 0, False, None, {}
+        self.made, self.exchanged, self.is_unsure, self.lost, self.plan, self.ending = 0, 0, False, None, {}, None
 
-    def begin(self, timeout: timedelta) -> list[Any]:
-        """Begin a step, once all ranks have left the one before: one that failed there would run ahead of those that still wait.
+    def past(self, timeout: timedelta) -> list[Any]:
+        """What each rank said as it left the first of the unsettled steps, once all have left it.
 
-        What each of them has said as it left that one; nothing if it did not fail.
+        One that failed there would run ahead of those that still wait.
         """
-        said: list[Any] = []
-        if self.left is not None:
-            end, keys = time.monotonic() + timeout.total_seconds(), [f"{self.left}/{rank}" for rank in range(self.size)]
-            while not self.store.check(keys):
-                if time.monotonic() >= end:
-                    late = named([self.ranks[rank] for rank, key in enumerate(keys) if not self.store.check([key])])
-                    raise TimeoutError(
-                        f"{late} must leave the step of shared_failures in which another rank failed within "
-                        f"{timeout.total_seconds():g} s"
-                    )
-                time.sleep(longest_pause(self.size) / 10)
-            said = [json.loads(each) for each in self.store.multi_get(keys)]
-            self._forget()
-        self.turn_page()
-        return said
+        limit = timeout.total_seconds()
+        end, keys = time.monotonic() + limit, [self._left_key(self.unsettled[0], rank) for rank in range(self.size)]
+        while not self.store.check(keys):
+            if time.monotonic() >= end:
+                late = named([self.ranks[rank] for rank, key in enumerate(keys) if not self.store.check([key])])
+                raise TimeoutError(f"{late} must leave the step of shared_failures in which another rank failed within {limit:g} s")
+            time.sleep(longest_pause(self.size) / 10)
+        return [json.loads(each) for each in self.store.multi_get(keys)]
 
-    def _forget(self) -> None:
-        """Delete the keys of a page that all ranks have left, but for those that say so, which others may still look for."""
-        assert self.left is not None
-        page, _ = self.left.rsplit("/", 1)
-        past = [f"{here}/{name}" for here in self.kept for name in (self.rank, "arrived", "outcome")]
-        for key in (*past, f"{page}/lost", *([self.old] if self.old else [])):
+    def forget(self, *, is_seen: bool) -> None:
+        """Delete the keys of the first of the unsettled steps; where ranks say that they have left it, others may still look.
+
+        Args:
+            is_seen: Whether all ranks have seen where they said so of the steps before.
+        """
+        page = self.unsettled.pop(0)
+        # Rounds of what follows the step are other ranks' still, who may not have read the outcome.
+        over = [of for of in self.kept if of[0] <= page]
+        past = [f"{self._key_of(*of)}/{name}" for of in over for name in (self.rank, "arrived", "outcome")]
+        for key in (*past, self._lost_key(page), *(self._left_key(of, self.rank) for of in (self.said if is_seen else ()))):
             self.store.delete_key(key)
-        self.kept, self.old, self.left = [], f"{self.left}/{self.rank}", None
+        self.kept, self.said = self.kept[len(over) :], [*([] if is_seen else self.said), page]
 
     def end(self, timeout: timedelta) -> None:
         """Return when all ranks have come to the end of this step."""
@@ -179,11 +178,19 @@ class Ledger:
             raise ValueError(self.lost)
         self._meet(END, timeout)
 
-    def abandon(self, reason: str, said: Sequence[Any] = ()) -> None:
-        """Leave this step by an error, with words in JSON types for those that begin the next."""
+    def abandon(self, reason: str, said: Sequence[Any] = ()) -> bool:
+        """Leave this step by an error, with words in JSON types for those that begin the next.
+
+        Not if all have come to its end and agreed there: whoever is interrupted while it waits for that is behind the step.
+        """
+        if self.ending is not None:
+            kind, *_ = json.loads(self._settle(self.ending, ("lost", f"{self.name} refused: {cut(reason)}", 0, 0)))
+            if not kind:
+                return False
         self.leave(reason)
-        self.left = f"{self.life}/{self.page}/left"
-        self.store.set(f"{self.left}/{self.rank}", json.dumps(said))
+        self.unsettled.append(self.page)
+        self.store.set(self._left_key(self.page, self.rank), json.dumps(said))
+        return True
 
     def hear(self) -> None:
         """Look whether a rank is lost.
@@ -191,15 +198,15 @@ class Ledger:
         Raises:
             ValueError: If so.
         """
-        if self.lost is None and self.store.check([self._lost_key]):
-            self.lost = self.store.get(self._lost_key).decode()
+        if self.lost is None and self.store.check([key := self._lost_key(self.page)]):
+            self.lost = self.store.get(key).decode()
         if self.lost is not None:
             self.fail()
             raise ValueError(self.lost)
 
     def met(self, rank: int, number: float) -> tuple[dict[str, list[str]], int] | None:
         """What a rank compares in a round that waits for this one, and how many calls it made, if not that of a number."""
-        if not self.store.check([key := f"{self.life}/{self.page}/{self.round}/{rank}"]):
+        if not self.store.check([key := f"{self._key_of(self.page, self.round)}/{rank}"]):
             return None
         fields, exchanged, *_ = json.loads(self.store.get(key))
         return (fields, exchanged) if self.page * APART + exchanged < number else None
@@ -220,10 +227,17 @@ class Ledger:
         self.events += 1
         self.called_at = self.events
 
-    @property
-    def _lost_key(self) -> str:
+    def _key_of(self, page: int, number: int) -> str:
+        """The prefix of the keys of a round."""
+        return f"{self.life}/{page}/{number}"
+
+    def _lost_key(self, page: int) -> str:
         """Where a rank says on this page that it is lost."""
-        return f"{self.life}/{self.page}/lost"
+        return f"{self.life}/{page}/lost"
+
+    def _left_key(self, page: int, rank: int) -> str:
+        """Where a rank says that it has left this step by an error."""
+        return f"{self.life}/{page}/left/{rank}"
 
     @property
     def name(self) -> str:
@@ -265,6 +279,7 @@ class Ledger:
     def _round(self, fields: Mapping[str, Sequence[str]], timeout: timedelta, *, is_end: bool) -> list[Any]:
         """Take part in the next round: its outcome."""
         end, here = time.monotonic() + timeout.total_seconds(), self._enter()
+        self.ending = here if is_end else None
         is_over = self.store.check([f"{here}/outcome"])
         self.store.set(f"{here}/{self.rank}", json.dumps([fields, self.exchanged, self.made, self.is_unsure]))
         last = self.store.add(f"{here}/arrived", 1) == self.size
@@ -280,15 +295,15 @@ class Ledger:
     def _enter(self) -> str:
         """Go on to the next round; the prefix of its keys."""
         # If all came to the last round, all have left the rounds before it.
-        if self.kept and self.store.add(f"{self.kept[-1]}/arrived", 0) == self.size:
-            for past in self.kept[:-1]:
+        if self.kept and self.store.add(f"{self._key_of(*self.kept[-1])}/arrived", 0) == self.size:
+            for past in (self._key_of(*of) for of in self.kept[:-1]):
                 self.store.delete_key(f"{past}/{self.rank}")
                 if self.rank == 0:
                     self.store.delete_key(f"{past}/arrived")
                     self.store.delete_key(f"{past}/outcome")
             del self.kept[:-1]
-        here = f"{self.life}/{self.page}/{self.round}"
-        self.kept.append(here)
+        here = self._key_of(self.page, self.round)
+        self.kept.append((self.page, self.round))
         self.round += 1
         return here
 
@@ -296,7 +311,7 @@ class Ledger:
         """The outcome of the round, written by this rank if the time is over, or if another is lost."""
         # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
         # thread in while it waits.
-        start, lost = time.monotonic(), self._lost_key
+        start, lost = time.monotonic(), self._lost_key(self.page)
         while not self.store.check([f"{here}/outcome"]):
             if self.store.check([lost]):
                 return self._settle(here, ("lost", self.store.get(lost).decode(), 0, 0))

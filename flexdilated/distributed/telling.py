@@ -23,7 +23,8 @@ Result = TypeVar("Result")
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 # What ends a block in which nothing has failed: a generator that is closed, a recomputation that has all that it needs.
-ENDS = (GeneratorExit, getattr(torch.utils.checkpoint, "_StopRecomputationError", GeneratorExit))
+RECOMPUTED: type[BaseException] | tuple[()] = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+ENDS = (GeneratorExit, RECOMPUTED) if RECOMPUTED else (GeneratorExit,)
 # What `torch.compile` raises without fullgraph too, instead of running what it cannot compile.
 RAISED = ("BackendCompilerFailed", "InductorError", "TorchRuntimeError")
 
@@ -42,6 +43,8 @@ _traced: dict[str, list[_Trace]] = {}
 
 def reason_of(error: BaseException) -> str:
     """What an error says, and what it is unless that says it: the text of a KeyError is a key."""
+    if isinstance(error, GeneratorExit):
+        return "a generator was closed inside of a step of shared_failures"
     name = type(error).__name__
     try:
         text = str(error)
@@ -138,6 +141,7 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
     The error goes on, and the other ranks raise it as a `ValueError` where they next compare a plan, at the latest at the end of
     the step, where all wait for each other. On CPUs a rank that waits for rows hears of it at once, over NCCL when the timeout of
     the group is over; one that waits in another library's collective does not. The next step begins when all have left this one.
+    A rank that is interrupted when all have come to the end is behind it, and alone with its error.
     Inside of another step over the same mesh it is a part of that.
 
     Args:
@@ -155,7 +159,9 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
     if num_ranks == 1:
         yield
         return
-    with agreement.step(mesh.get_group(), reason_of, ENDS):
+    group = mesh.get_group()
+    # A generator that is closed inside of a step may be so by an error of whoever reads it, or by none: the others need not wait.
+    with telling_call(group) if agreement.is_inside(group) else agreement.step(group, reason_of, RECOMPUTED):
         yield
 
 
