@@ -199,7 +199,8 @@ def step(
         RuntimeError: If another thread is inside a step.
     """
     ledger = _begin(group, reason_of)
-    is_done, end = False, None
+    is_done: bool | None = None
+    end = None
     try:
         try:
             yield
@@ -212,7 +213,8 @@ def step(
         raise
     finally:
         ledger.stepping = None
-        ledger.turn_page()
+        if is_done is not None:  # else it was interrupted on its way out, and has not said that it has left: the next step does
+            ledger.turn_page()
         if is_done:
             underway(group).clear()
         else:  # a rank may have left before it read that all agreed
@@ -241,6 +243,9 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
     ledger = _ledger(group)
     if ledger.stepping is not None:
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
+    if ledger.page % 2:  # of a step that was interrupted before it could say so
+        _abandon(ledger, group, "it was interrupted as it left a step")
+        ledger.turn_page()
     ledger.turn_page()
     try:
         while ledger.unsettled:

@@ -48,8 +48,9 @@ class Swap:
     def has_come(self, seconds: float) -> bool:
         """Whether all has come and gone after at most so long, or never will by an `error`."""
         if self._thread is None:
-            self._thread = Thread(target=self._wait, daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._wait, daemon=True)
+            thread.start()
+            self._thread = thread
         self._thread.join(seconds)
         return not self.is_awaited
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
+from threading import get_ident
 from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import agree, failed, groups, hear, is_lost, lose, met, number_of_call, posts_of
+from flexdilated.distributed.agreement import agree, failed, groups, hear, is_inside, is_lost, lose, met, number_of_call, posts_of
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import Circle, Waiting
 from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of, longest_pause
@@ -78,10 +79,14 @@ class Wait:
             while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                     self._hear(peers[swap.at])
-                    if len(underway(self._group).threads) == 1:  # else another begins what this one says that it has not begun
+                    # Else another thread begins what this one would say that it has not begun: one that waits for threads is
+                    # the one inside of the step.
+                    if is_inside(self._group) and underway(self._group).threads == {get_ident()}:
                         beside = beside or self._circle()
                         if found := beside.look(swap.messages[swap.at]):
                             self._refuse_order(self._around(found))
+                    elif beside is not None:
+                        beside.end()
                 if time.monotonic() >= end:
                     with self.for_rows(peers[swap.at], is_closed=False):
                         raise TimeoutError(f"timed out after {limit.total_seconds():g} s")

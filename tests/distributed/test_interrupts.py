@@ -169,6 +169,27 @@ def test_a_rank_interrupted_as_it_begins_a_step_is_not_a_step_behind(ranks: Rank
     ranks.run(interrupted_begin, deadline=120.0)
 
 
+def interrupted_leave(rank: int, mesh: DeviceMesh) -> None:
+    """One rank is interrupted again while it says that it leaves a step: the others have its word when it begins the next."""
+    healthy_step(mesh, 0)
+    for odd in range(mesh.size()):
+        if rank == odd:
+            interrupted = mock.patch.object(agreement, "_abandon", side_effect=KeyboardInterrupt)
+            with interrupted, pytest.raises(KeyboardInterrupt), shared_failures(mesh):
+                raise FaultError
+        else:
+            match = f"^rank {odd} refused: it was interrupted as it left a step$"
+            with pytest.raises(ValueError, match=match), shared_failures(mesh):
+                attend(mesh, odd)
+        healthy_step(mesh, odd + 1)
+        assert not underway._left
+
+
+@several
+def test_a_rank_interrupted_twice_tells_of_it_in_the_next_step(ranks: Ranks) -> None:
+    ranks.run(interrupted_leave, deadline=120.0)
+
+
 def late_by_steps(rank: int, mesh: DeviceMesh) -> None:
     """One rank is late by more than a step: the others give up that step, and the next as they begin it. The late rank too."""
     group, told, late, given_up = mesh.get_group(), Told(mesh, "late"), mesh.size() - 1, 3

@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -229,9 +230,30 @@ def backwards_of_threads(rank: int, mesh: DeviceMesh) -> None:
                 thread.join()
 
 
+def backward_beside_the_step(rank: int, mesh: DeviceMesh) -> None:
+    """Two backwards of a step of their own, one in another thread: which of them comes first is not the same on all ranks."""
+    q = torch.ones(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        with shared_failures(mesh):
+            outs = [dilated_attention(q, q, q, PATTERN, mesh=mesh, exchange="heads", scale=scale) for scale in (0.5, 0.25)]
+        with shared_failures(mesh):
+            thread = threading.Thread(target=outs[0].sum().backward)
+            if rank:
+                thread.start()
+                time.sleep(8 * LAST_PAUSE)
+                outs[1].sum().backward()
+            else:
+                timer = threading.Timer(8 * LAST_PAUSE, thread.start)
+                timer.start()
+                outs[1].sum().backward()
+                timer.join()
+            thread.join()
+
+
 @exactly(2)
-def test_threads_of_one_rank_are_not_taken_for_a_circle(ranks: Ranks) -> None:
-    ranks.run(backwards_of_threads, deadline=240.0)
+@pytest.mark.parametrize("program", [backwards_of_threads, backward_beside_the_step])
+def test_threads_of_one_rank_are_not_taken_for_a_circle(ranks: Ranks, program: Callable[..., None]) -> None:
+    ranks.run(program, deadline=240.0)
 
 
 SHORT = timedelta(seconds=2)  # of the group in a step to which a rank comes late

@@ -1,8 +1,10 @@
 """Messages on their way, counted and brought to their end, by themselves."""
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -104,3 +106,11 @@ def test_directions_peers_and_tags_are_counted_apart() -> None:
     travelling.clear()
     assert not travelling.messages
     assert travelling.add([], kinds[:1], []).messages == kinds[:1]
+
+
+def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
+    swap = Swap([], [], [])
+    with mock.patch.object(threading.Thread, "start", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        swap.has_come(SOON)
+    assert swap.has_come(SOON)
+    assert swap.error is None
