@@ -126,12 +126,21 @@ def shard_sequence(batch: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_length
     return _map(lambda x: x.narrow(dim, start, lengths[rank]), batch)
 
 
-def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_lengths: Sequence[int] | None = None) -> Batch:
+def unshard_sequence(
+    batch_local: Batch,
+    mesh: DeviceMesh,
+    *,
+    dim: int = 1,
+    shard_lengths: Sequence[int] | None = None,
+    reduce_gradients: bool = False,
+) -> Batch:
     """The whole sequence on every rank, from the shard that each holds: the inverse of `shard_sequence`, for any dtype.
 
     Differentiable, by the convention of `DTensor.full_tensor()`: every rank goes on to compute the same from the whole, so the
     gradient of its shard is that slice of its own gradient, and nothing is summed over ranks. A loss that is computed from the
-    whole on every rank has its full gradient in each shard; one that differs between ranks must be reduced by the caller.
+    whole on every rank has its full gradient in each shard; one that differs between ranks must be reduced by the caller, or by
+    `reduce_gradients`. Parameters behind the whole, a head's say, have their full gradient on every rank, and those before it a
+    part: where all are added up over ranks, or averaged as DDP and FSDP2 do, only `reduce_gradients` makes one rule of both.
 
     Args:
         batch_local: This rank's shard: a tensor, or nested dicts, lists and tuples of tensors of one length along `dim`; the same
@@ -139,6 +148,9 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         dim: Dim of every tensor that is the sequence.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
+        reduce_gradients: Whether the gradients of all ranks are added up. The loss that is differentiated is then the sum of those
+            of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. Each rank must
+            call backward.
 
     Returns:
         The same structure, with tensors of `sum(shard_lengths)` tokens.
@@ -148,11 +160,11 @@ def unshard_sequence(batch_local: Batch, mesh: DeviceMesh, *, dim: int = 1, shar
         ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
             of them, the ranks differ in lengths, dtype or other dims.
     """
-    return told(mesh, _unsharded, batch_local, mesh, dim, shard_lengths)
+    return told(mesh, _unsharded, batch_local, mesh, dim, shard_lengths, reduce_gradients)
 
 
 def _unsharded(
-    batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Sequence[int] | None, also: Sequence[int] = ()
+    batch_local: Batch, mesh: DeviceMesh, dim: int, shard_lengths: Sequence[int] | None, reduces: bool, also: Sequence[int] = ()
 ) -> Batch:
     name, _, num_ranks = group_of(mesh)
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
@@ -162,10 +174,17 @@ def _unsharded(
         raise NotImplementedError(
             "batch_local must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
         )
-    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also)), batch_local)
+    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces)), batch_local)
 
 
-def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
+def gather_tokens(
+    x_local: Tensor,
+    positions: Tensor,
+    mesh: DeviceMesh,
+    *,
+    shard_lengths: Sequence[int] | None = None,
+    reduce_gradients: bool = False,
+) -> Tensor:
     """One token of each sequence on every rank, wherever it lies, such as the last one of a prompt: `(B, 1, E)`.
 
     Differentiable, as `unshard_sequence`.
@@ -175,16 +194,17 @@ def gather_tokens(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, *, shard
         positions: `(B,)` int64 or int32, of the tokens in the whole sequence, the same on every rank.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
+        reduce_gradients: Whether the gradients of all ranks are added up, as there.
 
     Raises:
         TypeError: If the positions are no integers.
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
         RuntimeError: If a position lies outside of the sequence, or, on all of them, is another on some rank.
     """
-    return told(mesh, _gathered, x_local, positions, mesh, shard_lengths)
+    return told(mesh, _gathered, x_local, positions, mesh, shard_lengths, reduce_gradients)
 
 
-def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_lengths: Sequence[int] | None) -> Tensor:
+def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_lengths: Sequence[int] | None, reduces: bool) -> Tensor:
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"positions must be an int64 or int32 tensor, got {got}")
@@ -201,8 +221,8 @@ def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_length
         mine = x_local[here, (positions - sum(lengths[:rank])).clamp(0, lengths[rank] - 1)][:, None]
     else:
         mine = x_local.sum(1, keepdim=True, dtype=x_local.dtype)  # zeros, of which autograd knows where they are from
-    of_ranks = _unsharded(mine[None], mesh, 0, (1,) * len(lengths), lengths)
-    asked = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), lengths)
+    of_ranks = _unsharded(mine[None], mesh, 0, (1,) * len(lengths), reduces, lengths)
+    asked = _unsharded(positions.long()[None], mesh, 0, (1,) * len(lengths), False, lengths)
     torch._assert_async((asked == positions).all(), "positions must be the same on all ranks, got others")
     owner = torch.searchsorted(ends, positions, right=True)  # an empty shard owns none
     return of_ranks[owner, here]
@@ -250,16 +270,18 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 @torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
+def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool) -> Tensor:
     """The shards of all ranks of a group, one after another along `dim`; what else they must share is compared."""
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     with telling_call(group), in_turn(group):
         refuse_shards_of_torch(group.size())
-        return _gather_in(group, x, rank, lengths, dim, also)
+        return _gather_in(group, x, rank, lengths, dim, also, reduces)
 
 
-def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
+def _gather_in(
+    group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
+) -> Tensor:
     # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
     whole, longest = _whole(x, lengths, dim), max(lengths)
     others = [*x.shape[:dim], *x.shape[dim + 1 :]]
@@ -271,8 +293,8 @@ def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
     wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
     # Messages of other sizes end a process, or are taken for whole ones.
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim
-    message = "shard_lengths, dtype and the other dims of shards must be the same on all ranks"
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim, reduces
+    message = "shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks"
     numbers = [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))]
     wait.check_same(calls, numbers, x.device, message)
     if whole.numel() == 0:  # on every rank
@@ -285,21 +307,50 @@ def _gather_in(group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence
 
 
 @_gather.register_fake
-def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int]) -> Tensor:
+def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool) -> Tensor:
     return _whole(x, lengths, dim)
+
+
+@torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    """This rank's slice of the sum over ranks of what each has of the whole."""
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    others = [*grad.shape[:dim], *grad.shape[dim + 1 :]]
+    with telling_call(group, is_backward=True):
+        parts = grad.new_zeros(len(lengths), max(lengths), *others)
+        for part, piece in zip(parts, grad.split(list(lengths), dim)):
+            part[: piece.shape[dim]] = piece.movedim(dim, 0)
+        mine = torch.empty_like(parts[0])
+        calls = number_of_collective(group)
+        described = f"shape={tuple(grad.shape)}, dtype={grad.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
+        wait = Wait(group, f"the backward of unshard_sequence to {described}, call {calls[0] % APART}", calls[0])
+        rest = zlib.crc32(repr((others, str(grad.dtype), dim)).encode())
+        wait.check_same(calls, [rest, *lengths], grad.device, "gradients of the whole must be alike on all ranks")
+        if grad.numel() > 0:
+            with wait.for_all():
+                dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=group)
+        return mine[: lengths[rank]].movedim(0, dim).contiguous()
+
+
+@_reduce.register_fake
+def _(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:dim], lengths[rank], *grad.shape[dim + 1 :])
 
 
 def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int]], output: Tensor) -> None:
-    _, _, ctx.rank, ctx.lengths, ctx.dim, _ = inputs
+def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int], bool], output: Tensor) -> None:
+    _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces = inputs
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    start = sum(ctx.lengths[: ctx.rank])
-    return grad.narrow(ctx.dim, start, ctx.lengths[ctx.rank]), None, None, None, None, None
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    if ctx.reduces:
+        mine = _reduce(grad, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
+    else:
+        mine = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
+    return mine, None, None, None, None, None, None
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)

@@ -146,8 +146,9 @@ class LongNetViT(nn.Module):
                 these tiles. Each slide gets a class token and gives what it gives alone.
             return_tokens: Whether to return the tokens that are pooled, instead of the pooled embedding.
             shard_lengths: With a mesh, where x and coords are this rank's tiles of one slide: the tiles of each rank, the same on
-                every rank. Default: equally many. Each rank gets the result of the whole slide. In training each must call
-                backward; gradients of parameters are then to be summed over ranks, but for those of `norm`, which each has whole.
+                every rank. Default: equally many. Each rank gets the result of the whole slide, and must call backward in training.
+                Gradients, those of `norm` and of a head behind it too, are to be averaged over ranks, as DDP and FSDP2 do, if each
+                has the loss of the whole slide; they are those of the sum of the ranks' losses.
 
         Returns:
             One tensor, or `depth + 1`, in a list: `(B, embed_dim)`, or with `return_tokens` `(B, 1 + N, embed_dim)`, the class
@@ -245,13 +246,14 @@ class LongNetViT(nn.Module):
         assert self.mesh is not None
         rank, lengths = local_shard_lengths(self.mesh, x.shape[1], shard_lengths)
         tokens = self._embed(x, cells)
-        if rank == 0:
-            tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1)
+        # No token of the class token's on the others, where it has a gradient too, of zeros: DDP and FSDP2 would wait for one.
+        class_token = self.cls_token.expand(x.shape[0], -1, -1)[:, : int(rank == 0)]
+        tokens = torch.cat([class_token, tokens], dim=1)
         lengths = (lengths[0] + 1, *lengths[1:])
         encoder = self.encoder
         states = encoder.hidden_states(tokens, shard_lengths=lengths) if every else (encoder(tokens, shard_lengths=lengths),)
         for state in states:
-            yield unshard_sequence(state, self.mesh, shard_lengths=lengths)
+            yield unshard_sequence(state, self.mesh, shard_lengths=lengths, reduce_gradients=True)
 
     def _checked(
         self,

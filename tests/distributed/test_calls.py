@@ -872,12 +872,13 @@ def refused_collectives(rank: int, mesh: DeviceMesh) -> None:
         dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=3.25) if rank == 0 else unshard(7)
     torch.testing.assert_close(unshard(1), expected, **EXACT)
     # Other lengths that put as many tokens together, and other shapes, are other calls of as many.
-    with pytest.raises(ValueError, match=r"^shard_lengths, dtype and the other dims of shards must be the same on all ranks, got"):
+    match = r"^shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks, got others"
+    with pytest.raises(ValueError, match=match):
         gather_tokens(x[:, rank:, :, 0], good, mesh)
-    with pytest.raises(
-        ValueError, match=r"^shard_lengths, dtype and the other dims of shards must be the same on all ranks, got others"
-    ):
+    with pytest.raises(ValueError, match=match):
         unshard_sequence(x.float() if rank else x, mesh)
+    with pytest.raises(ValueError, match=match):
+        unshard_sequence(x, mesh, reduce_gradients=bool(rank))
     torch.testing.assert_close(unshard(1), expected, **EXACT)
     with pytest.raises(RuntimeError, match=r"^positions must be the same on all ranks, got others"):
         gather(good + rank)

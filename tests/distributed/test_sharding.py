@@ -22,6 +22,7 @@ from flexdilated.distributed.sharding import (
     unshard_sequence,
 )
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
+from tests.tolerances import EXACT
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 # None: equal shards, not declared.
@@ -91,12 +92,14 @@ def check_batches(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None)
     assert back["rest"][1][1] is None
 
 
-def check_gradients(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None, *, is_compiled: bool) -> None:
+def check_gradients(
+    rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None, *, is_compiled: bool, reduces: bool = False
+) -> None:
     lengths = (5,) * mesh.size() if declared is None else declared
 
     def function(x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         local = shard_sequence(x, mesh, shard_lengths=declared)
-        return local, unshard_sequence(local.sin(), mesh, shard_lengths=declared)
+        return local, unshard_sequence(local.sin(), mesh, shard_lengths=declared, reduce_gradients=reduces)
 
     if is_compiled:
         torch._dynamo.reset()
@@ -105,12 +108,16 @@ def check_gradients(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | Non
     local, whole = function(x, mesh)
     assert torch.equal(local, part(x, rank, lengths, 1))
     assert torch.equal(whole, x.sin())
-    weight = draw([2, sum(lengths), 3], torch.float64, seed=100 + rank)  # another loss on every rank
-    (whole * weight).sum().backward()
+    weights = [draw([2, sum(lengths), 3], torch.float64, seed=100 + each) for each in range(mesh.size())]
+    (whole * weights[rank]).sum().backward()  # another loss on every rank
+    weight = torch.stack(weights).sum(0) if reduces else weights[rank]
     expected = torch.zeros_like(weight)
     start = sum(lengths[:rank])
     expected[:, start : start + lengths[rank]] = part(weight * x.detach().cos(), rank, lengths, 1)
-    assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
+    if reduces:
+        torch.testing.assert_close(x.grad, expected, **EXACT)
+    else:
+        assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
 
 
 def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
@@ -122,13 +129,16 @@ def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) 
     ):
         whole = draw([3, n, 2], torch.float64)
         x = part(whole, rank, lengths, 1).requires_grad_()
-        found = gather_tokens(x, positions, mesh, shard_lengths=declared)
-        assert torch.equal(found, torch.stack([whole[[i], p] for i, p in enumerate(positions.tolist())]))
-        (found * (2.0 + rank)).sum().backward()
         kept = torch.zeros_like(whole)
         for i, p in enumerate(positions.tolist()):
-            kept[i, p] = 2.0 + rank
-        assert torch.equal(x.grad, part(kept, rank, lengths, 1))
+            kept[i, p] = 1.0
+        of_ranks = [2.0 + each for each in range(mesh.size())]
+        for reduces, factor in ((False, of_ranks[rank]), (True, sum(of_ranks))):
+            x.grad = None
+            found = gather_tokens(x, positions, mesh, shard_lengths=declared, reduce_gradients=reduces)
+            assert torch.equal(found, torch.stack([whole[[i], p] for i, p in enumerate(positions.tolist())]))
+            (found * of_ranks[rank]).sum().backward()
+            assert torch.equal(x.grad, part(factor * kept, rank, lengths, 1))
 
 
 def check_all(rank: int, mesh: DeviceMesh) -> None:
@@ -137,9 +147,11 @@ def check_all(rank: int, mesh: DeviceMesh) -> None:
         check_values(rank, mesh, declared)
         check_batches(rank, mesh, declared)
         check_gradients(rank, mesh, declared, is_compiled=False)
+        check_gradients(rank, mesh, declared, is_compiled=False, reduces=True)
         check_tokens(rank, mesh, declared)
     for declared in LENGTHS[mesh.size()][:3]:
-        check_gradients(rank, mesh, declared, is_compiled=True)
+        for reduces in (False, True):
+            check_gradients(rank, mesh, declared, is_compiled=True, reduces=reduces)
 
 
 def check_axes(rank: int, mesh: DeviceMesh) -> None:
