@@ -60,7 +60,8 @@ def convert(
             The model's own tokens keep their places, outside of its attention. Default: as the model has them.
         skip: Paths in the model of attention layers to leave as they are.
         mesh: A 1-D `DeviceMesh`, such as `mesh["cp"]`: the model is then given this rank's shard of each sequence, as long as every
-            other's, with the positions of the whole sequence in it. Attention alone looks over shards. For models with
+            other's. Attention alone looks over shards: what else depends on the whole sequence the caller gives a shard of, such as
+            positions, and a class token is one of the tokens that are cut, not one that each rank adds. For models with
             `nn.MultiheadAttention`. Default: sequences are whole.
         exchange: With `mesh`: how keys and values move, as in `flexdilated.dilated_attention`.
 
@@ -98,7 +99,9 @@ def convert(
             raise ValueError(f"model must hold attention that is not dilated yet, got {first!r}: it is already converted")
         seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
         got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
-        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}")
+        of_library = any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
+        remedy = "; models of the transformers library take a pattern by flexdilated.hub.transformers" if of_library else ""
+        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}{remedy}")
     for other, paths in others.items():
         if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
             raise ValueError(

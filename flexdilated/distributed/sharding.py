@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -252,7 +252,8 @@ def _length(batch: Any, dim: int) -> int:
                 raise ValueError(f"batch must hold tensors with dim={dim}, got shape {tuple(leaf.shape)}")
             lengths.append(leaf.shape[dim])
         elif leaf is not None and not isinstance(leaf, (bool, int, float, complex, str, bytes)):
-            raise TypeError(f"batch must hold tensors in dicts, lists and tuples, got {type(leaf).__name__}")
+            remedy = "; give dict(...) of it" if isinstance(leaf, Mapping) else ""  # as tokenizers give
+            raise TypeError(f"batch must hold tensors in dicts, lists and tuples, got {type(leaf).__name__}{remedy}")
     if not lengths:
         raise TypeError(f"batch must hold a tensor, got {type(batch).__name__}")
     if any(length != lengths[0] for length in lengths):
@@ -311,6 +312,9 @@ def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, a
     return _whole(x, lengths, dim)
 
 
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+
+
 @torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
     """This rank's slice of the sum over ranks of what each has of the whole."""
@@ -328,7 +332,7 @@ def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], di
         wait.check_same(calls, [rest, *lengths], grad.device, "gradients of the whole must be alike on all ranks")
         if grad.numel() > 0:
             with wait.for_all():
-                dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=group)
+                _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group)
         return mine[: lengths[rank]].movedim(0, dim).contiguous()
 
 

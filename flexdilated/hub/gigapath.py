@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.hub.slide_encoder import LongNetViT as LongNetViT
 from flexdilated.hub.slide_encoder import tile_positions as tile_positions
@@ -59,6 +60,7 @@ def create_model(
     dropout: float = 0.25,
     drop_path_rate: float = 0.1,
     backend: str = "auto",
+    mesh: DeviceMesh | None = None,
 ) -> LongNetViT:
     """The slide encoder of a name, as Prov-GigaPath's function of the same name gives it; nothing is downloaded.
 
@@ -76,6 +78,7 @@ def create_model(
         dropout: Probability of dropping an element, in training.
         drop_path_rate: Probability of dropping the branches of the last layer, in training.
         backend: Engine of the attention.
+        mesh: The ranks that share the tiles of a slide.
 
     Returns:
         The model, on the CPU, in float32 and in training mode; call `.eval()` before encoding.
@@ -116,6 +119,7 @@ def create_model(
         dropout=dropout,
         drop_path_rate=drop_path_rate,
         backend=backend,
+        mesh=mesh,
     )
     if name:
         load_weights(model, name)

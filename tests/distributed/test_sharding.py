@@ -1,6 +1,6 @@
 """Sequences cut in shards and put together again: refusals in one process on a fake group, the rest over real ranks."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -275,6 +275,8 @@ def test_batches_of_unequal_tensors_are_refused(mesh: DeviceMesh) -> None:
             call(torch.zeros(2, 6), mesh, dim=-3)
         with pytest.raises(TypeError, match=r"^batch must hold a tensor, got dict$"):
             call({"a": None}, mesh)
+        with pytest.raises(TypeError, match=r"^batch must hold .* and tuples, got UserDict; give dict\(\.\.\.\) of it$"):
+            call(UserDict(a=torch.zeros(2, 6)), mesh)
         with pytest.raises(TypeError, match=r"^batch must hold tensors in dicts, lists and tuples, got ndarray$"):
             call([torch.zeros(2, 6), torch.zeros(2, 6).numpy()], mesh)
 

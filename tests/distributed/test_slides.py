@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated.distributed import even_shard_lengths, shard_sequence
-from flexdilated.hub.gigapath import LongNetViT
+from flexdilated.hub.gigapath import LongNetViT, create_model
 from flexdilated.hub.slides import EncodedSlide, FailedSlide, encode_slides
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, exactly, several
 from tests.hub.slides.tools import draw_tiles, write_trident
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
 from tests.hub.test_slide_packing import encoder_model_like
@@ -58,6 +58,16 @@ def differentiate(rank: int, mesh: DeviceMesh, counts: tuple[int, ...], alone: L
             assert actual.grad is not None
             dist.all_reduce(actual.grad, group=mesh.get_group())
             torch.testing.assert_close(actual.grad, expected.grad, **EXACT)
+
+
+@exactly(2)
+def test_a_model_of_a_name_takes_a_mesh(ranks: Ranks) -> None:
+    ranks.run(named_model)
+
+
+def named_model(rank: int, mesh: DeviceMesh) -> None:
+    model = create_model(None, "LongNet_8_layers_256_dim", 24, mesh=mesh)
+    assert model.mesh is mesh
 
 
 def train_head(rank: int, mesh: DeviceMesh, how: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
 import sys
+import textwrap
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -25,7 +28,7 @@ from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import telling, traces_call
 from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import global_ranks
+from flexdilated.distributed.words import MAX_ITEMS, global_ranks
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
@@ -36,6 +39,10 @@ PLACE = "_dilated_context"  # the attribute by which the attention function find
 FIELD = "dilated_context"  # of a config
 SHARDED = "in a model over a mesh"
 IGNORED = -100  # a label, to the library
+HIDDEN = (
+    "the labels between shards are all ignored, so ranks cannot tell by them whether they hold shards of one sequence; "
+    "cut one batch of all ranks by flexdilated.distributed.shard_sequence"
+)
 OFFSET_POSITIONS = re.compile(r"\bcreate_position_ids_from_input_ids\b")  # of RoBERTa and its kin
 # Models share the groups that all processes make together.
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
@@ -44,14 +51,16 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDi
 class Context:
     """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
 
-    `attended`: layers that have attended, by index. `is_placed`: whether its tokens have their positions. `is_compared`: whether
-    labels of neighbours have been.
+    `attended`: layers that have attended, by index. `is_placed`: whether its tokens have their positions. `compared`: where the
+    labels of neighbours have been, in training and in evaluation, whose loaders are not the same. `has_warned`: whether it has been
+    said that they show nothing.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
         self.mesh, self.exchange = mesh, exchange
         self.attended: set[int] = set()
-        self.is_placed = self.is_compared = False
+        self.is_placed = self.has_warned = False
+        self.compared: set[bool] = set()
 
     def __deepcopy__(self, memo: Any) -> Context:
         return Context(self.mesh, self.exchange)  # process groups have no copies
@@ -200,8 +209,9 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
     Raises:
         TypeError: If the mesh is no `DeviceMesh`, or the model none of the library's.
         ValueError: If the mesh has other than one dim, or the exchange is unknown.
-        NotImplementedError: If the model generates nothing, has several parts, has another attention, or mixes tokens in another
-            way too: by convolutions, by losses of its experts, or by rotary positions that depend on the longest one.
+        NotImplementedError: If the model generates nothing, has several parts, has another attention, counts tokens or labels by
+            itself, or mixes tokens in another way too: by convolutions, by losses of its experts, or by rotary positions that
+            depend on the longest one.
     """
     _check_exchange(exchange)
     group_of(mesh)
@@ -241,6 +251,14 @@ def _check_model(model: PreTrainedModel) -> None:
     mixing = next((child for child in model.modules() if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if mixing is not None:
         raise NotImplementedError(f"model must mix tokens by attention alone, got {name} with {type(mixing).__name__}")
+    if not _passes_on(type(model)):
+        raise NotImplementedError(
+            f"model must give its loss_function all arguments over a mesh, got {name}, whose loss knows a shard's labels only"
+        )
+    if getattr(config, "attn_temperature_tuning", False) and any(_counts_tokens(type(module)) for module in model.modules()):
+        raise NotImplementedError(
+            f"config.attn_temperature_tuning must be False over a mesh, got {name}, whose layers count the tokens of a shard"
+        )
     if getattr(config, "output_router_logits", False):
         raise NotImplementedError("config.output_router_logits must be False over a mesh, got True: its loss is no sum over tokens")
     if OFFSET_POSITIONS.search(_source_of(type(model))):
@@ -266,6 +284,31 @@ def _source_of(model_class: type) -> str:
         return inspect.getsource(sys.modules[model_class.__module__])
     except (OSError, TypeError, KeyError):  # typed into a notebook
         return ""
+
+
+def _passes_on(model_class: type[nn.Module]) -> bool:
+    """Whether a model's loss takes shifted labels and the number of all, which the library's own loss functions do."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(model_class.forward)))
+    except (OSError, TypeError):  # typed into a notebook
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return any(
+        keyword.arg is None
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"
+        for keyword in call.keywords
+    )
+
+
+def _counts_tokens(module_class: type[nn.Module]) -> bool:
+    """Whether a layer's attention makes positions by itself, as Llama 4's, which scales queries by them."""
+    if "Attention" not in module_class.__name__:
+        return False
+    try:
+        return "arange(" in inspect.getsource(module_class.forward)
+    except (OSError, TypeError):
+        return False
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -304,19 +347,26 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "and the loss is a mean over the labels of all ranks"
             )
     given["shift_labels"] = given["shift_labels"].contiguous()  # the library's loss takes a view of them
-    if not context.is_compared and not torch.compiler.is_compiling():
-        _compare_labels(context, given["labels"], given["shift_labels"], packed=given.get("cu_seq_lens_q") is not None)
+    if module.training not in context.compared and not torch.compiler.is_compiling():
+        packed = given.get("cu_seq_lens_q") is not None
+        if _compare_labels(context, given["labels"], given["shift_labels"], given["num_items_in_batch"], packed=packed):
+            context.compared.add(module.training)
+        elif not context.has_warned:
+            context.has_warned = True
+            warnings.warn(HIDDEN, stacklevel=2)
     return (), given
 
 
-def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, packed: bool) -> None:
-    """Refuse shards that are not those of one sequence, in a model's first forward with labels: a loader that knows nothing of the
-    mesh, as `Trainer`'s, gives every rank sequences of its own.
+def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, count: Any, *, packed: bool) -> bool:
+    """Refuse shards that are not those of one sequence, in a model's first forwards with labels: a loader that knows nothing of the
+    mesh, as `Trainer`'s, gives every rank sequences of its own. Whether labels show it: ignored ones do not.
 
     Raises:
-        ValueError: If the label behind a shard is not the first of the next one, nor the end of a packed document.
+        ValueError: If the label behind a shard is not the first of the next one, nor the end of a packed document; if ranks count
+            other numbers of labels.
     """
-    mine = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
+    ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
+    mine = [*ends, float(count)]
     told: list[Any] = [None] * context.mesh.size()
     group = context.mesh.get_group()
     calls = number_of_collective(group)
@@ -324,7 +374,13 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
     wait.check_same(calls, [], labels.device)
     with wait.for_all():
         dist.all_gather_object(told, mine, group=group)
-    held = [(rank, *each) for rank, each in zip(global_ranks(group), told) if None not in each]
+    counts = [(rank, of_rank) for rank, (*_, of_rank) in zip(global_ranks(group), told)]
+    if len({of_rank for _, of_rank in counts}) > 1:
+        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, of_rank in counts[:MAX_ITEMS])
+        error = ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {found}")
+        failed(group)
+        raise error
+    held = [(rank, first, behind) for rank, (first, behind, _) in zip(global_ranks(group), told) if None not in (first, behind)]
     for (one, _, behind), (other, first, _) in pairwise(held):
         if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
             error = ValueError(
@@ -334,7 +390,7 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, *, p
             )
             failed(group)
             raise error
-    context.is_compared = True
+    return len(held) < 2 or any(label != IGNORED for _, _, behind in held[:-1] for label in behind)
 
 
 @_telling
@@ -346,7 +402,9 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     if given.get("past_key_values") is not None or given.get("use_cache"):
-        raise NotImplementedError(f"use_cache must be False and past_key_values None {SHARDED}, got a cache")
+        raise NotImplementedError(
+            f"use_cache must be False and past_key_values None {SHARDED}, got a cache; a model without a mesh generates"
+        )
     parameters = inspect.signature(module.forward).parameters
     if "use_cache" in parameters:
         given["use_cache"] = False
@@ -365,7 +423,7 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if told is not None and (torch.compiler.is_compiling() or not _agree(told, positions)):
         raise ValueError(
             f"position_ids must be None, or count from {sum(lengths[:rank])} in the whole sequence on rank {rank} {SHARDED}, "
-            "got others; cu_seq_lens_q packs documents"
+            "got others; cu_seq_lens_q packs documents, and generate() needs a model without a mesh"
         )
     given["position_ids"] = positions
     return (), given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -275,11 +276,29 @@ def refuse_on_every_rank(rank: int) -> None:
         others = torch.randint(2, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(rank))
         with pytest.raises(ValueError, match=r"^labels must be those of one sequence in shards .* as Trainer's is not, by "):
             model(input_ids=others, **labelled(others), num_items_in_batch=9)
+        with pytest.raises(ValueError, match=r"^num_items_in_batch must be the number .* got 9 on rank 0, 10 on rank 1$"):
+            model(**batch, num_items_in_batch=torch.tensor(9 + rank))
         padded = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         padded["attention_mask"][0, -1] = rank == 0  # on the last rank alone
         refused = (NotImplementedError, ValueError)
         with pytest.raises(refused, match=r"^(rank 1 refused: )?attention_mask must be None in a model over a mesh, got a mask"):
             model(**padded, num_items_in_batch=9)
+        model(**batch, num_items_in_batch=9)
+        # Another loader gives the batches of an evaluation.
+        with pytest.raises(ValueError, match=r"^labels must be those of one sequence in shards .* as Trainer's is not, by "):
+            model.train(not model.training)(input_ids=others, **labelled(others), num_items_in_batch=9)
+        # What is ignored shows nothing, until something else does.
+        torch.manual_seed(4)
+        model = hub.shard_context(build_model(), mesh)
+        hidden = {"labels": others.clone(), "shift_labels": others.clone()}
+        hidden["labels"][:, 0] = hidden["shift_labels"][:, -1] = IGNORED
+        with pytest.warns(UserWarning, match="the labels between shards are all ignored, so ranks cannot tell"):
+            model(input_ids=others, **hidden, num_items_in_batch=9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=others, **hidden, num_items_in_batch=9)
+        with pytest.raises(ValueError, match=r"^labels must be those of one sequence in shards .* as Trainer's is not, by "):
+            model(input_ids=others, **labelled(others), num_items_in_batch=9)
         model(**batch, num_items_in_batch=9)
     torch.manual_seed(4)
     config = transformers.OPTConfig(vocab_size=VOCAB, hidden_size=24, ffn_dim=24, num_hidden_layers=1, num_attention_heads=3)
@@ -290,6 +309,23 @@ def refuse_on_every_rank(rank: int) -> None:
     config = transformers.RobertaConfig(**sizes, is_decoder=True, dilated_pattern=RAGGED)
     with pytest.raises(NotImplementedError, match="must count positions from 0 over a mesh, got RobertaForCausalLM"):
         hub.shard_context(transformers.RobertaForCausalLM(config), mesh)
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=24, n_layer=1, n_head=3, dilated_pattern=RAGGED)
+    with pytest.raises(NotImplementedError, match="got GPT2DoubleHeadsModel, whose loss knows a shard's labels only"):
+        hub.shard_context(transformers.GPT2DoubleHeadsModel(config), mesh)
+    if hasattr(transformers, "Llama4TextConfig"):
+        for tuned in (True, False):
+            config = transformers.Llama4TextConfig(
+                **sizes, intermediate_size_mlp=24, num_key_value_heads=3, num_local_experts=2, dilated_pattern=RAGGED
+            )
+            config.attn_temperature_tuning = tuned
+            model = transformers.Llama4ForCausalLM(config)
+            if tuned:
+                with pytest.raises(
+                    NotImplementedError, match=r"config\.attn_temperature_tuning must be False over a mesh, got Llama4"
+                ):
+                    hub.shard_context(model, mesh)
+            else:
+                hub.shard_context(model, mesh)
     config = transformers.MixtralConfig(
         **sizes, num_key_value_heads=3, num_local_experts=2, sliding_window=None, dilated_pattern=RAGGED
     )

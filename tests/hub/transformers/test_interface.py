@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated import DilatedPattern, convert, dilated_attention, reference
 from tests.hub.transformers.models import (
     BATCH,
     DECODERS,
@@ -484,3 +484,10 @@ def test_registering_again_changes_nothing() -> None:
     before: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["flexdilated"]
     hub.register()
     assert ALL_ATTENTION_FUNCTIONS["flexdilated"] is before
+
+
+def test_convert_says_how_models_of_the_library_take_a_pattern() -> None:
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 24}
+    model = transformers.BertModel(transformers.BertConfig(**sizes))
+    with pytest.raises(ValueError, match=r"got none but .*BertAttention; models of the transformers library take a pattern by "):
+        convert(model, RAGGED)
