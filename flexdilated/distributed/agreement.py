@@ -134,6 +134,11 @@ def is_stepping(group: dist.ProcessGroup) -> bool:
     return ledger is not None and ledger.stepping is not None
 
 
+def page_of(group: dist.ProcessGroup) -> int:
+    """The number of the step that a rank is in, or behind, which is the same on all ranks."""
+    return _ledger(group).page
+
+
 def hear(group: dist.ProcessGroup) -> None:
     """Look whether another rank has left this step, or a call of it, while this one waits in vain.
 

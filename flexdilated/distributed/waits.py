@@ -1,4 +1,4 @@
-"""What ranks waited in that lost each other: what a transport says of it names addresses at best."""
+"""What ranks waited in that lost each other, which no transport says. Long: what each looks for, and all that they tell."""
 
 from __future__ import annotations
 
@@ -16,13 +16,26 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from flexdilated.distributed.agreement import agree, failed, groups, hear, is_inside, is_lost, lose, met, number_of_call, posts_of
+from flexdilated.distributed.agreement import (
+    agree,
+    failed,
+    groups,
+    hear,
+    is_inside,
+    is_lost,
+    lose,
+    met,
+    number_of_call,
+    page_of,
+    posts_of,
+)
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import Circle, Waiting
-from flexdilated.distributed.ledger import APART, LAST_PAUSE, differing, fields_of, longest_pause
+from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of, longest_pause
 from flexdilated.distributed.underway import Swap, underway
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
+REST = 10.0  # looks at the waits of others take a tenth of a wait, however many they are
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
 # The keys under which this rank has told the others of waits, and when.
@@ -74,20 +87,25 @@ class Wait:
             TimeoutError: If they do not come within the timeout of the group; its connections stay open.
         """
         limit, look, beside = timeout_of(self._group), longest_pause(self._group.size()), None
-        end = time.monotonic() + limit.total_seconds()
+        end, rested = time.monotonic() + limit.total_seconds(), 0.0
         try:
             while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                     self._hear(peers[swap.at])
                     # Else another thread begins what this one would say that it has not begun: one that waits for threads is
                     # the one inside of the step.
-                    if is_inside(self._group) and underway(self._group).threads == {get_ident()}:
+                    began = time.monotonic()
+                    if not is_inside(self._group) or underway(self._group).threads != {get_ident()}:
+                        if beside is not None:
+                            beside.end()
+                    elif began >= rested:
                         beside = beside or self._circle()
                         if found := beside.look(swap.messages[swap.at]):
                             self._refuse_order(self._around(found))
-                    elif beside is not None:
-                        beside.end()
+                        rested = began + REST * (time.monotonic() - began)
                 if time.monotonic() >= end:
+                    if swap.has_come(look):  # meanwhile: this process may itself have been stopped
+                        break
                     with self.for_rows(peers[swap.at], is_closed=False):
                         raise TimeoutError(f"timed out after {limit.total_seconds():g} s")
         finally:
@@ -122,9 +140,8 @@ class Wait:
 
     def _circle(self) -> Circle:
         store, life = _posts(self._group)
-        page = int(self._number) // APART
         size, travelling = self._group.size(), underway(self._group)
-        return Circle(store, life, self._group.rank(), size, page, travelling, self._call, self._fields())
+        return Circle(store, life, self._group.rank(), size, page_of(self._group), travelling, self._call, self._fields())
 
     def _fields(self) -> dict[str, list[str]]:
         """Of the plan of this call, as ranks tell each other."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence
+from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence, waits
 from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import TIMEOUT, Ranks, exactly, several
 from tests.tolerances import EXACT
@@ -214,6 +215,54 @@ def steps_around(rank: int, mesh: DeviceMesh, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
 def test_ranks_of_a_step_that_wait_for_each_other_hear_it_at_once(ranks: Ranks, exchange: str) -> None:
     ranks.run(steps_around, exchange, deadline=240.0)
+
+
+def backwards_of_earlier_steps(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """Forwards of two steps, and their backwards in a third, which one rank makes in another order."""
+    q = torch.zeros(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True)
+    for order in ([0, 1], [1, 0]):
+        outs = []
+        for scale in (0.5, 0.25):
+            with shared_failures(mesh):
+                outs.append(dilated_attention(q, q, q, PATTERN, mesh=mesh, exchange=exchange, scale=scale).sum())
+        mine = order if rank == 0 else [0, 1]
+        match = "ranks must make the same calls in the same order, got ranks that wait for each other: rank "
+        with nullcontext() if order == [0, 1] else pytest.raises(ValueError, match=match), shared_failures(mesh):
+            for i in mine:
+                outs[i].backward()
+    with shared_failures(mesh):
+        given, out = step(mesh, (exchange,) * LAYERS, 0, "")
+    assert_right(mesh, (exchange,) * LAYERS, given, out)
+
+
+@several
+@pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
+def test_ranks_that_wait_for_each_other_in_backwards_of_earlier_steps_hear_it(ranks: Ranks, exchange: str) -> None:
+    ranks.run(backwards_of_earlier_steps, exchange, deadline=240.0)
+
+
+def paused(rank: int, mesh: DeviceMesh) -> None:
+    """One rank's process is stopped while it waits for rows, until its time is over; they have come meanwhile."""
+    exchanges, has_come = ("gather",), underway.Swap.has_come
+    assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
+    for odd in range(mesh.size()):
+        is_running = [rank != odd]
+
+        def stopped(self: underway.Swap, seconds: float, is_running: list[bool] = is_running) -> bool:
+            if is_running[0] or not self.works:
+                return has_come(self, TIMEOUT.total_seconds())
+            is_running[0] = True
+            return False
+
+        clock = SimpleNamespace(monotonic=lambda is_running=is_running: 1e6 * is_running[0])
+        with mock.patch.object(underway.Swap, "has_come", stopped), mock.patch.object(waits, "time", clock), shared_failures(mesh):
+            given, out = step(mesh, exchanges, 0, "")
+        assert_right(mesh, exchanges, given, out)
+
+
+@several
+def test_a_rank_that_was_stopped_while_its_rows_came_goes_on(ranks: Ranks) -> None:
+    ranks.run(paused, deadline=240.0)
 
 
 def backwards_of_threads(rank: int, mesh: DeviceMesh) -> None:
