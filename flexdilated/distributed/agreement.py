@@ -134,9 +134,10 @@ def is_stepping(group: dist.ProcessGroup) -> bool:
     return ledger is not None and ledger.stepping is not None
 
 
-def page_of(group: dist.ProcessGroup) -> int:
-    """The number of the step that a rank is in, or behind, which is the same on all ranks."""
-    return _ledger(group).page
+def place_of(group: dist.ProcessGroup) -> tuple[int, int]:
+    """The number of the step that a rank is in, and of the next round to which it comes, which all ranks count alike."""
+    ledger = _ledger(group)
+    return ledger.page, ledger.round
 
 
 def hear(group: dist.ProcessGroup) -> None:
@@ -305,4 +306,5 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
         of_group: Store = dist.HashStore() if is_fake else group.get_group_store()  # type: ignore[attr-defined]
         store = PrefixStore(f"flexdilated/agreement/{members}", of_group)
         ledger = _ledgers[group] = Ledger(AnsweringStore(store, timeout_of(group)), group.rank(), global_ranks(group))
+        ledger.travelling = underway(group)
     return ledger

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.distributed.distributed_c10d import Store
 
 import flexdilated
 from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.circles import Circle
+from flexdilated.distributed.underway import Underway
 from flexdilated.distributed.words import MAX_ITEMS, digest, holders, named, short, shown
 
 VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
@@ -25,6 +28,7 @@ LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call 
 END = {"call": "the end of shared_failures"}
 CLOSED = ", which closed its connections: make a new process group"  # by gloo, of a wait whose time is over
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
+REST = 10.0  # looks at the waits of others take a tenth of a wait, however many they are
 EACH = 0.001  # the same for each rank, where they are many: one store answers all, 100,000 questions in a second on two cores
 
 
@@ -64,6 +68,7 @@ class Ledger:
         self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
         self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
         self.stepping: int | None = None  # the thread that is inside a step
+        self.travelling: Underway | None = None  # what this rank has begun to send and receive in this step
         self.ending: str | None = None  # the round in which this step ends, once this rank has come to it
         self.unsettled: list[int] = []  # pages of steps that this rank has left by an error, and not yet seen that all have
         self.said: list[int] = []  # pages of those of which all have, and where others may still look what this rank said
@@ -286,7 +291,8 @@ class Ledger:
         if last and not self.store.check([f"{here}/outcome"]):  # a rank that withdrew has no post to read, but wrote the outcome
             outcome = self._settle(here, _compare(self._posts(here), self.ranks))
         else:
-            outcome = self._wait(here, end, timeout, is_end=is_end)
+            with self._answering(fields) as answer:
+                outcome = self._wait(here, end, timeout, answer, is_end=is_end)
         found: list[Any] = json.loads(outcome)
         if found[0] == "overdue" and is_over:
             found[1] += "; that was before this rank came"
@@ -307,7 +313,28 @@ class Ledger:
         self.round += 1
         return here
 
-    def _wait(self, here: str, end: float, timeout: timedelta, *, is_end: bool) -> bytes:
+    @contextmanager
+    def _answering(self, fields: Mapping[str, Sequence[str]]) -> Iterator[Callable[[], None]]:
+        """How a round tells those that wait for rows of this rank that it does not come, while it waits for them."""
+        thread, circle, rested = threading.get_ident(), None, time.monotonic() + LAST_PAUSE
+
+        def answer() -> None:
+            nonlocal circle, rested
+            began = time.monotonic()
+            if self.stepping == thread and self.travelling is not None and self.travelling.threads <= {thread} and began >= rested:
+                if circle is None:
+                    call, place = called(fields), (self.page, self.round - 1)
+                    circle = Circle(self.store, str(self.life), self.rank, self.size, *place, self.travelling, call, fields)
+                circle.answer()
+                rested = began + REST * (time.monotonic() - began)
+
+        try:
+            yield answer
+        finally:
+            if circle is not None:
+                circle.end()
+
+    def _wait(self, here: str, end: float, timeout: timedelta, answer: Callable[[], None], *, is_end: bool) -> bytes:
         """The outcome of the round, written by this rank if the time is over, or if another is lost."""
         # Not `store.wait`: a FileStore counts its timeout in whole seconds and takes 0 as for ever, and a TCPStore lets no other
         # thread in while it waits.
@@ -318,6 +345,7 @@ class Ledger:
             now = time.monotonic()
             if now >= end:
                 return self._settle(here, self._overdue(here, timeout, is_end=is_end))
+            answer()
             # A rank that is late by little is not left later by much.
             time.sleep(min(max(FIRST_PAUSE, 0.1 * (now - start)), longest_pause(self.size), end - now))
         return self.store.get(f"{here}/outcome")
@@ -372,6 +400,11 @@ def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
             else:
                 found[of] = each
     return {name: [shown(x), digest(x).hex()] for name, x in found.items()}
+
+
+def called(fields: Mapping[str, Sequence[str]]) -> str:
+    """What a rank that waits in a round calls, in words."""
+    return fields["call"][0].strip("'") if "call" in fields else "a call whose plan is new to it"
 
 
 def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:

@@ -26,16 +26,15 @@ from flexdilated.distributed.agreement import (
     lose,
     met,
     number_of_call,
-    page_of,
+    place_of,
     posts_of,
 )
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
-from flexdilated.distributed.circles import Circle, Waiting
-from flexdilated.distributed.ledger import LAST_PAUSE, differing, fields_of, longest_pause
+from flexdilated.distributed.circles import ALL, Circle, Waiting
+from flexdilated.distributed.ledger import LAST_PAUSE, REST, called, differing, fields_of, longest_pause
 from flexdilated.distributed.underway import Swap, underway
 from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
 
-REST = 10.0  # looks at the waits of others take a tenth of a wait, however many they are
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
 # The keys under which this rank has told the others of waits, and when.
@@ -141,7 +140,7 @@ class Wait:
     def _circle(self) -> Circle:
         store, life = _posts(self._group)
         size, travelling = self._group.size(), underway(self._group)
-        return Circle(store, life, self._group.rank(), size, page_of(self._group), travelling, self._call, self._fields())
+        return Circle(store, life, self._group.rank(), size, *place_of(self._group), travelling, self._call, self._fields())
 
     def _fields(self) -> dict[str, list[str]]:
         """Of the plan of this call, as ranks tell each other."""
@@ -150,15 +149,16 @@ class Wait:
     def _around(self, found: Sequence[tuple[int, Waiting]]) -> str:
         """Where the ranks of a circle wait."""
         ranks = global_ranks(self._group)
-        told = [f"rank {ranks[rank]} for rank {ranks[waiting.peer]} in {waiting.call}" for rank, waiting in found]
+        peers = {rank: "all" if waiting.peer == ALL else f"rank {ranks[waiting.peer]}" for rank, waiting in found}
+        told = [f"rank {ranks[rank]} for {peers[rank]} in {waiting.call}" for rank, waiting in found]
         apart = _apart([ranks[rank] for rank, _ in found], [waiting.fields for _, waiting in found])
         return f"ranks that wait for each other: {'; '.join([*told, *apart])}"
 
     def _beside(self, peer: int, compared: Mapping[str, Sequence[str]], num_calls: int) -> str:
         """Where this rank waits, and one that compares something with all ranks."""
         ranks = [global_ranks(self._group)[rank] for rank in (self._group.rank(), peer)]
-        what = compared["call"][0].strip("'") if "call" in compared else "a call whose plan is new to it"
-        words = f"rank {ranks[0]} in {self._call} and rank {ranks[1]} in {what}, behind {num_calls} call{'s' * (num_calls != 1)}"
+        where = f"rank {ranks[0]} in {self._call} and rank {ranks[1]} in {called(compared)}, behind {num_calls}"
+        words = f"{where} call{'s' * (num_calls != 1)}"
         return "; ".join([words, *_apart(ranks, [self._fields(), compared])])
 
     @contextmanager

@@ -521,7 +521,7 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
     for i, split in enumerate(splits):
         end = 33 + 4 * i
         torch.testing.assert_close(prefill(cache, inputs, split, end), expected[:, end : end + 4], **EXACT)
-    message = "^shard_lengths, dtype and the other dims of shards must be the same on all ranks, got others: "
+    message = "^shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks, got others: "
     different = message + r".*rank 0 waited in unshard_sequence of shape=.*, dim=\d, shard_lengths=\[3, 1\]"
     here = [x[:, 41 : 41 + splits[rank][rank]] for x in inputs]
     step = torch.compile(cache.attend, fullgraph=True, backend="eager", dynamic=False)

@@ -241,6 +241,55 @@ def test_ranks_that_wait_for_each_other_in_backwards_of_earlier_steps_hear_it(ra
     ranks.run(backwards_of_earlier_steps, exchange, deadline=240.0)
 
 
+OMITTED = {
+    "the end": "in the end of shared_failures",
+    "the end of another step": "in the end of shared_failures",
+    "a new plan": "in a call whose plan is new to it",
+    "a collective": "in a collective",
+}
+
+
+def left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """A backward that one rank leaves out, and goes on to what all ranks must come to."""
+    exchanges = (exchange,) * LAYERS
+    assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
+    q = torch.zeros(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True)
+    call = partial(dilated_attention, q, q, q, PATTERN, mesh=mesh, exchange=exchange)
+    for number, (way, word) in enumerate(OMITTED.items()):
+        odd = number % mesh.size()
+        began = time.monotonic()
+        match = f"^(rank . gave up: )?ranks must make the same calls .* rank {odd} for all {word}"
+        with pytest.raises(ValueError, match=match):
+            backward_left_out(mesh, call, way, leaves_out=rank == odd)
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 4
+        with shared_failures(mesh):
+            given, out = step(mesh, exchanges, number, "")
+        assert_right(mesh, exchanges, given, out)
+
+
+def backward_left_out(mesh: DeviceMesh, call: Callable[..., Tensor], way: str, *, leaves_out: bool) -> None:
+    with shared_failures(mesh):
+        out = call()
+        if way == "the end of another step":
+            pass
+        elif not leaves_out:
+            out.sum().backward()
+        elif way == "a new plan":
+            call(scale=3.0)
+        elif way == "a collective":
+            unshard_sequence(out.detach(), mesh)
+    if way == "the end of another step":
+        with shared_failures(mesh):
+            if not leaves_out:
+                out.sum().backward()
+
+
+@several
+@pytest.mark.parametrize("exchange", ["gather", "heads", "ring"])
+def test_a_backward_that_one_rank_leaves_out_is_heard_at_once(ranks: Ranks, exchange: str) -> None:
+    ranks.run(left_out, exchange, deadline=240.0)
+
+
 def paused(rank: int, mesh: DeviceMesh) -> None:
     """One rank's process is stopped while it waits for rows, until its time is over; they have come meanwhile."""
     exchanges, has_come = ("gather",), underway.Swap.has_come
