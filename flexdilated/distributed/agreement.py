@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -296,6 +297,7 @@ def groups() -> list[dist.ProcessGroup]:
 # Ledgers live as long as their groups: the number of the round and the agreed plans are facts about a group, which torch gives no
 # place to keep, and dilated_attention is a function, which has none either. The only alternative is a round at every call.
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
+_tokens: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger:
@@ -305,6 +307,7 @@ def _ledger(group: dist.ProcessGroup) -> Ledger:
         is_fake = dist.get_backend(group) == "fake"  # whose store of torch's holds nothing
         of_group: Store = dist.HashStore() if is_fake else group.get_group_store()  # type: ignore[attr-defined]
         store = PrefixStore(f"flexdilated/agreement/{members}", of_group)
-        ledger = _ledgers[group] = Ledger(AnsweringStore(store, timeout_of(group)), group.rank(), global_ranks(group))
+        answering, token = AnsweringStore(store, timeout_of(group)), _tokens.setdefault(group, uuid.uuid4().hex)
+        ledger = _ledgers[group] = Ledger(answering, group.rank(), global_ranks(group), token)
         ledger.travelling = underway(group)
     return ledger

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,10 +52,12 @@ class Ledger:
     A round compares how many calls have exchanged rows: a rank that left one out, or made one more, is told so. Behind a refusal
     all calls are compared, those that a rank may else make alone too, before any rows are exchanged.
 
-    The store is shared by the ranks of this group and by no other group.
+    The store is shared by the ranks of this group and by no other group. `token` is this rank's own in this life: one that was
+    interrupted while it took its place asks again with the same.
     """
 
-    def __init__(self, store: Store | AnsweringStore, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store | AnsweringStore, rank: int, ranks: Sequence[int], token: str = "") -> None:
+        token = token or uuid.uuid4().hex
         self.store, self.rank, self.size = store, rank, len(ranks)
         self.ranks = ranks  # by the numbers of messages
         self.page, self.round = 0, 0
@@ -74,7 +78,8 @@ class Ledger:
         self.said: list[int] = []  # pages of those of which all have, and where others may still look what this rank said
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
         # keys of another life are other keys. If an earlier life was not used by all ranks they count differently, and time out.
-        self.life = store.add(f"lives/{rank}", 1)
+        lives = (f"lives/{life}/{rank}" for life in itertools.count(1))
+        self.life = next(life for life, key in enumerate(lives, 1) if bytes(store.compare_set(key, "", token)) == token.encode())
 
     def agree(self, plan: Mapping[str, object], timeout: timedelta, *, each_time: bool = False) -> None:
         """As the function `agree`, waiting for the others for `timeout` at most."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement, ledger, shard_sequence, shared_failures, underway
+from flexdilated.distributed.answering import AnsweringStore
 from tests.distributed.processes import TIMEOUT, Ranks, several
 from tests.tolerances import EXACT
 
@@ -368,3 +369,24 @@ def inner_steps(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_a_step_inside_of_another_is_a_part_of_it(ranks: Ranks) -> None:
     ranks.run(inner_steps, deadline=120.0)
+
+
+def first_call(rank: int, mesh: DeviceMesh) -> None:
+    """A group that is new, whose store one rank has asked for its place when it is interrupted."""
+    for odd in range(mesh.size()):
+        of_step = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))
+        take = AnsweringStore.compare_set
+
+        def interrupted(self: AnsweringStore, *args: str, take: Callable[..., bytes] = take) -> bytes:
+            take(self, *args)
+            raise KeyboardInterrupt
+
+        if rank == odd:
+            with mock.patch.object(AnsweringStore, "compare_set", interrupted), pytest.raises(KeyboardInterrupt):
+                attend(of_step, odd)
+        healthy_step(of_step, odd)
+
+
+@several
+def test_a_rank_interrupted_in_the_first_call_of_a_group_meets_the_others(ranks: Ranks) -> None:
+    ranks.run(first_call, deadline=120.0)
