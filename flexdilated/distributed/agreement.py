@@ -15,9 +15,9 @@ from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
-from flexdilated.distributed.ledger import CLOSED, Ledger, cut
+from flexdilated.distributed.ledger import CLOSED, Ledger
 from flexdilated.distributed.underway import Message, underway
-from flexdilated.distributed.words import global_ranks
+from flexdilated.distributed.words import cut, global_ranks
 
 GRACE = timedelta(seconds=5)  # for those that wait as long as a rank that failed, and have come there a little later
 
@@ -264,6 +264,7 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             ledger.abandon(reason_of(error), ((), False))
         ledger.turn_page()
+        ledger.agreed.clear()  # as the others do, who have begun it
         raise
     ledger.stepping = threading.get_ident()
     return ledger

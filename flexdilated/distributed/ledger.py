@@ -14,15 +14,12 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-import flexdilated
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.circles import Circle
 from flexdilated.distributed.underway import Underway
-from flexdilated.distributed.words import MAX_ITEMS, digest, holders, named, short, shown
+from flexdilated.distributed.words import called, cut, differing, digest, fields_of, listed, named, short
 
-VERSION = "the version of flexdilated"  # what every round compares too: of another version plans, messages and results may differ
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
-MAX_REASON = 2000  # characters
 MAX_WORDS = 8  # told of calls, the last ones
 # Between the numbers of calls of two steps. In tags too, which are remainders of a power of 2.
 APART = (1 << 32) + 982_451_653
@@ -74,6 +71,7 @@ class Ledger:
         self.stepping: int | None = None  # the thread that is inside a step
         self.travelling: Underway | None = None  # what this rank has begun to send and receive in this step
         self.ending: str | None = None  # the round in which this step ends, once this rank has come to it
+        self.strewn: list[int] = []  # pages on which this rank has said that it is lost, where others may still look
         self.unsettled: list[int] = []  # pages of steps that this rank has left by an error, and not yet seen that all have
         self.said: list[int] = []  # pages of those of which all have, and where others may still look what this rank said
         # A group of the same name may have lived on this store before and left its last keys. Each rank counts its lives there, so
@@ -147,6 +145,7 @@ class Ledger:
         """Make no more calls until all ranks turn the page, and tell those that come to a round."""
         if self.lost is None:
             self.lost = message
+            self.strewn.append(self.page)
             self.store.compare_set(self._lost_key(self.page), "", message)
 
     def turn_page(self) -> None:
@@ -178,8 +177,9 @@ class Ledger:
         # Rounds of what follows the step are other ranks' still, who may not have read the outcome.
         over = [of for of in self.kept if of[0] <= page]
         past = [f"{self._key_of(*of)}/{name}" for of in over for name in (self.rank, "arrived", "outcome")]
-        for key in (*past, self._lost_key(page), *(self._left_key(of, self.rank) for of in (self.said if is_seen else ()))):
+        for key in (*past, *(self._left_key(of, self.rank) for of in (self.said if is_seen else ()))):
             self.store.delete_key(key)
+        self._clear_up(page)
         self.kept, self.said = self.kept[len(over) :], [*([] if is_seen else self.said), page]
 
     def end(self, timeout: timedelta) -> None:
@@ -187,6 +187,13 @@ class Ledger:
         if self.lost is not None:
             raise ValueError(self.lost)
         self._meet(END, timeout)
+        self._clear_up(self.page - 1)
+
+    def _clear_up(self, page: int) -> None:
+        """Delete what this rank has said of itself up to a page that all are past."""
+        for over in [of for of in self.strewn if of <= page]:
+            self.store.delete_key(self._lost_key(over))
+            self.strewn.remove(over)
 
     def abandon(self, reason: str, said: Sequence[Any] = ()) -> bool:
         """Leave this step by an error, with words in JSON types for those that begin the next.
@@ -383,43 +390,12 @@ def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, in
     differences = differing(ranks, plans)
     is_astray = len(set(exchanged)) > 1 or (any(unsure) and len(set(made)) > 1)
     if len(set(exchanged)) > 1:
-        differences.append(f"how many calls they made before this one, got {_numbers(ranks, exchanged)}")
+        differences.append(f"how many calls they made before this one, got {listed(ranks, _shown(exchanged))}")
     elif is_astray:
-        differences.append(f"how many calls they made since one was refused, got {_numbers(ranks, made)}")
+        differences.append(f"how many calls they made since one was refused, got {listed(ranks, _shown(made))}")
     if not differences:
         return "", "", 0, 0
     return "astray" if is_astray else "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", 0, 0
-
-
-def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
-    """Each field of a plan as messages show it, and a digest by which it is compared; the version too.
-
-    Fields of a field, and the items of a long list among them, stand alone: messages cut long values, and say which differ.
-    """
-    found: dict[str, object] = {VERSION: flexdilated.__version__}
-    for name, value in plan.items():
-        for key, each in value.items() if isinstance(value, dict) and value else [("", value)]:
-            of = f"{name}.{key}" if key else name
-            if key and isinstance(each, (list, tuple)) and len(each) > MAX_ITEMS:
-                found |= {f"{of}[{i}]": item for i, item in enumerate(each)}
-            else:
-                found[of] = each
-    return {name: [shown(x), digest(x).hex()] for name, x in found.items()}
-
-
-def called(fields: Mapping[str, Sequence[str]]) -> str:
-    """What a rank that waits in a round calls, in words."""
-    return fields["call"][0].strip("'") if "call" in fields else "a call whose plan is new to it"
-
-
-def differing(ranks: Sequence[int], plans: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
-    """For each field that is not the same in the plans of some ranks its name, and what each of them has."""
-    differences = []
-    for name in dict.fromkeys(name for plan in plans for name in plan):
-        values = [plan.get(name, ["nothing", ""]) for plan in plans]
-        if any(value[1] != values[0][1] for value in values):
-            differences.append(f"{name}, got {_listed(ranks, values)}")
-    return differences
 
 
 def longest_pause(size: int) -> float:
@@ -427,17 +403,5 @@ def longest_pause(size: int) -> float:
     return max(LAST_PAUSE, EACH * size)
 
 
-def cut(reason: str) -> str:
-    """What a store takes of a text: so much of it, and where the name of a file is no UTF-8 its bytes."""
-    reason = reason.encode("utf-8", "backslashreplace").decode()
-    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-
-
-def _numbers(ranks: Sequence[int], numbers: Sequence[int]) -> str:
-    return _listed(ranks, [[str(n), str(n)] for n in numbers])
-
-
-def _listed(ranks: Sequence[int], values: Sequence[Sequence[str]]) -> str:
-    """Each value with the ranks that hold it, for example `17 on ranks 0, 2 and 19 on rank 1`, from what is shown and a digest."""
-    found = holders((rank, tuple(value)) for rank, value in zip(ranks, values))
-    return short([f"{text} on {named(those)}" for (text, _), those in found], " and ", "values")
+def _shown(numbers: Sequence[int]) -> list[list[str]]:
+    return [[str(n), str(n)] for n in numbers]

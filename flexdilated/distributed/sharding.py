@@ -174,7 +174,7 @@ def _unsharded(
         raise NotImplementedError(
             "batch_local must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
         )
-    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces)), batch_local)
+    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces))[0], batch_local)
 
 
 def gather_tokens(
@@ -271,8 +271,13 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 @torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool) -> Tensor:
-    """The shards of all ranks of a group, one after another along `dim`; what else they must share is compared."""
+def _gather(
+    x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
+) -> tuple[Tensor, Tensor]:
+    """The shards of all ranks of a group, one after another along `dim`, and the number of the call on the host.
+
+    What else the ranks must share is compared.
+    """
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     with telling_call(group), in_turn(group):
@@ -282,7 +287,7 @@ def _gather(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: 
 
 def _gather_in(
     group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
     whole, longest = _whole(x, lengths, dim), max(lengths)
     others = [*x.shape[:dim], *x.shape[dim + 1 :]]
@@ -298,26 +303,29 @@ def _gather_in(
     message = "shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks"
     numbers = [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))]
     wait.check_same(calls, numbers, x.device, message)
+    number = torch.tensor(calls[0])
     if whole.numel() == 0:  # on every rank
-        return whole
+        return whole, number
     with wait.for_all():
         dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
     for shard, part in zip(shards, whole.split(list(lengths), dim)):
         part.copy_(shard[: part.shape[dim]].movedim(0, dim))
-    return whole
+    return whole, number
 
 
 @_gather.register_fake
-def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool) -> Tensor:
-    return _whole(x, lengths, dim)
+def _(
+    x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
+) -> tuple[Tensor, Tensor]:
+    return _whole(x, lengths, dim), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
 
 
 @torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
-    """This rank's slice of the sum over ranks of what each has of the whole."""
+def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    """This rank's slice of the sum over ranks of what each has of the whole that they put together in the call of a number."""
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     others = [*grad.shape[:dim], *grad.shape[dim + 1 :]]
     with telling_call(group, is_backward=True):
@@ -327,9 +335,12 @@ def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], di
         mine = torch.empty_like(parts[0])
         calls = number_of_collective(group)
         described = f"shape={tuple(grad.shape)}, dtype={grad.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
-        wait = Wait(group, f"the backward of unshard_sequence to {described}, call {calls[0] % APART}", calls[0])
+        of = int(number.item())
+        wait = Wait(group, f"the backward of call {of % APART}, unshard_sequence to {described}", calls[0])
         rest = zlib.crc32(repr((others, str(grad.dtype), dim)).encode())
-        wait.check_same(calls, [rest, *lengths], grad.device, "gradients of the whole must be alike on all ranks")
+        wait.check_same(
+            calls, [of, rest, *lengths], grad.device, "backwards of unshard_sequence must come in one order on all ranks"
+        )
         if grad.numel() > 0:
             with wait.for_all():
                 _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group)
@@ -337,7 +348,7 @@ def _reduce(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], di
 
 
 @_reduce.register_fake
-def _(grad: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+def _(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
     return grad.new_empty(*grad.shape[:dim], lengths[rank], *grad.shape[dim + 1 :])
 
 
@@ -345,13 +356,17 @@ def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int], bool], output: Tensor) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int], bool], output: tuple[Tensor, Tensor]
+) -> None:
     _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces = inputs
+    ctx.save_for_backward(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, None, None, None, None, None, None]:
     if ctx.reduces:
-        mine = _reduce(grad, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
+        (number,) = ctx.saved_tensors
+        mine = _reduce(grad, number, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
     else:
         mine = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
     return mine, None, None, None, None, None, None

@@ -31,9 +31,9 @@ from flexdilated.distributed.agreement import (
 )
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import ALL, Circle, Waiting
-from flexdilated.distributed.ledger import LAST_PAUSE, REST, called, differing, fields_of, longest_pause
+from flexdilated.distributed.ledger import LAST_PAUSE, REST, longest_pause
 from flexdilated.distributed.underway import Swap, underway
-from flexdilated.distributed.words import MAX_ITEMS, global_ranks, holders, named, short
+from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_of, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 
@@ -202,7 +202,9 @@ class Wait:
             ValueError: With the message, if they differ, on every rank. On other devices than a CPU an assertion fails there: to
                 read them would wait for the device.
         """
-        mine = torch.tensor([*calls, *numbers], device=device)
+        # Of one length, whatever is compared: gloo ends a process that is given a longer message.
+        kind, of_all = (sha256(repr(each).encode()).digest()[:8] for each in (message, list(numbers)))
+        mine = torch.tensor([*calls, *(int.from_bytes(each, "big", signed=True) for each in (kind, of_all))], device=device)
         told = mine.new_empty(self._group.size(), len(mine))
         with self.for_all():
             dist.all_gather(list(told), mine, group=self._group)
@@ -212,9 +214,10 @@ class Wait:
             torch._assert_async(is_same.all(), f"{message}, and {before}" if message else before)
         elif not bool(is_same.all()):
             failed(self._group)
-            if not bool(is_same[:, : len(calls)].all()):
-                message = before
-                lose(self._group, before)
+            if not bool(is_same[:, :-1].all()):
+                is_behind = not bool(is_same[:, : len(calls)].all())
+                message = before if is_behind else "ranks must make the same calls in the same order"
+                lose(self._group, message)
             # All ranks tell of this, and of no call before it.
             topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
             raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")

@@ -141,7 +141,7 @@ def ensure_alike(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
     if mesh is None:
         return
     from flexdilated.distributed.agreement import agree  # not in every build, as above
-    from flexdilated.distributed.ledger import VERSION
+    from flexdilated.distributed.words import VERSION
 
     held = {VERSION: flexdilated.__version__, **held}
     # A collective, which hears of a lost rank at once; the agreement then knows all ranks there.

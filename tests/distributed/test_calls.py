@@ -886,6 +886,42 @@ def refused_collectives(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(gather(good), expected[:, :1, :, 0], **EXACT)
 
 
+def backwards_of_wholes(rank: int, mesh: DeviceMesh) -> None:
+    """Gradients of a whole are added up over ranks that take others, or none: all of them hear so, and the next step is right."""
+
+    def wholes() -> tuple[list[Tensor], list[Tensor]]:
+        parts = [torch.full((1, 2, 3), 1.0 + i, dtype=torch.float64, requires_grad=True) for i in range(2)]
+        return parts, [unshard_sequence(x, mesh, reduce_gradients=True) for x in parts]
+
+    def backwards(of: list[Tensor], *order: int) -> None:
+        for i in order:
+            of[i].sum().backward()
+
+    def program(*order: int, inside: bool, goes_on: bool) -> None:
+        _, of = wholes()
+        with shared_failures(mesh) if inside else nullcontext():
+            backwards(of, *order)
+            if goes_on:  # to a call whose messages have another size
+                wholes()
+
+    match = r"^backwards of unshard_sequence must come in one order on all ranks, got others: "
+    calls = r"^ranks must make the same calls in the same order, got others: .* waited in the backward of call "
+    for inside in (False, True):
+        for mine, others, error in (((0,), (1,), match), ((0, 1), (1, 0), match), ((0, 1), (0,), calls)):
+            with pytest.raises(ValueError, match=error):
+                program(*(mine if rank == 0 else others), inside=inside, goes_on=error is calls and rank != 0)
+            with shared_failures(mesh):
+                parts, of = wholes()
+                backwards(of, 0, 1)
+            for x in parts:
+                torch.testing.assert_close(x.grad, torch.full_like(x, float(mesh.size())), **EXACT)
+
+
+@pytest.mark.ranks
+def test_gradients_of_two_wholes_are_not_mixed(pair: Ranks) -> None:
+    pair.run(backwards_of_wholes)
+
+
 @pytest.mark.ranks
 def test_a_refused_collective_is_not_taken_for_the_next(pair: Ranks) -> None:
     pair.run(refused_collectives)

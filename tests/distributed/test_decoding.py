@@ -530,7 +530,7 @@ def check_calls_that_were_agreed_on(rank: int, mesh: DeviceMesh, cache: DilatedK
             attend(*here, shard_lengths=splits[rank])
     with pytest.raises(ValueError, match=different):
         unshard_sequence(here[0], mesh, shard_lengths=splits[rank])
-    with pytest.raises(ValueError, match=r"^shard_lengths, dtype and .*, got others: .*dtype=torch.float32"):
+    with pytest.raises(ValueError, match=r"^shard_lengths, dtype, reduce_gradients and .*, got others: .*dtype=torch.float32"):
         unshard_sequence(here[0][:, :1].float() if rank else here[0][:, :1], mesh)
     for added in (torch.ones(BATCH, dtype=torch.int64), torch.tensor([1, 1, 0])):
         twin = copy.deepcopy(cache)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import agreement, ledger, shard_sequence, shared_failures, underway
 from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.distributed.telling import telling_call
 from tests.distributed.processes import TIMEOUT, Ranks, several
 from tests.tolerances import EXACT
 
@@ -149,6 +150,10 @@ def interrupted_begin(rank: int, mesh: DeviceMesh) -> None:
         failing, leaves = odd if is_waiting else (odd + 1) % size, not is_waiting or rank == odd
         with pytest.raises((FaultError, ValueError)):
             failing_step(mesh, number, fails=rank == failing, leave=partial(told.wait, *([] if leaves else [word])))
+        x = torch.randn(1, TOKENS, 2, 4)
+        known = partial(dilated_attention, x, x, x, LOCAL, mesh=mesh, scale=1.5 + number)
+        if not is_waiting:
+            known()  # its plan is new to all, and a step that cannot begin forgets it on all
         if rank == odd:
             settling = mock.patch.object(underway.Underway, "settle", side_effect=KeyboardInterrupt)
             with (
@@ -161,6 +166,8 @@ def interrupted_begin(rank: int, mesh: DeviceMesh) -> None:
         else:
             with pytest.raises(ValueError, match=f"rank {odd} refused: KeyboardInterrupt"), shared_failures(mesh):
                 attend(mesh, number)
+        with shared_failures(mesh):
+            known()
         healthy_step(mesh, number + 1)
         assert not underway._left
 
@@ -319,6 +326,8 @@ def failing_ends(rank: int, mesh: DeviceMesh) -> None:
             interrupted = mock.patch.object(underway.Underway, "settle", side_effect=KeyboardInterrupt)
             with interrupted, pytest.raises(KeyboardInterrupt), shared_failures(mesh):
                 pass
+        with pytest.raises(FaultError), telling_call(mesh.get_group(), is_backward=True):
+            raise FaultError  # outside of steps
         for _ in range(2):
             healthy_step(mesh, number)
         dist.barrier(mesh.get_group())
