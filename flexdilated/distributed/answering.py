@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_timeout
 
+OWN_THREAD = "flexdilated"  # the name of those that make no calls
+
 
 class AnsweringStore:
     """A store that answers within a time, or is gone for good.
@@ -64,7 +66,7 @@ class AnsweringStore:
                 told.append((None, error))
 
         if self.gone is None:
-            thread = threading.Thread(target=call, daemon=True)
+            thread = threading.Thread(target=call, daemon=True, name=OWN_THREAD)
             thread.start()
             thread.join(self.timeout.total_seconds())
             if not told:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.circles import Circle
-from flexdilated.distributed.underway import Underway
+from flexdilated.distributed.underway import Underway, is_alone
 from flexdilated.distributed.words import called, cut, differing, digest, fields_of, listed, named, short
 
 MAX_AGREED = 1024  # plans remembered per group, 32 bytes each
@@ -328,12 +328,12 @@ class Ledger:
     @contextmanager
     def _answering(self, fields: Mapping[str, Sequence[str]]) -> Iterator[Callable[[], None]]:
         """How a round tells those that wait for rows of this rank that it does not come, while it waits for them."""
-        thread, circle, rested = threading.get_ident(), None, time.monotonic() + LAST_PAUSE
+        circle, rested = None, time.monotonic() + LAST_PAUSE
 
         def answer() -> None:
             nonlocal circle, rested
             began = time.monotonic()
-            if self.stepping == thread and self.travelling is not None and self.travelling.threads <= {thread} and began >= rested:
+            if began >= rested and self.travelling is not None and self.stepping == threading.get_ident() and is_alone():
                 if circle is None:
                     call, place = called(fields), (self.page, self.round - 1)
                     circle = Circle(self.store, str(self.life), self.rank, self.size, *place, self.travelling, call, fields)

@@ -149,8 +149,8 @@ def unshard_sequence(
         dim: Dim of every tensor that is the sequence.
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
         reduce_gradients: Whether the gradients of all ranks are added up. The loss that is differentiated is then the sum of those
-            of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. Each rank must
-            call backward.
+            of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. The backward
+            is then a call, which each rank must make.
 
     Returns:
         The same structure, with tensors of `sum(shard_lengths)` tokens.
@@ -328,7 +328,7 @@ def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: S
     """This rank's slice of the sum over ranks of what each has of the whole that they put together in the call of a number."""
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     others = [*grad.shape[:dim], *grad.shape[dim + 1 :]]
-    with telling_call(group, is_backward=True):
+    with telling_call(group, is_backward=True), in_turn(group):
         parts = grad.new_zeros(len(lengths), max(lengths), *others)
         for part, piece in zip(parts, grad.split(list(lengths), dim)):
             part[: piece.shape[dim]] = piece.movedim(dim, 0)

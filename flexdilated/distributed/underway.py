@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread, get_ident
+from threading import Thread
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,10 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexdilated.distributed.answering import OWN_THREAD
+
 MAX_BEGUN = 1 << 16  # kinds of messages remembered per group; two ranks are never apart by more than those of one call
 LONG = timedelta(days=365)  # of a wait that nobody needs to come back from: gloo closes all connections at its end
 CLOSING_TAG = (1 << 31) - 1
 CLOSING = 5.0  # seconds
+
+
+# By what threads are called that make no calls over ranks: this library's, a loader's, a progress bar's.
+CALLING_NOTHING = re.compile(rf"{OWN_THREAD}|QueueFeederThread|Thread-\d+ \(_pin_memory_loop\)")
+
+
+def is_alone() -> bool:
+    """Whether this is the only thread of the process that may begin messages."""
+    me, others = threading.current_thread(), threading.enumerate()
+    return all(each is me or CALLING_NOTHING.fullmatch(each.name) for each in others)
 
 
 class Message(NamedTuple):
@@ -48,7 +62,7 @@ class Swap:
     def has_come(self, seconds: float) -> bool:
         """Whether all has come and gone after at most so long, or never will by an `error`."""
         if self._thread is None:
-            thread = Thread(target=self._wait, daemon=True)
+            thread = Thread(target=self._wait, daemon=True, name=OWN_THREAD)
             thread.start()
             self._thread = thread
         self._thread.join(seconds)
@@ -74,13 +88,11 @@ class Underway:
     def __init__(self) -> None:
         self._begun: OrderedDict[tuple[int, bool, int], int] = OrderedDict()  # how many of a peer, a direction and a tag
         self.open: list[Swap] = []
-        self.threads: set[int] = set()  # that began any
 
     def add(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
         """What has begun to travel; each of these messages is a work, in their order."""
         swap = Swap(works, [self._count(message) for message in messages], kept)
         self.open.append(swap)
-        self.threads.add(get_ident())
         return swap
 
     def _count(self, message: Message) -> Message:
@@ -93,13 +105,13 @@ class Underway:
 
     def end(self, swap: Swap) -> None:
         """Forget what has come: whoever waited may hold it longer."""
-        self.open.remove(swap)
+        if swap in self.open:  # else the step has ended, in another thread
+            self.open.remove(swap)
         swap.works, swap.kept = (), ()
 
     def clear(self) -> None:
         """Forget what all ranks have ended."""
         self._begun.clear()
-        self.threads.clear()
         self.open = []
 
     @property

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
-from threading import get_ident
 from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,7 +31,7 @@ from flexdilated.distributed.agreement import (
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import ALL, Circle, Waiting
 from flexdilated.distributed.ledger import LAST_PAUSE, REST, longest_pause
-from flexdilated.distributed.underway import Swap, underway
+from flexdilated.distributed.underway import Swap, is_alone, underway
 from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_of, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
@@ -91,10 +90,8 @@ class Wait:
             while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                     self._hear(peers[swap.at])
-                    # Else another thread begins what this one would say that it has not begun: one that waits for threads is
-                    # the one inside of the step.
                     began = time.monotonic()
-                    if not is_inside(self._group) or underway(self._group).threads != {get_ident()}:
+                    if not is_inside(self._group) or not is_alone():  # another thread may begin what this one has not
                         if beside is not None:
                             beside.end()
                     elif began >= rested:

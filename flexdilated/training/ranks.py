@@ -72,7 +72,7 @@ def started(
         return
     from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
 
-    from flexdilated.distributed.answering import AnsweringStore
+    from flexdilated.distributed.answering import OWN_THREAD, AnsweringStore
 
     answers = timedelta(seconds=min(timeout_seconds, TIMEOUT_SECONDS))
     store = AnsweringStore(_join(count, rank, device, timedelta(seconds=timeout_seconds)), answers)
@@ -80,7 +80,7 @@ def started(
     assert world is not None
     sign(store, rank)
     left = threading.Event()
-    threading.Thread(target=_beat, args=(store, rank, left), daemon=True).start()
+    threading.Thread(target=_beat, args=(store, rank, left), daemon=True, name=OWN_THREAD).start()
     try:
         # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
         yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",)), store

@@ -75,6 +75,8 @@ def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Cal
                 others = []
         return None
 
+    from flexdilated.distributed.answering import OWN_THREAD  # slow to import
+
     def watch() -> None:
         while byte := reader.recv(1):
             if byte[0] in (signal.SIGINT, signal.SIGTERM) and (seconds := has_waited()) is not None:
@@ -84,7 +86,7 @@ def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Cal
                 wake_others(store, rank, count)
                 os._exit(2)
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True, name=OWN_THREAD)
     thread.start()
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:

@@ -348,8 +348,27 @@ def backward_beside_the_step(rank: int, mesh: DeviceMesh) -> None:
             thread.join()
 
 
+def backwards_from_a_queue(rank: int, mesh: DeviceMesh) -> None:
+    """Two backwards that a worker and the thread of the step take from a queue, not the same one on all ranks."""
+    q = torch.ones(1, TOKENS, 2, 4, dtype=torch.float64, requires_grad=True)
+    with shared_failures(mesh):
+        outs = [dilated_attention(q, q, q, PATTERN, mesh=mesh, exchange="heads", scale=scale) for scale in (0.5, 0.25)]
+    of_worker = 1 - rank
+
+    def work() -> None:
+        time.sleep(8 * LAST_PAUSE)
+        outs[of_worker].sum().backward()
+
+    with shared_failures(mesh):
+        worker = threading.Thread(target=work)
+        worker.start()
+        outs[1 - of_worker].sum().backward()
+        worker.join()
+    assert not underway.underway(mesh.get_group()).open
+
+
 @exactly(2)
-@pytest.mark.parametrize("program", [backwards_of_threads, backward_beside_the_step])
+@pytest.mark.parametrize("program", [backwards_of_threads, backward_beside_the_step, backwards_from_a_queue])
 def test_threads_of_one_rank_are_not_taken_for_a_circle(ranks: Ranks, program: Callable[..., None]) -> None:
     ranks.run(program, deadline=240.0)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import underway
+from flexdilated.distributed.answering import OWN_THREAD
 from flexdilated.distributed.underway import Message, Swap, Underway
 from tests.distributed.processes import TIMEOUT, Ranks, exactly
 
@@ -114,3 +115,18 @@ def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
         swap.has_come(SOON)
     assert swap.has_come(SOON)
     assert swap.error is None
+
+
+@pytest.mark.parametrize("name", [OWN_THREAD, "QueueFeederThread", "Thread-7 (_pin_memory_loop)", "worker"])
+def test_who_is_alone_has_no_thread_beside_that_may_call(name: str) -> None:
+    threads = [threading.current_thread(), threading.Thread(name=name)]
+    with mock.patch.object(threading, "enumerate", return_value=threads):
+        assert underway.is_alone() == (name != "worker")
+
+
+def test_a_wait_that_outlives_its_step_ends_quietly() -> None:
+    travelling = Underway()
+    swap = travelling.add([], [], [])
+    travelling.clear()
+    travelling.end(swap)
+    assert not travelling.open
