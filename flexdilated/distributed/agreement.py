@@ -209,6 +209,7 @@ def step(
     is_done: bool | None = None
     end = None
     try:
+        ledger.stepping = threading.get_ident()
         try:
             yield
         except ends as error:
@@ -224,8 +225,6 @@ def step(
             ledger.turn_page()
         if is_done:
             underway(group).clear()
-        else:  # a rank may have left before it read that all agreed
-            ledger.agreed.clear()
     if end is not None:
         raise end
 
@@ -245,15 +244,17 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
     """Begin a step.
 
     One that cannot begin is left as one that fails inside, and has a page of its own too: its ranks would else be a step behind the
-    others, and take the next one of theirs for this.
+    others, and take the next one of theirs for this. So begins are counted before anything else.
     """
-    ledger = _ledger(group)
-    if ledger.stepping is not None:
+    known = _ledgers.get(group)
+    if known is not None and known.stepping is not None:
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
-    if ledger.page % 2:  # of a step that was interrupted before it could say so
-        _abandon(ledger, group, "it was interrupted as it left a step")
+    _begins[group] = number = _begins.get(group, 0) + 1
+    ledger = _ledger(group)
+    while ledger.page < 2 * number - 1:
+        if ledger.page % 2:  # of a step that was interrupted before it could say so
+            _abandon(ledger, group, "it was interrupted as it began or left a step")
         ledger.turn_page()
-    ledger.turn_page()
     try:
         while ledger.unsettled:
             left = ledger.past(timeout_of(group) + GRACE)
@@ -264,9 +265,7 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             ledger.abandon(reason_of(error), ((), False))
         ledger.turn_page()
-        ledger.agreed.clear()  # as the others do, who have begun it
         raise
-    ledger.stepping = threading.get_ident()
     return ledger
 
 
@@ -299,6 +298,7 @@ def groups() -> list[dist.ProcessGroup]:
 # place to keep, and dilated_attention is a function, which has none either. The only alternative is a round at every call.
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 _tokens: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_begins: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of steps
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger:

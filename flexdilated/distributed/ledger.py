@@ -204,8 +204,10 @@ class Ledger:
             kind, *_ = json.loads(self._settle(self.ending, ("lost", f"{self.name} refused: {cut(reason)}", 0, 0)))
             if not kind:
                 return False
+        self.agreed.clear()  # a rank may leave before it has read that all agreed
         self.leave(reason)
-        self.unsettled.append(self.page)
+        if self.page not in self.unsettled:  # else it was interrupted behind this
+            self.unsettled.append(self.page)
         self.store.set(self._left_key(self.page, self.rank), json.dumps(said))
         return True
 

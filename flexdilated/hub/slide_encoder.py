@@ -313,7 +313,12 @@ class LongNetViT(nn.Module):
             if not isinstance(value, Tensor) and not (name == "padding_mask" and value is None):
                 raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
         if x.dim() != 3 or x.shape[2] != self.in_chans or x.shape[0] < 1 or x.shape[1] < 1:
-            raise ValueError(f"x must have shape (B, N, in_chans={self.in_chans}) with B and N at least 1, got {tuple(x.shape)}")
+            remedy = ""
+            if self.mesh is not None and x.dim() == 3 and x.shape[1] == 0:
+                remedy = "; a slide of fewer tiles than ranks has none for this one: encode it on each by a model without mesh"
+            raise ValueError(
+                f"x must have shape (B, N, in_chans={self.in_chans}) with B and N at least 1, got {tuple(x.shape)}{remedy}"
+            )
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must have shape (B, N, 2)={(*x.shape[:2], 2)}, got {tuple(coords.shape)}")
         weight = self.cls_token

@@ -833,6 +833,7 @@ def test_a_step_of_one_rank_alone_is_told_apart(pair: list[Ledger], monkeypatch:
     assert pair[0].number(SHORT) != pair[1].number(SHORT)
     for _ in range(2):
         pair[1].turn_page()
+    agreement._begins[pair[1]] = 1  # type: ignore[index]
     with ThreadPoolExecutor(1) as pool, step(pair[1]):
         told = pool.submit(attempt, lambda: step(pair[1]).__enter__()).result()
         assert told == (

@@ -128,6 +128,10 @@ def test_a_rank_interrupted_behind_the_end_of_a_step_leaves_it_to_the_others(ran
     ranks.run(behind_the_end, deadline=120.0)
 
 
+def nothing() -> None:
+    """What a rank does before it leaves."""
+
+
 def failing_step(mesh: DeviceMesh, number: int, *, fails: bool, leave: Callable[[], None]) -> None:
     """A step in which one rank fails, and the others are in a call: their messages are on their way."""
     with shared_failures(mesh):
@@ -181,16 +185,26 @@ def interrupted_leave(rank: int, mesh: DeviceMesh) -> None:
     """One rank is interrupted again while it says that it leaves a step: the others have its word when it begins the next."""
     healthy_step(mesh, 0)
     for odd in range(mesh.size()):
-        if rank == odd:
-            interrupted = mock.patch.object(agreement, "_abandon", side_effect=KeyboardInterrupt)
-            with interrupted, pytest.raises(KeyboardInterrupt), shared_failures(mesh):
-                raise FaultError
-        else:
-            match = f"^rank {odd} refused: it was interrupted as it left a step$"
-            with pytest.raises(ValueError, match=match), shared_failures(mesh):
-                attend(mesh, odd)
-        healthy_step(mesh, odd + 1)
-        assert not underway._left
+        abandon = ledger.Ledger.abandon
+
+        def late(self: ledger.Ledger, *args: object, abandon: Callable[..., object] = abandon) -> bool:
+            abandon(self, *args)
+            raise KeyboardInterrupt
+
+        for place, patch in (
+            ("before", mock.patch.object(agreement, "_abandon", side_effect=KeyboardInterrupt)),
+            ("behind", mock.patch.object(ledger.Ledger, "abandon", late)),
+            ("at the begin", mock.patch.object(agreement, "_ledger", side_effect=KeyboardInterrupt)),
+        ):
+            if rank == odd:
+                with patch, pytest.raises(KeyboardInterrupt):
+                    failing_step(mesh, odd, fails=True, leave=nothing)
+            else:
+                match = "FaultError" if place == "behind" else "it was interrupted as it began or left a step"
+                with pytest.raises(ValueError, match=f"^rank {odd} refused: {match}$"):
+                    failing_step(mesh, odd, fails=False, leave=nothing)
+            healthy_step(mesh, odd + 1)
+            assert not underway._left
 
 
 @several
