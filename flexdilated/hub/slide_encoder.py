@@ -300,7 +300,9 @@ class LongNetViT(nn.Module):
             pixels = pixels.masked_fill(padding_mask[..., None], 0)
         limit = self.slide_ngrids * self.tile_size
         outside = (pixels < 0) | (pixels >= limit)
-        if bool(outside.any()):
+        if torch.compiler.is_compiling():  # which cannot say where
+            torch._assert_async(~outside.any(), f"coords must lie in [0, slide_ngrids * tile_size={limit}), got others")
+        elif bool(outside.any()):
             b, n, axis = outside.nonzero()[0].tolist()
             raise ValueError(
                 f"coords must lie in [0, slide_ngrids * tile_size={limit}), got {coords[b, n, axis].item()} at "

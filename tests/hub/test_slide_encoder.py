@@ -260,3 +260,13 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
         assert 0.99 * limit < projection.weight.abs().max().item() <= limit
         assert not projection.bias.any()
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)  # 160 samples: the standard error is 6 %
+
+
+def test_compiles_as_one_graph_for_any_number_of_tiles() -> None:
+    model = encoder_model()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for count in (40, 57, 71):
+        x, coords = draw_slides(1, count)
+        torch.testing.assert_close(compiled(x, coords)[0], model(x, coords)[0], **EXACT)
+    with pytest.raises(RuntimeError, match=r"coords must lie in \[0, slide_ngrids \* tile_size="):
+        compiled(x, coords + 10**9)
