@@ -216,15 +216,15 @@ def step(
             end = error
         _end(ledger, group)
         is_done = True
+        underway(group).clear()
     except BaseException as error:
-        is_done = not _abandon(ledger, group, reason_of(error))
+        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+            is_done = not _abandon(ledger, group, reason_of(error))
         raise
     finally:
         ledger.stepping = None
-        if is_done is not None:  # else it was interrupted on its way out, and has not said that it has left: the next step does
+        if is_done is not None:  # else it could not say that it has left, or was interrupted on its way out: the next step does
             ledger.turn_page()
-        if is_done:
-            underway(group).clear()
     if end is not None:
         raise end
 
@@ -251,9 +251,11 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
         raise RuntimeError("shared_failures must run in one thread at a time over one mesh, got it while another thread is inside")
     _begins[group] = number = _begins.get(group, 0) + 1
     ledger = _ledger(group)
+    if isinstance(ledger.store, AnsweringStore):
+        ledger.store.try_again()
     while ledger.page < 2 * number - 1:
-        if ledger.page % 2:  # of a step that was interrupted before it could say so
-            _abandon(ledger, group, "it was interrupted as it began or left a step")
+        if ledger.page % 2:  # of a step that could not say so, or was interrupted before
+            _abandon(ledger, group, "it was interrupted as it began or left a step, or the store was silent")
         ledger.turn_page()
     try:
         while ledger.unsettled:
@@ -262,9 +264,9 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
             underway(group).settle(group, ledger.rank, messages, timeout_of(group))
             ledger.forget(is_seen=all(has_begun for _, has_begun in left))
     except BaseException as error:
-        with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+        with suppress(TimeoutError, RuntimeError):  # of a store that is gone: the next step says it
             ledger.abandon(reason_of(error), ((), False))
-        ledger.turn_page()
+            ledger.turn_page()
         raise
     return ledger
 
@@ -276,10 +278,11 @@ def _end(ledger: Ledger, group: dist.ProcessGroup) -> None:
 
 @_disable_dynamo
 def _abandon(ledger: Ledger, group: dist.ProcessGroup, reason: str) -> bool:
-    """Leave a step that had begun by an error, if not all ranks have ended it without."""
-    with suppress(TimeoutError, RuntimeError):  # of a store that is gone
-        return ledger.abandon(reason, (underway(group).leave(group), True))
-    return True
+    """Leave a step that had begun by an error: whether so, or all ranks have ended it without."""
+    if ledger.abandon(reason, (underway(group).leave(group), True)):
+        return True
+    underway(group).clear()
+    return False
 
 
 def posts_of(group: dist.ProcessGroup, timeout: timedelta) -> tuple[AnsweringStore, str]:

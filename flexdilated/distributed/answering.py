@@ -13,10 +13,10 @@ OWN_THREAD = "flexdilated"  # the name of those that make no calls
 
 
 class AnsweringStore:
-    """A store that answers within a time, or is gone for good.
+    """A store that answers within a time, or is taken for gone.
 
     torch's store over TCP waits for its host without a limit, whatever its timeout says: where the host is frozen or has lost
-    power, no call returns. Each call here has a thread of its own, which may be left waiting.
+    power, no call returns. Each call here has a thread of its own, which may be left waiting. What it asked may yet be done.
 
     Args:
         store: Any of torch's.
@@ -26,6 +26,11 @@ class AnsweringStore:
     def __init__(self, store: Store, timeout: timedelta) -> None:
         self.store, self.timeout = store, timeout
         self.gone: TimeoutError | dist.DistNetworkError | None = None
+
+    def try_again(self) -> None:
+        """Ask a store that was silent once more: its host may have been stopped for a while, a closed connection stays closed."""
+        if isinstance(self.gone, TimeoutError):
+            self.gone = None
 
     def add(self, key: str, amount: int) -> int:
         """The counter after adding."""

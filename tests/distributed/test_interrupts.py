@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,8 +42,12 @@ class Told:
     def __init__(self, mesh: DeviceMesh, name: str) -> None:
         self.store = dist.PrefixStore(f"told of {name}", mesh.get_group().get_group_store())
 
-    def tell(self, word: str) -> None:
-        self.store.set(word, "")
+    def tell(self, word: str, answer: str = "") -> None:
+        self.store.set(word, answer)
+
+    def answers(self, *words: str) -> list[str]:
+        self.wait(*words)
+        return [self.store.get(word).decode() for word in words]
 
     def wait(self, *words: str) -> None:
         self.store.wait(list(words), TIMEOUT)
@@ -236,6 +242,75 @@ def late_by_steps(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 def test_ranks_that_give_up_several_steps_of_a_late_one_go_on_with_it_in_one_step(ranks: Ranks) -> None:
     ranks.run(late_by_steps, deadline=120.0)
+
+
+class Silent:
+    """A store that answers all questions but one, which it is asked at a place, and does what that says when it is woken."""
+
+    def __init__(self, store: Any, at: int) -> None:
+        self.store, self.at, self.woken = store, at, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            self.at -= 1
+            if self.at == 0:
+                self.woken.wait(SOON)
+            return getattr(self.store, name)(*args)
+
+        return ask
+
+
+def silent(rank: int, mesh: DeviceMesh, stride: int, fails: bool) -> None:
+    """The store is silent for one rank, at one question of a step after another: that step is lost, and no other.
+
+    Or lost for that rank alone, which all others know to have come to its end.
+
+    Args:
+        stride: From one question to the next that is tried.
+        fails: Whether a step comes first in which this rank fails, which may be silent too.
+    """
+    group, told, size = mesh.get_group(), Told(mesh, "silence"), mesh.size()
+    store = agreement._ledger(group).store
+    assert isinstance(store, AnsweringStore)
+    at, is_reached = 0, True
+    while is_reached:
+        at, odd, outcome = at + stride, at // stride % size, ""
+        is_own, said = False, ""
+        healthy_step(mesh, at)
+        group.set_timeout(SHORT)
+        if rank == odd:
+            was = store.store, store.timeout
+            store.store, store.timeout = Silent(was[0], at), SHORT / 4  # type: ignore[assignment]
+        for is_first in (True, False) if fails else (False,):
+            try:
+                with shared_failures(mesh):
+                    attend(mesh, at)
+                    if is_first and rank == odd:
+                        raise FaultError
+            except (FaultError, TimeoutError, ValueError) as error:
+                outcome, said = f"{outcome}{is_first} ", str(error)
+                is_own = rank == odd and not is_first
+        assert not is_own or "the store of the ranks must answer within 0.25 s" in said
+        if rank == odd:
+            told.tell(f"{fails} {at} is reached", "yes" if store.store.at <= 0 else "")
+            store.store.woken.set()
+            store.store, store.timeout = was
+        group.set_timeout(TIMEOUT)
+        told.tell(f"{fails} {at} {rank}", outcome)
+        answers = told.answers(*(f"{fails} {at} {each}" for each in range(size) if each != odd))
+        assert len(set(answers)) == 1
+        is_reached = any(told.answers(f"{fails} {at} is reached"))
+    assert at > stride
+    healthy_step(mesh, at)
+    assert not underway._left
+
+
+@several
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.sweep)])
+def test_a_store_that_is_silent_for_one_rank_takes_one_step(ranks: Ranks, stride: int) -> None:
+    for fails in (False, True):
+        ranks.run(silent, stride, fails, deadline=240.0)
 
 
 def call_behind(rank: int, mesh: DeviceMesh) -> None:
