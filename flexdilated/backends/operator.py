@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.merge import accumulated
+from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.pattern import DilatedPattern
 
 GRADIENT_MESSAGE = (
@@ -108,7 +109,7 @@ def operator(
     backward: Callable[[Tensor, Tensor | None, Inputs, tuple[Tensor, ...], O], tuple[Tensor, ...]],
     more_outputs: Sequence[str] = (),
     through: Callable[..., tuple[Tensor, ...]] | None = None,
-    on_host: bool = False,
+    over_ranks: bool = False,
 ) -> Operator:
     """The two operators `flexdilated::<name>` and `flexdilated::<name>_backward`, and the same again for calls that read values.
 
@@ -123,7 +124,7 @@ def operator(
         backward: `dq, dk, dv` for `dout` and, where lse has a gradient, `dlse`; given inputs, outputs and options.
         more_outputs: The names of the outputs behind out and lse.
         through: What the derivative calls in place of the backward operator.
-        on_host: Whether every call depends on what the host does; then there is no second pair.
+        over_ranks: Whether calls wait for other ranks; then they depend on the host, and there is no second pair.
     """
     outputs = ("out", "lse", *more_outputs)
     last = 3 + len(outputs)
@@ -132,6 +133,8 @@ def operator(
         return forward(Inputs(*arguments[:6]), read(arguments[6:]))
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        if over_ranks:
+            order_kernels()
         return shapes(Inputs(*arguments[:6]), read(arguments[6:]))
 
     def run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -150,11 +153,14 @@ def operator(
             declare(f"{name}_backward", f"{given_backward}, {options}", 3, run_backward, tags),
         )
 
-    plain = pair(name, *([torch.Tag.cudagraph_unsafe] if on_host else []))
-    reading = plain if on_host else pair(name + BY_VALUES, torch.Tag.cudagraph_unsafe)
-    made = plain if on_host else _either(plain, reading, last)
+    plain = pair(name, *(OVER_RANKS if over_ranks else ()))
+    reading = plain if over_ranks else pair(name + BY_VALUES, torch.Tag.cudagraph_unsafe)
+    made = plain if over_ranks else _either(plain, reading, last)
     backward_of = made.backward if through is None else through
     for each in dict.fromkeys((plain, reading)):
+        if over_ranks:
+            keep_order(each.forward)
+            keep_order(each.backward)
         each.forward.register_fake(fake)
         each.backward.register_fake(lambda dout, dlse, *inputs: tuple(contiguous_like(x) for x in inputs[:3]))
         each.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse), setup_context=save)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.backends.hardware import holds_values
+from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.call import EXCHANGES, Call
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
@@ -254,14 +255,18 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 
-# An opaque operator: it looks at values, and it waits for other processes, which replay CUDA graphs of their own.
+# An opaque operator: it looks at values, and it waits for other processes.
 
 
-@torch.library.custom_op("flexdilated::merge_over_ranks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op("flexdilated::merge_over_ranks", mutates_args=(), tags=OVER_RANKS)
 def _merged(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> tuple[Tensor, Tensor]:
     return merge_parts(_gather(parts, lengths, scale, group_name, described)), lengths.clone()
 
 
 @_merged.register_fake
 def _(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> tuple[Tensor, Tensor]:
+    order_kernels()
     return parts.new_empty(*parts.shape[:3], parts.shape[3] - 1), torch.empty_like(lengths)
+
+
+keep_order(_merged)

@@ -59,8 +59,8 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     Raises:
         RuntimeError: If another thread of this process is inside one: calls of threads have no order that ranks could share.
     """
-    ledger = _ledger(group)
-    if not ledger.turn.acquire(blocking=False):
+    ledger, me = _ledger(group), threading.get_ident()
+    if ledger.turn.setdefault("thread", me) != me:  # at once: where this is interrupted behind it, the turn is this thread's still
         ledger.meanwhile = True
         ledger.fail()
         raise RuntimeError(
@@ -70,7 +70,7 @@ def in_turn(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     finally:
-        ledger.turn.release()
+        ledger.turn.clear()
         if ledger.meanwhile:
             ledger.meanwhile = False
             lose(group, "a thread called over the mesh during a call of another")
@@ -265,7 +265,7 @@ def _begin(group: dist.ProcessGroup, reason_of: Callable[[BaseException], str]) 
             ledger.forget(is_seen=all(has_begun for _, has_begun in left))
     except BaseException as error:
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone: the next step says it
-            ledger.abandon(reason_of(error), ((), False))
+            _abandon(ledger, group, reason_of(error))
             ledger.turn_page()
         raise
     return ledger
@@ -279,7 +279,8 @@ def _end(ledger: Ledger, group: dist.ProcessGroup) -> None:
 @_disable_dynamo
 def _abandon(ledger: Ledger, group: dist.ProcessGroup, reason: str) -> bool:
     """Leave a step that had begun by an error: whether so, or all ranks have ended it without."""
-    if ledger.abandon(reason, (underway(group).leave(group), True)):
+    has_begun = not any(page < ledger.page for page in ledger.unsettled)  # else messages on their way are of steps before
+    if ledger.abandon(reason, (underway(group).leave(group) if has_begun else (), has_begun)):
         return True
     underway(group).clear()
     return False

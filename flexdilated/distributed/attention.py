@@ -233,7 +233,7 @@ CONTEXT_PARALLEL = operator(
     shapes=_shapes,
     backward=_backward,
     more_outputs=("received", "number"),
-    on_host=True,
+    over_ranks=True,
 )
 
 

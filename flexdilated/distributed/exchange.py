@@ -113,23 +113,24 @@ class GroupTransport:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
-        operations, headers, begun = [], [], []
-        for make, parts in ((dist.isend, sends), (dist.irecv, receives)):
-            for peer, message in parts.items():
-                if message.numel():
-                    assert message.is_contiguous()
-                    rank = dist.get_global_rank(self._group, peer)
-                    operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
-                    begun.append(Message(peer, make is dist.isend, self._tag, message.nbytes))
-                    if not self._is_tagged:
-                        headers.append(torch.full((1,), self._tag if make is dist.isend else -1, device=self._device))
-                        operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        peers, kept = [message.peer for message in begun], [*sends.values(), *receives.values()]
+        parts = [(peer, message, True) for peer, message in sends.items() if message.numel()]
+        parts += [(peer, message, False) for peer, message in receives.items() if message.numel()]
+        assert all(message.is_contiguous() for _, message, _ in parts)
+        peers, kept = [peer for peer, _, _ in parts], [*sends.values(), *receives.values()]
+        if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
+            begun = [Message(peer, is_sent, self._tag, message.nbytes) for peer, message, is_sent in parts]
+            with self._wait.for_rows(peers):
+                swap = underway(self._group).begin(self._group, begun, [message for _, message, _ in parts])
+            return _InStep(swap, _each(peers, swap.works), self._wait, self._group)
+        operations, headers = [], []
+        for peer, message, is_sent in parts:
+            make, rank = dist.isend if is_sent else dist.irecv, dist.get_global_rank(self._group, peer)
+            operations.append(dist.P2POp(make, message, rank, self._group, self._tag))
+            if not self._is_tagged:
+                headers.append(torch.full((1,), self._tag if is_sent else -1, device=self._device))
+                operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
         with self._wait.for_rows(peers):
             works = dist.batch_isend_irecv(operations) if operations else []
-        if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
-            swap = underway(self._group).add(works, begun, kept)
-            return _InStep(swap, _each(peers, works), self._wait, self._group)
         limit = timeout_of(self._group) if self._is_tagged else None
         return _Works(works, peers, self._wait, kept, headers, self._tag, limit)
 

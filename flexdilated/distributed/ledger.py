@@ -67,7 +67,8 @@ class Ledger:
         # All that happened, and when this rank's last call and the last failure that all know were.
         self.events, self.called_at, self.failed_at = 0, 0, 0
         self.words: dict[str, list[tuple[int, str]]] = {}  # the last that were told of calls, by topic
-        self.turn, self.meanwhile = threading.Lock(), False  # whether a thread called out of its turn
+        self.turn: dict[str, int] = {}  # the thread that is in a call
+        self.meanwhile = False  # whether another called out of its turn
         self.stepping: int | None = None  # the thread that is inside a step
         self.travelling: Underway | None = None  # what this rank has begun to send and receive in this step
         self.ending: str | None = None  # the round in which this step ends, once this rank has come to it

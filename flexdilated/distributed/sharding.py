@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import refuse_shards_of_torch
 from flexdilated.distributed.agreement import in_turn, number_of_collective
@@ -170,11 +171,19 @@ def _unsharded(
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
     if num_ranks == 1:
         return batch_local
-    if is_transformed(*(x for x in tree_flatten(batch_local)[0] if isinstance(x, Tensor))):
+    tensors = [x for x in tree_flatten(batch_local)[0] if isinstance(x, Tensor)]
+    if any(hasattr(x, "device_mesh") for x in tensors):
+        raise TypeError("the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor() is the whole of one")
+    if is_transformed(*tensors):
         raise NotImplementedError(
             "batch_local must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
         )
-    return _map(lambda x: _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces))[0], batch_local)
+
+    def gather(x: Tensor) -> Tensor:
+        differentiates = reduces and torch.is_grad_enabled() and x.requires_grad
+        return _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces), differentiates)[0]
+
+    return _map(gather, batch_local)
 
 
 def gather_tokens(
@@ -267,12 +276,18 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 # An opaque operator: functional collectives lose their gradient when compiled in some versions (pytorch/pytorch#183459).
-# It waits for other processes, which replay CUDA graphs of their own.
 
 
-@torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=OVER_RANKS)
 def _gather(
-    x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
+    x: Tensor,
+    group_name: str,
+    rank: int,
+    lengths: Sequence[int],
+    dim: int,
+    also: Sequence[int],
+    reduces: bool,
+    differentiates: bool,
 ) -> tuple[Tensor, Tensor]:
     """The shards of all ranks of a group, one after another along `dim`, and the number of the call on the host.
 
@@ -282,11 +297,17 @@ def _gather(
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     with telling_call(group), in_turn(group):
         refuse_shards_of_torch(group.size())
-        return _gather_in(group, x, rank, lengths, dim, also, reduces)
+        return _gather_in(group, x, rank, lengths, dim, also, (reduces, differentiates))
 
 
 def _gather_in(
-    group: dist.ProcessGroup, x: Tensor, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
+    group: dist.ProcessGroup,
+    x: Tensor,
+    rank: int,
+    lengths: Sequence[int],
+    dim: int,
+    also: Sequence[int],
+    reduces: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
     whole, longest = _whole(x, lengths, dim), max(lengths)
@@ -297,6 +318,8 @@ def _gather_in(
     shards = x.new_empty(len(lengths), longest, *others)
     calls = number_of_collective(group)
     described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
+    if any(reduces):
+        described = f"{described}, reduce_gradients=True, {'with' if all(reduces) else 'without'} a gradient to reduce"
     wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
     # Messages of other sizes end a process, or are taken for whole ones.
     rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim, reduces
@@ -314,16 +337,15 @@ def _gather_in(
 
 
 @_gather.register_fake
-def _(
-    x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, also: Sequence[int], reduces: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, *options: Any) -> tuple[Tensor, Tensor]:
+    order_kernels()
     return _whole(x, lengths, dim), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
 
 
-@torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op("flexdilated::unshard_backward", mutates_args=(), tags=OVER_RANKS)
 def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
     """This rank's slice of the sum over ranks of what each has of the whole that they put together in the call of a number."""
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
@@ -356,20 +378,32 @@ def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
 
 
-def _save(
-    ctx: Any, inputs: tuple[Tensor, str, int, Sequence[int], int, Sequence[int], bool], output: tuple[Tensor, Tensor]
-) -> None:
-    _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces, _ = inputs
     ctx.save_for_backward(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, None, None, None, None, None, None]:
+def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     if ctx.reduces:
         (number,) = ctx.saved_tensors
         mine = _reduce(grad, number, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
     else:
         mine = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
-    return mine, None, None, None, None, None, None
+    return mine, *[None] * 7
+
+
+def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim = inputs
+
+
+def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
+    differentiates = torch.is_grad_enabled() and grad.requires_grad
+    whole, _ = _gather(grad.contiguous(), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates)
+    return whole, *[None] * 5
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)
+_reduce.register_autograd(_differentiate_reduce, setup_context=_save_of_reduce)
+keep_order(_gather)
+keep_order(_reduce)

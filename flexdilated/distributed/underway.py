@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import methodcaller
 from threading import Thread
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -54,7 +55,7 @@ class Swap:
     """
 
     def __init__(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> None:
-        self.messages, self.works, self.kept = messages, works, kept  # written and read until they have come
+        self.messages, self.works, self.kept = list(messages), list(works), kept  # written and read until they have come
         self.at = 0  # of the work that is waited for
         self.error: RuntimeError | None = None
         self._thread: Thread | None = None
@@ -89,25 +90,40 @@ class Underway:
         self._begun: OrderedDict[tuple[int, bool, int], int] = OrderedDict()  # how many of a peer, a direction and a tag
         self.open: list[Swap] = []
 
-    def add(self, works: Sequence[dist.Work], messages: Sequence[Message], kept: Sequence[Tensor]) -> Swap:
-        """What has begun to travel; each of these messages is a work, in their order."""
-        swap = Swap(works, [self._count(message) for message in messages], kept)
+    def begin(self, group: dist.ProcessGroup, messages: Sequence[Message], tensors: Sequence[Tensor]) -> Swap:
+        """Begin to send tensors, and to fill others."""
+        begun: dict[tuple[int, bool, int], int] = {}
+        numbered = []
+        for message in messages:
+            ordinal = begun.get(message[:3], self._begun.get(message[:3], 0))
+            begun[message[:3]] = ordinal + 1
+            numbered.append(message._replace(ordinal=ordinal))
+        swap = Swap([], numbered, tensors)
+        calls = [methodcaller("send" if m.is_sent else "recv", [tensor], m.peer, m.tag) for m, tensor in zip(messages, tensors)]
+        works = map(methodcaller("__call__", group), calls)
         self.open.append(swap)
+        self._begun.update(begun)
+        # At once: what handles a signal, and may raise, runs between steps of Python and never inside of this one.
+        swap.works.extend(works)
+        for key in begun:
+            self._begun.move_to_end(key)
+        while len(self._begun) > MAX_BEGUN:
+            self._begun.popitem(last=False)
         return swap
 
-    def _count(self, message: Message) -> Message:
-        key = message[:3]
-        ordinal = self._begun.pop(key, 0)
-        self._begun[key] = ordinal + 1
-        if len(self._begun) > MAX_BEGUN:
-            self._begun.popitem(last=False)
-        return message._replace(ordinal=ordinal)
+    def _forget_unbegun(self) -> None:
+        """Of messages that were to be begun when this rank was interrupted."""
+        for swap in self.open:
+            for message in swap.messages[len(swap.works) :]:
+                self._begun[message[:3]] = min(message.ordinal, self._begun.get(message[:3], 0))
+            swap.messages = swap.messages[: len(swap.works)]
+        self.open = [swap for swap in self.open if swap.messages]
 
     def end(self, swap: Swap) -> None:
         """Forget what has come: whoever waited may hold it longer."""
         if swap in self.open:  # else the step has ended, in another thread
             self.open.remove(swap)
-        swap.works, swap.kept = (), ()
+        swap.works, swap.kept = [], ()
 
     def clear(self) -> None:
         """Forget what all ranks have ended."""
@@ -125,6 +141,7 @@ class Underway:
 
     def leave(self, group: dist.ProcessGroup) -> list[Message]:
         """Leave the step by an error: what others must know to end it."""
+        self._forget_unbegun()
         if any(swap.is_awaited for swap in self.open):
             _left[group] = self
         return self.messages
@@ -143,12 +160,8 @@ class Underway:
         ]
         if lacking:
             scratch = torch.zeros(max(message.nbytes for message in lacking), dtype=torch.uint8)
-            operations = [
-                dist.P2POp(dist.isend if is_sent else dist.irecv, scratch[:nbytes], dist.get_global_rank(group, peer), group, tag)
-                for peer, is_sent, tag, nbytes, _ in lacking
-            ]
             with suppress(RuntimeError):  # of a connection that is closed: what was on its way there has ended too
-                self.add(dist.batch_isend_irecv(operations), lacking, [scratch])
+                self.begin(group, lacking, [scratch[: message.nbytes] for message in lacking])
         end = time.monotonic() + timeout.total_seconds()
         waits = [swap.has_come(max(0.0, end - time.monotonic())) for swap in self.open]  # all of them begin
         if not all(waits):

@@ -6,12 +6,14 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.distributed.circles import Circle
 from flexdilated.distributed.underway import Message, Swap, Underway
 from tests.distributed.processes import TIMEOUT
+from tests.distributed.test_underway import NOBODY
 
 Step = list[tuple[int, bool, int]]  # messages that are begun together: peer, whether sent, tag
 ROUND: Step = []  # in which a rank waits for all others to come to it
@@ -41,7 +43,7 @@ class Rank:
         if self.is_in_round:
             self.rounds += 1
         elif step is not None:
-            self.swap = self.travelling.add([], [Message(*each, nbytes=1) for each in step], [])
+            self.swap = self.travelling.begin(NOBODY, [Message(*each, nbytes=1) for each in step], [torch.empty(1)] * len(step))
 
     @property
     def awaited(self) -> Message | None:
@@ -141,7 +143,7 @@ def test_who_only_waits_for_another_sees_nothing(way: str) -> None:
         second.program = [[(0, False, 3)]]
         second.come()
         assert first.look() == []
-        first.travelling.add([], [Message(1, True, 3, 1)], [])
+        first.travelling.begin(NOBODY, [Message(1, True, 3, 1)], [torch.empty(1)])
     for _ in range(3):
         assert first.look() == []
         if second.awaited is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated.distributed.meshes import group_of
@@ -21,7 +22,7 @@ from flexdilated.distributed.sharding import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly
+from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, several
 from tests.tolerances import EXACT
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -120,6 +121,23 @@ def check_gradients(
         assert torch.equal(x.grad, expected)  # of this rank's own loss, and of no part but its own
 
 
+def check_second_derivatives(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
+    """Of gradients that are reduced, which are those of the sum of all ranks' losses, and so are theirs."""
+    lengths = (5,) * mesh.size() if declared is None else declared
+    x = draw([2, sum(lengths), 3], torch.float64)
+    weights = [draw([2, sum(lengths), 3], torch.float64, seed=100 + each) for each in range(mesh.size())]
+    whole, mine = x.clone().requires_grad_(), part(x, rank, lengths, 1).clone().requires_grad_()
+
+    def second(loss: Tensor, x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        (found,) = torch.autograd.grad(first.pow(3).sum(), x)
+        return found
+
+    loss = (weights[rank] * unshard_sequence(mine.sin(), mesh, shard_lengths=declared, reduce_gradients=True).exp()).sum()
+    expected = second((torch.stack(weights).sum(0) * whole.sin().exp()).sum(), whole)
+    torch.testing.assert_close(second(loss, mine), part(expected, rank, lengths, 1), **EXACT)
+
+
 def check_tokens(rank: int, mesh: DeviceMesh, declared: tuple[int, ...] | None) -> None:
     """One token of each of three sequences, wherever it lies, with the gradient of each rank's own loss."""
     lengths = (5,) * mesh.size() if declared is None else declared
@@ -148,6 +166,7 @@ def check_all(rank: int, mesh: DeviceMesh) -> None:
         check_batches(rank, mesh, declared)
         check_gradients(rank, mesh, declared, is_compiled=False)
         check_gradients(rank, mesh, declared, is_compiled=False, reduces=True)
+        check_second_derivatives(rank, mesh, declared)
         check_tokens(rank, mesh, declared)
     for declared in LENGTHS[mesh.size()][:3]:
         for reduces in (False, True):
@@ -176,6 +195,26 @@ def check_axes(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("ranks", [each_size(size) for size in WORLD_SIZES if size in LENGTHS], indirect=True)
 def test_sequences_are_cut_and_put_together_exactly(ranks: Ranks) -> None:
     ranks.run(check_all)
+
+
+def check_unlike(rank: int, mesh: DeviceMesh) -> None:
+    """Ranks of which one reduces no gradient: it would make no call of the backward. All hear of it, and what differs."""
+    same = r"^shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks, got others: "
+    for number, (found, x) in enumerate(
+        [
+            ("reduce_gradients=True, without a gradient to reduce", torch.ones(1, 2, 3, requires_grad=rank > 0)),
+            ("reduce_gradients=True, with a gradient to reduce", torch.ones(1, 2, 3, requires_grad=True)),
+        ]
+    ):
+        with pytest.raises(ValueError, match=f"{same}.*{found}"):
+            unshard_sequence(x, mesh, reduce_gradients=number == 0 or rank > 0)
+    with pytest.raises(TypeError, match=r"^the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor\(\) is"):
+        unshard_sequence(DTensor.from_local(torch.ones(1, 2), mesh, [Shard(1)]), mesh)
+
+
+@several
+def test_ranks_that_reduce_no_gradients_beside_others_are_refused(ranks: Ranks) -> None:
+    ranks.run(check_unlike, deadline=60.0)
 
 
 @exactly(3)

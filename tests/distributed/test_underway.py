@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,6 +24,9 @@ SOON = 60.0  # seconds, for what takes none
 MOMENT = timedelta(milliseconds=200)
 
 
+NOBODY: Any = SimpleNamespace(send=lambda *_: None, recv=lambda *_: None)  # a group whose messages go nowhere
+
+
 def begin(travelling: Underway, group: dist.ProcessGroup, tag: int, values: Sequence[int]) -> tuple[list[Swap], list[torch.Tensor]]:
     """Messages of one tag from the one rank to the other, each begun for itself."""
     is_sent = group.rank() == SENDER
@@ -29,9 +34,7 @@ def begin(travelling: Underway, group: dist.ProcessGroup, tag: int, values: Sequ
     for value in values:
         held.append(torch.full((3,), value if is_sent else -1))
         peer = RECEIVER if is_sent else SENDER
-        operation = dist.P2POp(dist.isend if is_sent else dist.irecv, held[-1], peer, group, tag)
-        message = Message(peer, is_sent, tag, held[-1].nbytes)
-        swaps.append(travelling.add(dist.batch_isend_irecv([operation]), [message], [held[-1]]))
+        swaps.append(travelling.begin(group, [Message(peer, is_sent, tag, held[-1].nbytes)], [held[-1]]))
     return swaps, held
 
 
@@ -95,7 +98,9 @@ def test_what_does_not_come_is_said(ranks: Ranks) -> None:
 def test_kinds_of_messages_are_forgotten_from_the_oldest_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(underway, "MAX_BEGUN", 2)
     travelling = Underway()
-    ordinals = [travelling.add([], [Message(0, True, tag, 8)], []).messages[0].ordinal for tag in (1, 2, 1, 3, 1, 2, 1)]
+    ordinals = [
+        travelling.begin(NOBODY, [Message(0, True, tag, 8)], [torch.empty(8)]).messages[0].ordinal for tag in (1, 2, 1, 3, 1, 2, 1)
+    ]
     assert ordinals == [0, 0, 1, 0, 2, 0, 3]
 
 
@@ -103,10 +108,12 @@ def test_directions_peers_and_tags_are_counted_apart() -> None:
     travelling = Underway()
     kinds = [Message(peer, is_sent, tag, 8) for peer in (0, 1) for is_sent in (False, True) for tag in (1, 2)]
     for ordinal in range(2):
-        assert [message.ordinal for message in travelling.add([], kinds, []).messages] == [ordinal] * len(kinds)
+        assert [message.ordinal for message in travelling.begin(NOBODY, kinds, [torch.empty(8)] * len(kinds)).messages] == [
+            ordinal
+        ] * len(kinds)
     travelling.clear()
     assert not travelling.messages
-    assert travelling.add([], kinds[:1], []).messages == kinds[:1]
+    assert travelling.begin(NOBODY, kinds[:1], [torch.empty(8)]).messages == kinds[:1]
 
 
 def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
@@ -126,7 +133,7 @@ def test_who_is_alone_has_no_thread_beside_that_may_call(name: str) -> None:
 
 def test_a_wait_that_outlives_its_step_ends_quietly() -> None:
     travelling = Underway()
-    swap = travelling.add([], [], [])
+    swap = travelling.begin(NOBODY, [], [])
     travelling.clear()
     travelling.end(swap)
     assert not travelling.open

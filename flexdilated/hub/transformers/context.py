@@ -53,7 +53,7 @@ class Context:
 
     `attended`: layers that have attended, by index. `is_placed`: whether its tokens have their positions. `compared`: where the
     labels of neighbours have been, in training and in evaluation, whose loaders are not the same. `has_warned`: whether it has been
-    said that they show nothing.
+    said that they show nothing. `given`: what the forward was given that its layers must hand on to their attention.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
@@ -61,6 +61,7 @@ class Context:
         self.attended: set[int] = set()
         self.is_placed = self.has_warned = False
         self.compared: set[bool] = set()
+        self.given: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Context:
         return Context(self.mesh, self.exchange)  # process groups have no copies
@@ -335,9 +336,11 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
     context.is_placed = False
-    config: Any = module.config
-    if given.get("output_router_logits") or getattr(config, "output_router_logits", False):
+    if given.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
         raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
+    kept = given.get("logits_to_keep", 0)
+    if not (isinstance(kept, int) and kept == 0):
+        raise NotImplementedError(f"logits_to_keep must be 0 {SHARDED}, got {kept}: it would keep the last tokens of each shard")
     if given.get("labels") is None:
         return (), given
     for name in ("shift_labels", "num_items_in_batch"):
@@ -399,6 +402,7 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
     context.attended, context.is_placed = set(), True
+    context.given = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if given.get(name) is not None)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     if given.get("past_key_values") is not None or given.get("use_cache"):
@@ -426,6 +430,9 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             "got others; cu_seq_lens_q packs documents, and generate() needs a model without a mesh"
         )
     given["position_ids"] = positions
+    if "cu_seq_lens_q" in context.given and torch.compiler.is_compiling():
+        # A mask that is made: the library would look for documents in the positions, which cannot be read here.
+        given["attention_mask"] = torch.cat((positions, positions), dim=-1).expand(tokens.shape[0], -1)[:, None, None]
     return (), given
 
 

@@ -129,6 +129,11 @@ def dilated_attention_forward(
             raise NotImplementedError(
                 "model must call its base model to be sharded, got one that calls a part of it: nothing placed its tokens"
             )
+        if dropped := [name for name in context.given if options.get(name) is None]:
+            raise NotImplementedError(
+                f"{dropped[0]} must be None over a mesh with layers that do not hand it on to their attention, got it, and "
+                f"{type(module).__name__}"
+            )
         context.attended.add(getattr(module, "layer_idx", len(context.attended)))  # DiffLlama's layers call twice
         # The positions of documents, which the mask tells, are checked where the tokens come in.
         borders = borders_of(None, q, options)

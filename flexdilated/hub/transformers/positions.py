@@ -100,7 +100,7 @@ def dilated_attention_positions(
     if documents is not None and compiling:
         torch._assert_async(
             (documents == 0).all(),
-            "position_ids must not pack documents inside torch.compile; pass cu_seq_lens_q and cu_seq_lens_k",
+            "position_ids must be None, or not pack documents, inside torch.compile; cu_seq_lens_q and cu_seq_lens_k pack them",
         )
         documents = None
     if documents is not None and not bool(documents.any()):

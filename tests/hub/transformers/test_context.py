@@ -114,7 +114,13 @@ def compare_shards(rank: int) -> None:
     model.train()(tokens).logits.sin().sum().backward()
     sharded(tokens[:, 17 * rank :][:, :17]).logits.sin().sum().backward()
     check_gradients(sharded, gradients(model), summed)
+    compiled_documents(model, mesh, tokens[:1], rank)
     refuses_what_is_not_known_of_shards(sharded, tokens[:, :17], rank)
+    if hasattr(transformers, "StableLmConfig"):  # whose layers keep what they are given from their attention
+        sharded = hub.shard_context(build("StableLm"), mesh)
+        for option, of in (("cu_seq_lens_q", packed), ("shard_lengths", {"shard_lengths": (17, 17)})):
+            with pytest.raises(NotImplementedError, match=f"{option} must be None over a mesh with layers that do not hand it on"):
+                sharded(tokens[:1, 17 * rank :][:, :17], **of)
     # Two calls of attention in each layer; older versions have a class for each implementation.
     if not hasattr(transformers.models.diffllama.modeling_diffllama, "DIFFLLAMA_ATTENTION_CLASSES"):
         torch.manual_seed(14)
@@ -149,6 +155,18 @@ def compare_shards(rank: int) -> None:
             sharded(tokens[:, 17 * rank :][:, :17])
 
 
+def compiled_documents(model: Any, mesh: DeviceMesh, tokens: Tensor, rank: int) -> None:
+    """Borders inside of shards, whose positions nobody can read while a compiler traces."""
+    sharded = torch.compile(hub.shard_context(copy.deepcopy(model), mesh), backend="aot_eager")
+    lengths = (13, TOKENS - 13)
+    for borders in ([0, 13, TOKENS], [0, 9, 20, TOKENS], [0, 25, TOKENS]):
+        packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(borders))
+        with torch.no_grad():
+            out = sharded(tokens.split(lengths, 1)[rank], shard_lengths=lengths, **packed).logits
+            expected = [model(part, use_cache=False).logits for part in tokens.split(packed["cu_seq_lens_q"].diff().tolist(), 1)]
+        torch.testing.assert_close(out, torch.cat(expected, 1).split(lengths, 1)[rank], **EXACT)
+
+
 def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -> None:
     positions = torch.arange(17)[None] + 17 * rank
     model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
@@ -162,6 +180,8 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
     mask[0, 0] = 0
     with pytest.raises(NotImplementedError, match="attention_mask must be None in a model over a mesh, got a mask"):
         model(tokens, attention_mask=mask)
+    with pytest.raises(NotImplementedError, match="logits_to_keep must be 0 in a model over a mesh, got 1: it would keep"):
+        model(tokens, logits_to_keep=1)
     with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):
         model(tokens, use_cache=True)
     with pytest.raises(NotImplementedError, match="use_cache must be False and past_key_values None in a model over a mesh"):

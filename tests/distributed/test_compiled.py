@@ -1,0 +1,110 @@
+"""Calls over ranks in compiled graphs: none is made while a compiler traces, none is left out, and all keep their order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
+from tests.distributed.processes import Ranks, exactly, several
+from tests.tolerances import EXACT
+
+
+def check_compiled_without_tokens(rank: int, mesh: DeviceMesh) -> None:
+    """A compiler may leave out what gives nothing: not calls that other ranks wait for, in a forward or a backward."""
+    torch._dynamo.reset()
+    whole = torch.randn(1, 7, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for lengths in ((7, 0), (0, 7)):
+        cut = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
+
+        def attend(x: Tensor, lengths: tuple[int, ...] = lengths, mesh: DeviceMesh | None = mesh) -> Any:
+            x = x.sin()
+            given = {} if mesh is None else {"shard_lengths": lengths}
+            return dilated_attention(x, x, x, DilatedPattern((4, 7), (1, 2)), mesh=mesh, **given).cos()
+
+        def together(x: Tensor, lengths: tuple[int, ...] = lengths) -> Tensor:
+            given = {"mesh": mesh, "shard_lengths": lengths, "reduce_gradients": True}
+            x = x.flatten(2)
+            return unshard_sequence(x.sin(), **given).cos() + gather_tokens(x.cos(), torch.tensor([3]), **given).cos()
+
+        with torch.no_grad():
+            out = torch.compile(attend, fullgraph=True)(cut(whole).clone())
+        torch.testing.assert_close(out, cut(attend(whole, mesh=None)), **EXACT)
+        x, y = cut(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+        loss = torch.compile(together, fullgraph=True)(x).square().sum()
+        expected = (y.sin().cos() + y[:, 3:4].cos().cos()).square().sum()
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected, **EXACT)
+        torch.testing.assert_close(x.grad, mesh.size() * cut(y.grad), **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+def test_calls_of_a_rank_without_tokens_are_compiled(ranks: Ranks) -> None:
+    ranks.run(check_compiled_without_tokens, deadline=400.0)
+
+
+def check_traced(rank: int, mesh: DeviceMesh) -> None:
+    """One rank alone compiles again, behind a call that all have compiled: tracing calls nobody, though it knows the positions."""
+    torch._dynamo.reset()
+    gather = torch.compile(lambda x: gather_tokens(x.sin(), torch.tensor([3]), mesh).cos(), fullgraph=True, backend="eager")
+    x = torch.randn(1, 8, 16, dtype=torch.float64)
+    gather(x)
+    torch.testing.assert_close(gather(x.mT.contiguous().mT if rank else x), gather(x), **EXACT)
+
+
+@several
+def test_tracing_calls_nobody(ranks: Ranks) -> None:
+    ranks.run(check_traced, deadline=120.0)
+
+
+WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by
+
+
+def check_order(rank: int, mesh: DeviceMesh) -> None:
+    """Calls that do not depend on each other, over shards of which one is longer: each rank would order them by its own."""
+    torch._dynamo.reset()
+    lengths = even_shard_lengths(403, mesh.size())
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    whole, weights = draw(1, 403, 8), [(draw(8, width), draw(width, 8)) for width in WIDTHS]
+    given: dict[str, Any] = {"mesh": mesh, "shard_lengths": lengths}
+    patterns = [DilatedPattern((8 + i, 403), (1, 2)) for i in range(len(WIDTHS))]
+
+    def together(x: Tensor, reduces: bool, is_one: bool = False) -> Tensor:
+        parts = [(x @ a).relu() @ b for a, b in weights]
+        parts = parts if is_one else [unshard_sequence(y, **given, reduce_gradients=reduces) for y in parts]
+        return sum((i * y * y.roll(1, 1)).mean() for i, y in enumerate(parts, 1))  # type: ignore[return-value]
+
+    def attend(x: Tensor, is_one: bool = False) -> Tensor:
+        outs = []
+        for pattern, (a, b) in zip(patterns, weights):
+            y = ((x @ a).relu() @ b).unflatten(-1, (2, 4)).tanh()
+            out = dilated_attention(y, y, y, pattern, **({} if is_one else given))
+            assert isinstance(out, Tensor)
+            outs.append(out.sin())
+        return torch.cat(outs[::-1], -1)
+
+    shard = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
+    with torch.no_grad():
+        out = torch.compile(together, fullgraph=True)(shard(whole), reduces=False)
+        torch.testing.assert_close(out, together(whole, reduces=False, is_one=True), **EXACT)
+        out = torch.compile(attend, fullgraph=True)(shard(whole))
+        torch.testing.assert_close(out, shard(attend(whole, is_one=True)), **EXACT)
+    for forward, number in ((partial(together, reduces=True), mesh.size()), (attend, 1)):
+        x, y = shard(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+        torch.compile(forward, fullgraph=True)(x).sum().backward()
+        forward(y, is_one=True).sum().backward()
+        torch.testing.assert_close(x.grad, number * shard(y.grad), **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+def test_calls_keep_their_order(ranks: Ranks) -> None:
+    ranks.run(check_order, deadline=400.0)
