@@ -146,12 +146,8 @@ class Ledger:
         """Make no more calls until all ranks turn the page, and tell those that come to a round."""
         if self.lost is None:
             self.lost = message
-            self._say_lost(message)
-
-    def _say_lost(self, message: str) -> None:
-        if self.page not in self.strewn:
             self.strewn.append(self.page)
-        self.store.compare_set(self._lost_key(self.page), "", message)
+            self.store.compare_set(self._lost_key(self.page), "", message)
 
     def turn_page(self) -> None:
         """Begin or end a step: whatever happened, all ranks are at one place."""
@@ -210,10 +206,7 @@ class Ledger:
             if not kind:
                 return False
         self.agreed.clear()  # a rank may leave before it has read that all agreed
-        if self.lost is None:
-            self.leave(reason)
-        else:  # perhaps to a store that was silent
-            self._say_lost(self.lost)
+        self.leave(reason)
         if self.page not in self.unsettled:  # else it was interrupted behind this
             self.unsettled.append(self.page)
         self.store.set(self._left_key(self.page, self.rank), json.dumps(said))

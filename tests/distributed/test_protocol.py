@@ -133,18 +133,19 @@ class Program:
 def check(program: Program) -> None:
     """All that holds of every run."""
     world = program.world
-    story = f"{world.met}, {program.faults}, {program.outcomes}"
-    assert not world.errors, f"{world.errors}, {story}"
-    assert not world.is_stuck, story
-    assert not program.mixed, f"{program.mixed}, {story}"
+    faults = f"{world.met}, {program.faults}"
+    assert not world.errors, f"{world.errors}, {faults}"
+    assert not world.is_stuck, faults
+    assert not program.mixed, f"{program.mixed[:3]}, {faults}"
     for step in range(len(program.steps)):
         outcomes = [program.outcomes[step, rank] for rank in range(world.size)]
+        story = f"{outcomes} in step {step}, {faults}"
         if any(outcome == "" for outcome, _ in outcomes):  # whoever met a fault at the end is behind the step, and alone with it
-            assert all(outcome == "" or has_met for outcome, has_met in outcomes), f"step {step}: {story}"
+            assert all(outcome == "" or has_met for outcome, has_met in outcomes), story
         if step >= len(program.steps) - 2 or not any(map(any, (world.met, program.faults))):
-            assert all(outcome == "" for outcome, _ in outcomes), f"step {step}: {story}"
-    assert len(world.data) <= KEPT, f"{sorted(world.data)}, {story}"
-    assert not world.left, story
+            assert all(outcome == "" for outcome, _ in outcomes), story
+    assert len(world.data) <= KEPT, f"{sorted(world.data)}, {faults}"
+    assert not world.left, faults
 
 
 @pytest.mark.parametrize("seed", SEEDS)

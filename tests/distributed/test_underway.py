@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed import underway
+from flexdilated.distributed import agreement, underway
 from flexdilated.distributed.answering import OWN_THREAD
+from flexdilated.distributed.ledger import Ledger
 from flexdilated.distributed.underway import Message, Swap, Underway
 from tests.distributed.processes import TIMEOUT, Ranks, exactly
 
@@ -114,6 +115,36 @@ def test_directions_peers_and_tags_are_counted_apart() -> None:
     travelling.clear()
     assert not travelling.messages
     assert travelling.begin(NOBODY, kinds[:1], [torch.empty(8)]).messages == kinds[:1]
+
+
+def test_messages_that_were_interrupted_before_they_were_begun_are_none() -> None:
+    interrupted = mock.Mock(side_effect=[mock.Mock(), KeyboardInterrupt])
+    group: Any = SimpleNamespace(send=interrupted, recv=interrupted)
+    travelling = Underway()
+    travelling.begin(NOBODY, [Message(1, True, 5, 8)], [torch.empty(8)])
+    with pytest.raises(KeyboardInterrupt):
+        travelling.begin(group, [Message(1, True, 5, 8), Message(1, True, 6, 8)], [torch.empty(8)] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        travelling.begin(SimpleNamespace(send=mock.Mock(side_effect=KeyboardInterrupt)), [Message(2, True, 7, 8)], [torch.empty(8)])  # type: ignore[arg-type]
+    assert travelling.leave(group) == [Message(1, True, 5, 8, 0), Message(1, True, 5, 8, 1)]
+    assert [travelling.lacks(peer, False, tag, ordinal) for peer, tag, ordinal in ((1, 5, 1), (1, 6, 0), (2, 7, 0))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_turn_that_an_interrupt_has_left_behind_is_this_thread_s_still() -> None:
+    class Group:
+        """Of one process."""
+
+    group: Any = Group()
+    agreement._ledgers[group] = Ledger(dist.HashStore(), 0, range(2))
+    turns = [agreement.in_turn(group) for _ in range(2)]
+    for turn in turns:
+        turn.__enter__()  # and not left
+    with agreement.in_turn(group):
+        pass
 
 
 def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
