@@ -64,6 +64,31 @@ def test_tracing_calls_nobody(ranks: Ranks) -> None:
     ranks.run(check_traced, deadline=120.0)
 
 
+def check_unused(rank: int, mesh: DeviceMesh) -> None:
+    """What a call gives is used on one rank alone: it is a call on the other too."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 4, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    pattern = DilatedPattern((4, 8), (1, 2))
+
+    def forward(x: Tensor) -> Tensor:
+        whole = unshard_sequence(x, mesh)
+        out = dilated_attention(x, x, x, pattern, mesh=mesh)
+        assert isinstance(out, Tensor)
+        return x.sin() if rank == 0 else x.sin() + whole.sum() + out.cos()
+
+    for backend in ("aot_eager", "inductor"):
+        compiled = torch.compile(forward, fullgraph=True, backend=backend)
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), forward(x), **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+def test_calls_that_one_rank_alone_uses_are_calls_of_all(ranks: Ranks) -> None:
+    ranks.run(check_unused, deadline=300.0)
+
+
 WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by
 
 

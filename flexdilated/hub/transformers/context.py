@@ -338,8 +338,8 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     context.is_placed = False
     if given.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
         raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
-    kept = given.get("logits_to_keep", 0)
-    if not (isinstance(kept, int) and kept == 0):
+    kept, has_cache = given.get("logits_to_keep", 0), given.get("use_cache") or given.get("past_key_values") is not None
+    if not (isinstance(kept, int) and kept == 0) and not has_cache:  # which the base model refuses
         raise NotImplementedError(f"logits_to_keep must be 0 {SHARDED}, got {kept}: it would keep the last tokens of each shard")
     if given.get("labels") is None:
         return (), given
@@ -369,14 +369,13 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
             other numbers of labels.
     """
     ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
-    mine = [*ends, float(count)]
     told: list[Any] = [None] * context.mesh.size()
     group = context.mesh.get_group()
     calls = number_of_collective(group)
     wait = Wait(group, f"call {calls[0] % APART}, the comparison of labels", calls[0])
     wait.check_same(calls, [], labels.device)
     with wait.for_all():
-        dist.all_gather_object(told, mine, group=group)
+        dist.all_gather_object(told, [*ends, float(count)], group=group)
     counts = [(rank, of_rank) for rank, (*_, of_rank) in zip(global_ranks(group), told)]
     if len({of_rank for _, of_rank in counts}) > 1:
         found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, of_rank in counts[:MAX_ITEMS])
