@@ -167,7 +167,7 @@ class DilatedKVCache:
         return sum(store.k.nbytes + store.v.nbytes for store in self._stores) + sum(x.nbytes for x in recorded)
 
     def new_positions(self, num_tokens: int, *, shard_lengths: Sequence[int] | None = None) -> Tensor:
-        """`(B, T)` int64: positions of the next T=`num_tokens` of each sequence; with `shard_lengths`, T is the tokens of this rank.
+        """`(B, T)` int64: positions of the next T=`num_tokens` of each sequence; with `shard_lengths`, T of this rank alone.
 
         Raises:
             ValueError: If `shard_lengths` do not fit, or come without mesh.

@@ -141,13 +141,9 @@ def place_of(group: dist.ProcessGroup) -> tuple[int, int]:
     return ledger.page, ledger.round
 
 
-def hear(group: dist.ProcessGroup) -> None:
-    """Look whether another rank has left this step, or a call of it, while this one waits in vain.
-
-    Raises:
-        ValueError: If so; what that rank raised.
-    """
-    _ledger(group).hear()
+def heard(group: dist.ProcessGroup) -> ValueError | TimeoutError | None:
+    """Look whether another rank has left this step, or a call of it, while this one waits in vain: what to raise if so."""
+    return _ledger(group).hear()
 
 
 def met(group: dist.ProcessGroup, rank: int, number: float) -> tuple[dict[str, list[str]], int] | None:

@@ -26,6 +26,7 @@ APART = (1 << 32) + 982_451_653
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 END = {"call": "the end of shared_failures"}
 CLOSED = ", which closed its connections: make a new process group"  # by gloo, of a wait whose time is over
+IN_VAIN = "it waited in vain in "  # behind the word of a rank that gave up a call, whose time was over
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 REST = 10.0  # looks at the waits of others take a tenth of a wait, however many they are
 EACH = 0.001  # the same for each rank, where they are many: one store answers all, 100,000 questions in a second on two cores
@@ -186,7 +187,7 @@ class Ledger:
     def end(self, timeout: timedelta) -> None:
         """Return when all ranks have come to the end of this step."""
         if self.lost is not None:
-            raise ValueError(self.lost)
+            raise _error_of(self.lost)
         self._meet(END, timeout)
         self._clear_up(self.page - 1)
 
@@ -212,17 +213,14 @@ class Ledger:
         self.store.set(self._left_key(self.page, self.rank), json.dumps(said))
         return True
 
-    def hear(self) -> None:
-        """Look whether a rank is lost.
-
-        Raises:
-            ValueError: If so.
-        """
+    def hear(self) -> ValueError | TimeoutError | None:
+        """Look whether a rank is lost: what to raise if so."""
         if self.lost is None and self.store.check([key := self._lost_key(self.page)]):
             self.lost = self.store.get(key).decode()
-        if self.lost is not None:
-            self.fail()
-            raise ValueError(self.lost)
+        if self.lost is None:
+            return None
+        self.fail()
+        return _error_of(self.lost)
 
     def met(self, rank: int, number: float) -> tuple[dict[str, list[str]], int] | None:
         """What a rank compares in a round that waits for this one, and how many calls it made, if not that of a number."""
@@ -280,8 +278,7 @@ class Ledger:
         if kind:
             self.fail()
             message = message if is_here else f"{message}; that was another call than the one that this rank is in"
-            is_late = kind == "overdue" or message.endswith(CLOSED)  # the time of this rank, or of another that waited beside it
-            raise (TimeoutError if is_late else ValueError)(message)
+            raise TimeoutError(message) if kind == "overdue" else _error_of(message)
 
     def _pass(self, kind: str, message: str, made: int, exchanged: int) -> bool:
         """Go on from the outcome of a round: whether all ranks met it in one call."""
@@ -399,6 +396,11 @@ def _compare(posts: Sequence[bytes], ranks: Sequence[int]) -> tuple[str, str, in
     if not differences:
         return "", "", 0, 0
     return "astray" if is_astray else "differ", f"ranks must agree on {short(differences, '; on ', 'fields')}", 0, 0
+
+
+def _error_of(message: str) -> ValueError | TimeoutError:
+    """What a rank raises that hears of another: the time was over for both, or something is wrong with what the other did."""
+    return (TimeoutError if message.endswith(CLOSED) or IN_VAIN in message else ValueError)(message)
 
 
 def longest_pause(size: int) -> float:

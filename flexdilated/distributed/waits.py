@@ -19,7 +19,7 @@ from flexdilated.distributed.agreement import (
     agree,
     failed,
     groups,
-    hear,
+    heard,
     is_inside,
     is_lost,
     lose,
@@ -30,7 +30,7 @@ from flexdilated.distributed.agreement import (
 )
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import ALL, Circle, Waiting
-from flexdilated.distributed.ledger import LAST_PAUSE, REST, longest_pause
+from flexdilated.distributed.ledger import IN_VAIN, LAST_PAUSE, REST, longest_pause
 from flexdilated.distributed.underway import Swap, is_alone, underway
 from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_of, global_ranks, holders, named, short
 
@@ -68,7 +68,7 @@ class Wait:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            lose(self._group, f"it waited in vain in {self._call}", is_closed=is_closed)
+            lose(self._group, f"{IN_VAIN}{self._call}", is_closed=is_closed)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
             kind = TimeoutError if isinstance(error, TimeoutError) else RuntimeError
@@ -82,13 +82,16 @@ class Wait:
 
         Raises:
             ValueError: If it has.
-            TimeoutError: If they do not come within the timeout of the group; its connections stay open.
+            TimeoutError: If they do not come within the timeout of the group, or it has for that reason; its connections stay open.
         """
         limit, look, beside = timeout_of(self._group), longest_pause(self._group.size()), None
         end, rested = time.monotonic() + limit.total_seconds(), 0.0
+        left: ValueError | TimeoutError | None = None
         try:
             while not swap.has_come(look):
                 with suppress(TimeoutError, RuntimeError):  # of a store that is gone
+                    if (left := heard(self._group)) is not None:
+                        break
                     self._hear(peers[swap.at])
                     began = time.monotonic()
                     if not is_inside(self._group) or not is_alone():  # another thread may begin what this one has not
@@ -108,17 +111,18 @@ class Wait:
             if beside is not None:
                 with suppress(TimeoutError, RuntimeError):
                     beside.end()
+        if left is not None:
+            raise left
         if swap.error is not None:
             with self.for_rows(peers[swap.at]):
                 raise swap.error
 
     def _hear(self, peers: Sequence[int]) -> None:
-        """Look whether a rank has left the step, or one of these this call, or waits for this one before it.
+        """Look whether one of these ranks has left this call, or waits for this one before it.
 
         Raises:
             ValueError: If so.
         """
-        hear(self._group)
         store, life = _posts(self._group)
         for peer in peers:
             if word := _told_of_call(store, life, "refused", peer, self._number, exactly=True).get(peer):
@@ -164,7 +168,7 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            lose(self._group, f"it waited in vain in {self._call}", is_closed=True)
+            lose(self._group, f"{IN_VAIN}{self._call}", is_closed=True)
             raise RuntimeError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: "
                 f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}; {error}"

@@ -392,12 +392,10 @@ def late_step(rank: int, mesh: DeviceMesh) -> None:
     assert_right(mesh, exchanges, *step(mesh, exchanges, 0, ""))
     group.set_timeout(SHORT)
     began = time.monotonic()
-    with pytest.raises((TimeoutError, ValueError)) as caught, shared_failures(mesh):
+    with pytest.raises(TimeoutError) as caught, shared_failures(mesh):  # on all: a rank was lost
         come_late(told, [] if rank != late else [other for other in range(mesh.size()) if other != late], mesh, exchanges)
     message = str(caught.value)
-    if rank == late:
-        assert "gave up: it waited in vain in call" in message, message
-    elif isinstance(caught.value, TimeoutError):
+    if rank != late and "gave up" not in message:
         assert message.startswith("rank "), message
         assert f"timed out after {SHORT.total_seconds():g} s" in message, message
         assert "make a new process group" not in message
