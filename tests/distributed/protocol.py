@@ -258,6 +258,8 @@ class World:
             try:
                 yield
             finally:
+                for group in self.groups:
+                    del agreement._ledgers[group]  # type: ignore[arg-type]
                 self.left = [group.rank() for group in self.groups if underway._left.pop(group, None)]  # type: ignore[call-overload]
 
     # -- messages and the store

@@ -1,4 +1,4 @@
-"""Calls over ranks in compiled graphs: none is made while a compiler traces, none is left out, and all keep their order."""
+"""Calls over ranks in compiled graphs: none is made while a compiler traces, none is left out that gives nothing, and in order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
@@ -50,6 +51,40 @@ def test_calls_of_a_rank_without_tokens_are_compiled(ranks: Ranks) -> None:
     ranks.run(check_compiled_without_tokens, deadline=400.0)
 
 
+def check_recomputed(rank: int, mesh: DeviceMesh, backend: str) -> None:
+    """Regions whose forwards, calls included, are made again in the backward of one graph."""
+    torch._dynamo.reset()
+    lengths = (17, 14)
+    whole = torch.randn(1, 31, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"mesh": mesh, "shard_lengths": lengths}
+
+    def region(x: Tensor, is_one: bool) -> Tensor:
+        x = x.sin()
+        out = dilated_attention(x, x, x, DilatedPattern((8, 31), (1, 2)), **({} if is_one else given))
+        assert isinstance(out, Tensor)
+        return out.cos() * (x if is_one else unshard_sequence(x, **given, reduce_gradients=True)).mean(1, keepdim=True)
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(region, x, False, use_reentrant=False)
+        return x
+
+    shard = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
+    x, y = shard(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+    out, expected = torch.compile(forward, fullgraph=True, backend=backend)(x), region(region(y, True), True)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, shard(expected), **EXACT)
+    torch.testing.assert_close(x.grad, shard(y.grad), **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_calls_of_recomputed_regions_are_compiled(ranks: Ranks, backend: str) -> None:
+    ranks.run(check_recomputed, backend, deadline=300.0)
+
+
 def check_traced(rank: int, mesh: DeviceMesh) -> None:
     """One rank alone compiles again, behind a call that all have compiled: tracing calls nobody, though it knows the positions."""
     torch._dynamo.reset()
@@ -62,31 +97,6 @@ def check_traced(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_tracing_calls_nobody(ranks: Ranks) -> None:
     ranks.run(check_traced, deadline=120.0)
-
-
-def check_unused(rank: int, mesh: DeviceMesh) -> None:
-    """What a call gives is used on one rank alone: it is a call on the other too."""
-    torch._dynamo.reset()
-    x = torch.randn(1, 4, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    pattern = DilatedPattern((4, 8), (1, 2))
-
-    def forward(x: Tensor) -> Tensor:
-        whole = unshard_sequence(x, mesh)
-        out = dilated_attention(x, x, x, pattern, mesh=mesh)
-        assert isinstance(out, Tensor)
-        return x.sin() if rank == 0 else x.sin() + whole.sum() + out.cos()
-
-    for backend in ("aot_eager", "inductor"):
-        compiled = torch.compile(forward, fullgraph=True, backend=backend)
-        for _ in range(2):
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(x), forward(x), **EXACT)
-
-
-@pytest.mark.slow
-@exactly(2)
-def test_calls_that_one_rank_alone_uses_are_calls_of_all(ranks: Ranks) -> None:
-    ranks.run(check_unused, deadline=300.0)
 
 
 WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by

@@ -145,6 +145,7 @@ def test_a_turn_that_an_interrupt_has_left_behind_is_this_thread_s_still() -> No
         turn.__enter__()  # and not left
     with agreement.in_turn(group):
         pass
+    del agreement._ledgers[group]
 
 
 def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
