@@ -37,10 +37,10 @@ def order_kernels() -> None:
 
 
 def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch._inductor.ir import IRNode
+    from torch._inductor.ir import IRNode, TensorBox
 
-    made = _ordered_kernel().create(operator, *args, **kwargs)
-    return tree_map(lambda x: x.wrap_for_lowering() if isinstance(x, IRNode) else x, made)
+    made = _ordered_kernel().create(operator, *args, **kwargs)  # tensors alone
+    return tree_map(lambda x: TensorBox.create(x) if isinstance(x, IRNode) else x, made)
 
 
 @cache
