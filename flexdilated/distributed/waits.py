@@ -35,8 +35,9 @@ from flexdilated.distributed.underway import Swap, is_alone, underway
 from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_of, global_ranks, holders, named, short
 
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
+SURELY = 10.0  # the same where all ranks have read that they differ, and tell: none has ended or waits
 
-# The keys under which this rank has told the others of waits, and when.
+# The keys under which this rank has told the others of waits, and until when they are to stand there.
 _told: WeakKeyDictionary[dist.ProcessGroup, dict[str, float]] = WeakKeyDictionary()
 _failed: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -57,7 +58,7 @@ class Wait:
         self._group, self._call, self._number, self._plan = group, call, number, plan
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
         told, now = _told.get(group, {}), time.monotonic()
-        for key in [key for key, then in told.items() if now - then > 2 * MOMENT]:
+        for key in [key for key, until in told.items() if now > until]:
             del told[key]
             with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                 _posts(group)[0].delete_key(key)
@@ -221,7 +222,8 @@ class Wait:
                 lose(self._group, message)
             # All ranks tell of this, and of no call before it.
             topic = sha256(repr(told.tolist()).encode()).hexdigest()[:16]
-            raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), MOMENT, topic)}")
+            seconds = min(SURELY, timeout_of(self._group).total_seconds())
+            raise ValueError(f"{message}, got others: {self.tell(range(self._group.size()), seconds, topic)}")
 
     def tell(self, peers: Sequence[int], seconds: float, topic: str = "waited", of: str = "") -> str:
         """Tell the others of this wait; what this rank and its peers did, as far as they tell within some seconds.
@@ -233,15 +235,16 @@ class Wait:
         waited = dict.fromkeys(asked, self._number)  # for each, by this rank or one that waits for it: in the call of this number
         words = {rank: f"waited {of}in {self._call}"}
         plans = {rank: self._fields()}
+        is_compared = topic != "waited"  # all have come, and what one refuses is a call behind this
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             store, life = _post(self._group, topic, words[rank], asked, plans[rank], self._number)
             for other in groups():
-                if other is not self._group and topic == "waited":
+                if other is not self._group and not is_compared:
                     with suppress(TimeoutError, RuntimeError, ValueError):  # of a group that is gone
                         _post(other, topic, f"{words[rank]} over another mesh", [], {}, math.inf)
             while True:
                 for peer in asked:
-                    if peer not in words:
+                    if peer not in words and not is_compared:
                         words |= _told_of_call(store, life, "refused", peer, waited[peer])
                     if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
                         words[peer], more, plans[peer], number = json.loads(store.get(key))
@@ -251,7 +254,7 @@ class Wait:
                     break
                 time.sleep(LAST_PAUSE)
             for peer in asked:  # it may have gone on to another call, of which it tells more
-                if peer not in words:
+                if peer not in words and not is_compared:
                     words |= _told_of_call(store, life, "failed", peer, waited[peer])
         ranks = global_ranks(self._group)
         told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
@@ -301,7 +304,7 @@ def _post(
     """Tell a group's ranks what this one did, for which of them it waited, and the plan and number of that."""
     store, life = _posts(group)
     key = f"{life}/{topic}/{group.rank()}"
-    _told.setdefault(group, {})[key] = time.monotonic()
+    _told.setdefault(group, {})[key] = time.monotonic() + 2 * (MOMENT if topic == "waited" else SURELY)
     store.set(key, json.dumps([word, list(peers), plan, number]))
     return store, life
 

@@ -1,5 +1,6 @@
 """Sequences cut in shards and put together again: refusals in one process on a fake group, the rest over real ranks."""
 
+import time
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from flexdilated.distributed import waits
+from flexdilated.distributed.agreement import failed
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import (
     even_shard_lengths,
@@ -198,7 +201,10 @@ def test_sequences_are_cut_and_put_together_exactly(ranks: Ranks) -> None:
 
 
 def check_unlike(rank: int, mesh: DeviceMesh) -> None:
-    """Ranks of which one reduces no gradient: it would make no call of the backward. All hear of it, and what differs."""
+    """Ranks of which one reduces no gradient: it would make no call of the backward. All hear of it, and what differs.
+
+    Also one that is so slow to ask that the others have refused their next call.
+    """
     same = r"^shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks, got others: "
     for number, (found, x) in enumerate(
         [
@@ -208,6 +214,10 @@ def check_unlike(rank: int, mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"{same}.*{found}"):
             unshard_sequence(x, mesh, reduce_gradients=number == 0 or rank > 0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(waits, "failed", lambda group: (failed(group), time.sleep(0.0 if rank else 1.0)))
+        with pytest.raises(ValueError, match=rf"{same}(?=.*\bdim=0)(?=.*\bdim=1)"):
+            unshard_sequence(torch.ones(2, 2, 3), mesh, dim=int(rank == 0))
     with pytest.raises(TypeError, match=r"^the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor\(\) is"):
         unshard_sequence(DTensor.from_local(torch.ones(1, 2), mesh, [Shard(1)]), mesh)
 
