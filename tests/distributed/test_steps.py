@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence, waits
@@ -123,6 +123,34 @@ def failing_steps(rank: int, mesh: DeviceMesh, exchanges: tuple[str, ...]) -> No
 )
 def test_all_ranks_go_on_behind_a_step_in_which_one_fails(ranks: Ranks, exchanges: tuple[str, ...]) -> None:
     ranks.run(failing_steps, exchanges, deadline=240.0)
+
+
+def failing_steps_of_two_axes(rank: int, world: DeviceMesh) -> None:
+    """The same where two pairs of ranks share a sequence each, and all four a step: by two steps that begin and end together."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh, exchanges = pairs["cp"], ("gather", "ring", "autograd")
+    mesh.get_group().set_timeout(TIMEOUT)
+    for number in range(2):
+        assert_right(mesh, exchanges, *step(mesh, exchanges, number, ""))
+    for number, place in enumerate(PLACES):
+        failing = number % world.size()
+        fails = place if failing == rank else ""
+        with pytest.raises(BaseException) as caught, shared_failures(world), shared_failures(mesh):  # noqa: PT011 - as there
+            step(mesh, exchanges, number, fails)
+        if not fails:
+            assert isinstance(caught.value, ValueError), caught.value
+            assert f"rank {failing} refused" in str(caught.value), caught.value
+        with shared_failures(world), shared_failures(mesh):
+            given, out = step(mesh, exchanges, number, "")
+        assert_right(mesh, exchanges, given, out)
+    for axis in (world, mesh):
+        assert not underway.underway(axis.get_group()).open
+    assert not underway._left
+
+
+@exactly(4)
+def test_all_ranks_of_two_axes_go_on_behind_a_step_in_which_one_fails(ranks: Ranks) -> None:
+    ranks.run(failing_steps_of_two_axes, deadline=240.0)
 
 
 ASTRAY = {
