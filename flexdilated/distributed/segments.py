@@ -120,10 +120,10 @@ class CutSegments:
     @cached_property
     def cut(self) -> tuple[Integers, ...]:
         """Per branch, `(entries, 5)` of its cut segments: document start, document tokens, index, whether whole, how many alike."""
-        return tuple(self._cut_of(branch) for branch in range(len(self.pattern.branches)))
+        return tuple(self._cut_of(branch) for branch in range(len(self.pattern.segment_lengths)))
 
     def _cut_of(self, branch: int) -> Integers:
-        length, rate = self.pattern.branches[branch]
+        length, rate = self.pattern.segment_lengths[branch], self.pattern.dilation_rates[branch]
         inner = self.limits[1:-1]
         tables = []
         for start, num_tokens in self._crossing:
@@ -149,10 +149,10 @@ class CutSegments:
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
         """Per branch, its cut segments."""
-        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.branches)))
+        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.segment_lengths)))
 
     def _segments_of(self, branch: int) -> Segments:
-        length, rate = self.pattern.branches[branch]
+        length, rate = self.pattern.segment_lengths[branch], self.pattern.dilation_rates[branch]
         start, num_tokens, index, whole, repeats = self.cut[branch].T
         w = np.minimum(length, num_tokens)
         out = self.stride_of_outputs(w, rate)
@@ -174,7 +174,7 @@ class CutSegments:
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
         """Per branch, what the heads held here keep."""
-        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.branches))]
+        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.pattern.segment_lengths))]
         heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
         return tuple(Kept(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
 

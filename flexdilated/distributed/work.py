@@ -103,7 +103,7 @@ def of_parts(cut: CutSegments, branch: int, parts: Parts) -> Integers:
 def _local_sizes(cut: CutSegments, branch: int) -> tuple[Integers, tuple[tuple[Integers, Integers, Integers], ...]]:
     """Ranks with documents of which they hold segments, and of those `(how many, tokens, outputs)`: whole ones with all their
     outputs, the one whose outputs the end of the document cuts, and the last."""
-    length, rate = cut.pattern.branches[branch]
+    length, rate = cut.pattern.segment_lengths[branch], cut.pattern.dilation_rates[branch]
     rank, begin, end, num_tokens, times = cut.parts_of_documents
     w = np.minimum(length, num_tokens)
     out = cut.stride_of_outputs(w, rate)

@@ -20,7 +20,7 @@ from hypothesis import assume, example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
-from flexdilated.distributed import cost, lines, listing, tasks
+from flexdilated.distributed import cost, estimates, lines, listing, tasks
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
 from flexdilated.distributed.exchange import Index
@@ -908,6 +908,18 @@ def test_choice_goes_by_estimates_where_counting_takes_long_and_all_else_by_coun
             assert about.rows.sum() == pytest.approx(exact.rows.sum(), rel=0.2)
             assert [x.tolist() for x in about[:2]] == [x.tolist() for x in exact[:2]]
     assert any((plan.traffic("gather", "kv", exact=False).rows != plan.traffic("gather", "kv").rows).tolist())
+
+
+@pytest.mark.usefixtures("nothing_counted")
+def test_estimates_of_places_that_do_not_fit_in_one_number_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = hard_plan()
+    about = {kind: plan.traffic("heads", kind, exact=False) for kind in KINDS}
+    assert not plan.is_counted("heads")
+    monkeypatch.setattr(estimates, "LIMIT", 0)
+    context_plan.cache_clear()
+    plan = hard_plan()
+    for kind in KINDS:
+        assert [x.tolist() for x in plan.traffic("heads", kind, exact=False)] == [x.tolist() for x in about[kind]]
 
 
 def test_common_patterns_are_counted_for_the_choice_and_hard_ones_are_not() -> None:
