@@ -9,9 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_map
 
-# They are no functions of their inputs alone: a compiler must not call them while it traces because inputs are constants. Other
-# ranks replay CUDA graphs of their own.
-OVER_RANKS = (torch.Tag.cudagraph_unsafe, torch.Tag.nondeterministic_seeded)
+OVER_RANKS = (torch.Tag.cudagraph_unsafe,)  # other ranks replay CUDA graphs of their own
 
 _unordered: list[Any] = []
 _last: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a graph that is lowered, the kernel that waits
@@ -24,7 +22,11 @@ def keep_order(declared: Any) -> None:
     effect of torch's, which is a tensor more in each graph: recomputation, branches and caches do not know it, and inductor loses
     its order (https://github.com/pytorch/pytorch/pull/189209).
     """
-    _unordered.append(declared._opoverload)
+    operator = declared._opoverload
+    # What looks for dead code takes it for an operator that draws. Not by the tag of those: recomputation would save the state of
+    # a generator for it, inside of an operator of torch's that knows no order.
+    operator._nondeterministic_seeded = True
+    _unordered.append(operator)
 
 
 def order_kernels() -> None:

@@ -181,7 +181,9 @@ def _unsharded(
 
     def gather(x: Tensor) -> Tensor:
         differentiates = reduces and torch.is_grad_enabled() and x.requires_grad
-        return _gather(x, name, rank, list(lengths), dim % x.dim(), list(also), bool(reduces), differentiates)[0]
+        unknown = torch.empty(0, device=x.device)
+        options = rank, list(lengths), dim % x.dim(), list(also), bool(reduces), differentiates
+        return _gather(x, unknown, name, *options)[0]
 
     return _map(gather, batch_local)
 
@@ -281,6 +283,7 @@ def _map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 @torch.library.custom_op("flexdilated::unshard", mutates_args=(), tags=OVER_RANKS)
 def _gather(
     x: Tensor,
+    unknown: Tensor,
     group_name: str,
     rank: int,
     lengths: Sequence[int],
@@ -291,7 +294,8 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """The shards of all ranks of a group, one after another along `dim`, and the number of the call on the host.
 
-    What else the ranks must share is compared.
+    What else the ranks must share is compared. An unknown tensor keeps compilers from making the call while they trace,
+    where the others are constants.
     """
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
@@ -337,7 +341,9 @@ def _gather_in(
 
 
 @_gather.register_fake
-def _(x: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, *options: Any) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, unknown: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int, *options: Any
+) -> tuple[Tensor, Tensor]:
     order_kernels()
     return _whole(x, lengths, dim), torch.empty((), dtype=torch.int64, device="cpu")
 
@@ -379,7 +385,7 @@ def _whole(x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces, _ = inputs
+    _, _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, _, ctx.reduces, _ = inputs
     ctx.save_for_backward(output[1])
 
 
@@ -389,7 +395,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]
         mine = _reduce(grad, number, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim)
     else:
         mine = grad.narrow(ctx.dim, sum(ctx.lengths[: ctx.rank]), ctx.lengths[ctx.rank])
-    return mine, *[None] * 7
+    return mine, *[None] * 8
 
 
 def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -399,7 +405,9 @@ def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
     differentiates = torch.is_grad_enabled() and grad.requires_grad
-    whole, _ = _gather(grad.contiguous(), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates)
+    whole, _ = _gather(
+        grad.contiguous(), grad.new_empty(0), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates
+    )
     return whole, *[None] * 5
 
 
