@@ -137,6 +137,11 @@ def operator(
             order_kernels()
         return shapes(Inputs(*arguments[:6]), read(arguments[6:]))
 
+    def fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        if over_ranks:  # the forward may have run before a compiler, as under compiled autograd
+            order_kernels()
+        return tuple(contiguous_like(x) for x in arguments[:3])
+
     def run_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = Inputs(*arguments[:3], *arguments[last : last + 3])
         return backward(dout, dlse, inputs, arguments[3:last], read(arguments[last + 3 :]))
@@ -162,7 +167,7 @@ def operator(
             keep_order(each.forward)
             keep_order(each.backward)
         each.forward.register_fake(fake)
-        each.backward.register_fake(lambda dout, dlse, *inputs: tuple(contiguous_like(x) for x in inputs[:3]))
+        each.backward.register_fake(fake_backward)
         each.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse), setup_context=save)
         each.backward.register_autograd(refuse)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 import uuid
@@ -26,10 +27,15 @@ APART = (1 << 32) + 982_451_653
 LEFT = ("refused", "overdue")  # rounds that not all ranks came to: of one call of the rank that ended it, and of no other
 END = {"call": "the end of shared_failures"}
 CLOSED = ", which closed its connections: make a new process group"  # by gloo, of a wait whose time is over
-IN_VAIN = "it waited in vain in "  # behind the word of a rank that gave up a call, whose time was over
+IN_VAIN = "it waited in vain"  # behind the name of a rank whose time was over, or that has lost another
+HEARD = re.compile(r"rank \d+ (refused|gave up)\b")  # what an error of another rank begins with: whoever passes it on is not named
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05  # seconds between two looks at the store
 REST = 10.0  # looks at the waits of others take a tenth of a wait, however many they are
 EACH = 0.001  # the same for each rank, where they are many: one store answers all, 100,000 questions in a second on two cores
+
+
+class LostError(RuntimeError):
+    """A rank has ended, or closed its connections."""
 
 
 class Ledger:
@@ -131,7 +137,7 @@ class Ledger:
         # For ranks that hold an agreed plan: they look at no round, but at this once they have waited in vain.
         self.inform(self.last_number + 1, f"{how} call {self.exchanged + 1}: {reason}", "refused")
         here = self._enter()
-        outcome = self._settle(here, ("refused", f"{self.name} refused: {reason}", self.made, self.exchanged))
+        outcome = self._settle(here, ("refused", self._refusal(reason), self.made, self.exchanged))
         self.store.add(f"{here}/arrived", 1)
         self._pass(*json.loads(outcome))
 
@@ -140,7 +146,7 @@ class Ledger:
         if self.lost is None:
             reason = cut(reason)
             word = f"{how or f'did not come to call {self.exchanged + 1}'}: {reason}"
-            self.lose(f"{self.name} refused: {reason}")
+            self.lose(self._refusal(reason))
             self.inform(self.page * APART + APART - 1, word, "refused")
 
     def lose(self, message: str) -> None:
@@ -203,7 +209,7 @@ class Ledger:
         Not if all have come to its end and agreed there: whoever is interrupted while it waits for that is behind the step.
         """
         if self.ending is not None:
-            kind, *_ = json.loads(self._settle(self.ending, ("lost", f"{self.name} refused: {cut(reason)}", 0, 0)))
+            kind, *_ = json.loads(self._settle(self.ending, ("lost", self._refusal(cut(reason)), 0, 0)))
             if not kind:
                 return False
         self.agreed.clear()  # a rank may leave before it has read that all agreed
@@ -261,10 +267,14 @@ class Ledger:
     def name(self) -> str:
         return f"rank {self.ranks[self.rank]}"
 
+    def _refusal(self, reason: str) -> str:
+        """What others hear of an error."""
+        return reason if HEARD.match(reason) else f"{self.name} refused: {reason}"
+
     def _refuse_lost(self) -> None:
         if self.lost is not None:
             self.fail()
-            remedy = "; put each step in flexdilated.distributed.shared_failures(mesh), from which all go on together"
+            remedy = "; put each step in flexdilated.distributed.shared_failures of this mesh, from which all go on together"
             if self.lost.endswith(CLOSED):
                 remedy = ""
             elif self.stepping is not None:

@@ -377,6 +377,7 @@ def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: S
 
 @_reduce.register_fake
 def _(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: Sequence[int], dim: int) -> Tensor:
+    order_kernels()
     return grad.new_empty(*grad.shape[:dim], lengths[rank], *grad.shape[dim + 1 :])
 
 

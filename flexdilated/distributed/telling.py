@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
+from flexdilated.distributed.ledger import HEARD, IN_VAIN, LostError
 from flexdilated.distributed.meshes import group_of
 
 Result = TypeVar("Result")
@@ -50,6 +51,10 @@ def reason_of(error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own
         return name
+    if HEARD.match(text):
+        return text
+    if isinstance(error, (TimeoutError, LostError)):
+        return f"{IN_VAIN}: {text}"
     if text and type(error) in (TypeError, ValueError, RuntimeError, NotImplementedError):
         return text
     return f"{name}: {text}" if text else name
@@ -150,7 +155,8 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
     Raises:
         TypeError: If it is no `DeviceMesh`.
         ValueError: If it has several axes or lacks this rank; at the end, if another rank raised in this step.
-        TimeoutError: If a rank has not come to the end within the timeout of the group.
+        TimeoutError: If a rank has not come to the end within the timeout of the group; if another rank has lost one, or met another
+            `TimeoutError`, over this mesh or another.
         RuntimeError: If another thread is inside one over this mesh, or a compiler traces it.
     """
     if torch.compiler.is_compiling():

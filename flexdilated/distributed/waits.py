@@ -30,7 +30,7 @@ from flexdilated.distributed.agreement import (
 )
 from flexdilated.distributed.answering import AnsweringStore, timeout_of
 from flexdilated.distributed.circles import ALL, Circle, Waiting
-from flexdilated.distributed.ledger import IN_VAIN, LAST_PAUSE, REST, longest_pause
+from flexdilated.distributed.ledger import IN_VAIN, LAST_PAUSE, REST, LostError, longest_pause
 from flexdilated.distributed.underway import Swap, is_alone, underway
 from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_of, global_ranks, holders, named, short
 
@@ -69,10 +69,10 @@ class Wait:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            lose(self._group, f"{IN_VAIN}{self._call}", is_closed=is_closed)
+            lose(self._group, f"{IN_VAIN} in {self._call}", is_closed=is_closed)
             peers = list(dict.fromkeys(peers))
             names = self._names(peers)
-            kind = TimeoutError if isinstance(error, TimeoutError) else RuntimeError
+            kind = TimeoutError if isinstance(error, TimeoutError) else LostError
             raise kind(
                 f"{names} must exchange rows with this rank, but ended, stopped or made other calls of dilated_attention: "
                 f"{self.tell(peers, _moment(error), of=f'for {names} ')}{self._after() if is_closed else ''}; {error}"
@@ -169,8 +169,8 @@ class Wait:
         try:
             yield
         except RuntimeError as error:
-            lose(self._group, f"{IN_VAIN}{self._call}", is_closed=True)
-            raise RuntimeError(
+            lose(self._group, f"{IN_VAIN} in {self._call}", is_closed=True)
+            raise LostError(
                 f"all ranks of the mesh must take part in {self._call}, but one ended, stopped or made other calls: "
                 f"{self.tell(range(self._group.size()), _moment(error))}{self._after()}; {error}"
             ) from error

@@ -376,7 +376,7 @@ def test_ranks_that_all_withdraw_go_on(pair: list[Ledger]) -> None:
 def lost_by(reason: str) -> str:
     return (
         f"RuntimeError: ranks may be at different calls over this mesh since an error: {reason}; put each step in "
-        "flexdilated.distributed.shared_failures(mesh), from which all go on together"
+        "flexdilated.distributed.shared_failures of this mesh, from which all go on together"
     )
 
 

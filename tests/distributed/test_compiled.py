@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._inductor import lowering
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import order
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT
@@ -97,6 +100,42 @@ def check_traced(rank: int, mesh: DeviceMesh) -> None:
 @several
 def test_tracing_calls_nobody(ranks: Ranks) -> None:
     ranks.run(check_traced, deadline=120.0)
+
+
+def check_compiled_backward(rank: int, mesh: DeviceMesh, name: str) -> None:
+    """A compiler that meets the backward alone orders its calls too."""
+    torch._dynamo.reset()
+    lengths = (40, 3)
+    whole = torch.randn(1, 43, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"mesh": mesh, "shard_lengths": lengths}
+
+    def forward(x: Tensor, is_one: bool = False) -> Tensor:
+        parts = [x.sin(), x.cos(), x.tanh()]
+        if name == "context_parallel":
+            patterns = [DilatedPattern((8 + i, 43), (1, 2)) for i in range(len(parts))]
+            return sum(dilated_attention(y, y, y, p, **({} if is_one else given)).square().sum() for y, p in zip(parts, patterns))  # type: ignore[union-attr]
+        parts = parts if is_one else [unshard_sequence(y, **given, reduce_gradients=True) for y in parts]
+        return sum((i * y * y.roll(1, 1)).mean() for i, y in enumerate(parts, 1))  # type: ignore[return-value]
+
+    shard = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
+    x, y = shard(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+    out = forward(x)
+    operators = [getattr(torch.ops.flexdilated, each).default for each in (name, f"{name}_backward")]
+    for each in operators:
+        lowering.lowerings.pop(each, None)
+    order._unordered.extend(operators)
+    with compiled_autograd._enable(torch.compile(backend="inductor", fullgraph=True)):
+        out.backward()
+    assert not order._unordered
+    forward(y, is_one=True).backward()
+    torch.testing.assert_close(x.grad, (1 if name == "context_parallel" else mesh.size()) * shard(y.grad), **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+@pytest.mark.parametrize("name", ["context_parallel", "unshard"])
+def test_backwards_alone_are_compiled_in_order(ranks: Ranks, name: str) -> None:
+    ranks.run(check_compiled_backward, name, deadline=300.0)
 
 
 WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
 from flexdilated.distributed import exchange, shard_sequence, shared_failures, underway, unshard_sequence, waits
 from flexdilated.distributed.ledger import LAST_PAUSE
 from tests.distributed.processes import TIMEOUT, Ranks, exactly, several
@@ -139,7 +142,7 @@ def failing_steps_of_two_axes(rank: int, world: DeviceMesh) -> None:
             step(mesh, exchanges, number, fails)
         if not fails:
             assert isinstance(caught.value, ValueError), caught.value
-            assert f"rank {failing} refused" in str(caught.value), caught.value
+            assert re.match(f"rank {failing} refused", str(caught.value)), caught.value
         with shared_failures(world), shared_failures(mesh):
             given, out = step(mesh, exchanges, number, "")
         assert_right(mesh, exchanges, given, out)
@@ -151,6 +154,85 @@ def failing_steps_of_two_axes(rank: int, world: DeviceMesh) -> None:
 @exactly(4)
 def test_all_ranks_of_two_axes_go_on_behind_a_step_in_which_one_fails(ranks: Ranks) -> None:
     ranks.run(failing_steps_of_two_axes, deadline=240.0)
+
+
+def leaving_out_steps_of_copies(rank: int, world: DeviceMesh, wrapper: str) -> None:
+    """Copies of a model, over pairs of ranks, whose gradients of two batches a library adds up.
+
+    A step that fails before or behind all of its forwards leaves nothing behind: one process trains the same on the other steps.
+    """
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    config = LongNetConfig(vocab_size=7, embed_dim=16, num_layers=2, num_heads=2, pattern=DilatedPattern((4, 16), (1, 2)))
+    whole, model = (LongNetLM(config, mesh=mesh).double() for mesh in (None, axes["cp"]))
+    model.load_state_dict(whole.state_dict())
+    wrapped = fully_shard(model, mesh=world) if wrapper == "fsdp" else DistributedDataParallel(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, whole)]
+
+    def batches(number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return [torch.randint(7, (2, 9), generator=generator) for _ in range(2)]
+
+    def loss_of(run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(run(x).flatten(0, 1), y.flatten()) / 2
+
+    for number, place in enumerate(("", "read", "", "behind", "")):
+        failing = number % world.size()
+        try:
+            with shared_failures(world):
+                read = batches(number)
+                if place == "read" and rank == failing:
+                    fault(FaultError)
+            with shared_failures(world), shared_failures(axes["cp"]):
+                for i, batch in enumerate(read):
+                    if wrapper == "fsdp":
+                        model.set_requires_gradient_sync(i == 1)  # type: ignore[operator]
+                    with wrapped.no_sync() if wrapper == "ddp" and i == 0 else nullcontext():  # type: ignore[operator]
+                        mine = batch[axes.get_local_rank("dp")][None]
+                        loss_of(wrapped, *shard_sequence((mine[:, :-1], mine[:, 1:]), axes["cp"])).backward()
+            with shared_failures(world):
+                if place == "behind" and rank == failing:
+                    fault(FaultError)
+        except (FaultError, ValueError) as error:
+            caught = str(error)
+            optimizers[0].zero_grad()
+        else:
+            caught = ""
+        assert ("no row of" in caught) == bool(place), caught
+        if place:
+            continue
+        for batch in batches(number):
+            loss_of(whole, batch[:, :-1], batch[:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for actual, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            found = actual.full_tensor() if isinstance(actual, DTensor) else actual
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
+@exactly(4)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_steps_of_copies_are_left_out_before_and_behind_their_forwards(ranks: Ranks, wrapper: str) -> None:
+    ranks.run(leaving_out_steps_of_copies, wrapper, deadline=240.0)
+
+
+def losing_a_rank_of_two_axes(rank: int, world: DeviceMesh) -> None:
+    """A rank ends while its pair waits for its rows: the other pair hears that a rank is lost, and of no error to go on from."""
+    mesh, exchanges = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"], ("gather",) * LAYERS
+    step(mesh, exchanges, 0, "")
+    with pytest.raises((TimeoutError, RuntimeError)) as caught, shared_failures(world), shared_failures(mesh):  # noqa: PT012
+        if rank == 3:
+            os._exit(0)
+        step(mesh, exchanges, 1, "")
+    if rank < 2:
+        assert isinstance(caught.value, TimeoutError), caught.value
+        assert re.match("rank 2 refused: it waited in vain: rank 3 must exchange rows with this rank", str(caught.value))
+
+
+@exactly(4)
+def test_a_rank_that_is_lost_over_one_axis_is_lost_for_all(ranks: Ranks) -> None:
+    ranks.run(losing_a_rank_of_two_axes, deadline=120.0, ending=[3])
 
 
 ASTRAY = {
