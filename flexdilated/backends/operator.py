@@ -11,6 +11,7 @@ graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import torch
@@ -124,18 +125,19 @@ def operator(
         backward: `dq, dk, dv` for `dout` and, where lse has a gradient, `dlse`; given inputs, outputs and options.
         more_outputs: The names of the outputs behind out and lse.
         through: What the derivative calls in place of the backward operator.
-        over_ranks: Whether calls wait for other ranks; then they depend on the host, and there is no second pair.
+        over_ranks: Whether calls wait for other ranks; then they depend on the host, and there is no second pair. The forward is
+            given an `unknown` tensor more, before the options.
     """
     outputs = ("out", "lse", *more_outputs)
-    last = 3 + len(outputs)
+    last, num_tensors = 3 + len(outputs), 6 + over_ranks
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        return forward(Inputs(*arguments[:6]), read(arguments[6:]))
+        return forward(Inputs(*arguments[:6]), read(arguments[num_tensors:]))
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if over_ranks:
             order_kernels()
-        return shapes(Inputs(*arguments[:6]), read(arguments[6:]))
+        return shapes(Inputs(*arguments[:6]), read(arguments[num_tensors:]))
 
     def fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         if over_ranks:  # the forward may have run before a compiler, as under compiled autograd
@@ -148,7 +150,7 @@ def operator(
 
     saved = ", ".join(f"Tensor {output}" for output in outputs)
     given, given_backward = (
-        f"{TENSORS}, {MORE_TENSORS}, {options}",
+        f"{TENSORS}, {MORE_TENSORS}, {'Tensor unknown, ' if over_ranks else ''}{options}",
         f"Tensor dout, Tensor? dlse, {TENSORS}, {saved}, {MORE_TENSORS}",
     )
 
@@ -168,7 +170,10 @@ def operator(
             keep_order(each.backward)
         each.forward.register_fake(fake)
         each.backward.register_fake(fake_backward)
-        each.forward.register_autograd(lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse), setup_context=save)
+        each.forward.register_autograd(
+            lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse),
+            setup_context=partial(save, num_tensors=num_tensors) if over_ranks else save,
+        )
         each.backward.register_autograd(refuse)
     return made
 
@@ -187,9 +192,9 @@ def _either(plain: Operator, reading: Operator, last: int) -> Operator:
     return Operator(forward, backward)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, num_tensors: int = 6) -> None:
     """Keep what the backward is given."""
-    ctx.options = inputs[6:]
+    ctx.num_inputs, ctx.options = len(inputs), inputs[num_tensors:]
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
     ctx.set_materialize_grads(False)
 
@@ -200,7 +205,7 @@ def differentiate(
     """The gradients of every argument of an operator, by its backward."""
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    return *backward(dout, dlse, *saved, *ctx.options), *(None for _ in range(3 + len(ctx.options)))
+    return *backward(dout, dlse, *saved, *ctx.options), *(None for _ in range(ctx.num_inputs - 3))
 
 
 def shapes_of(q: Tensor) -> tuple[Tensor, Tensor]:

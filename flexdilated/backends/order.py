@@ -7,12 +7,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 OVER_RANKS = (torch.Tag.cudagraph_unsafe,)  # other ranks replay CUDA graphs of their own
 
 _unordered: list[Any] = []
 _last: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a graph that is lowered, the kernel that waits
+
+
+def unknown(device: torch.device) -> Tensor:
+    """What a call over ranks is given, lest compilers make it while they trace, of constants, or two of the same tensors once."""
+    return torch.empty(0, device=device)
 
 
 def keep_order(declared: Any) -> None:

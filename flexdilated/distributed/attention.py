@@ -19,6 +19,7 @@ from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, without_autocast
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
+from flexdilated.backends.order import unknown
 from flexdilated.backends.recent import recent
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
@@ -89,7 +90,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
     seed = draw_seed(call.dropout_p, call.first_sequence)
-    out, lse, _, _ = CONTEXT_PARALLEL.forward(q, k, v, call.key_padding_mask, call.cu_seqlens, seed, *call.flat(), *place)
+    tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
+    out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.flat(), *place)
     return out, lse
 
 

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
+from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels, unknown
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import refuse_shards_of_torch
 from flexdilated.distributed.agreement import in_turn, number_of_collective
@@ -181,9 +181,8 @@ def _unsharded(
 
     def gather(x: Tensor) -> Tensor:
         differentiates = reduces and torch.is_grad_enabled() and x.requires_grad
-        unknown = torch.empty(0, device=x.device)
         options = rank, list(lengths), dim % x.dim(), list(also), bool(reduces), differentiates
-        return _gather(x, unknown, name, *options)[0]
+        return _gather(x, unknown(x.device), name, *options)[0]
 
     return _map(gather, batch_local)
 
@@ -294,8 +293,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """The shards of all ranks of a group, one after another along `dim`, and the number of the call on the host.
 
-    What else the ranks must share is compared. An unknown tensor keeps compilers from making the call while they trace,
-    where the others are constants.
+    What else the ranks must share is compared.
     """
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]

@@ -155,8 +155,8 @@ def shared_failures(mesh: DeviceMesh) -> Iterator[None]:
     Raises:
         TypeError: If it is no `DeviceMesh`.
         ValueError: If it has several axes or lacks this rank; at the end, if another rank raised in this step.
-        TimeoutError: If a rank has not come to the end within the timeout of the group; if another rank has lost one, or met another
-            `TimeoutError`, over this mesh or another.
+        TimeoutError: If a rank has not come to the end within the timeout of the group; if another rank has lost one or met another
+            `TimeoutError` inside.
         RuntimeError: If another thread is inside one over this mesh, or a compiler traces it.
     """
     if torch.compiler.is_compiling():

@@ -57,28 +57,30 @@ def test_calls_of_a_rank_without_tokens_are_compiled(ranks: Ranks) -> None:
 def check_recomputed(rank: int, mesh: DeviceMesh, backend: str) -> None:
     """Regions whose forwards, calls included, are made again in the backward of one graph."""
     torch._dynamo.reset()
-    lengths = (17, 14)
-    whole = torch.randn(1, 31, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    given: dict[str, Any] = {"mesh": mesh, "shard_lengths": lengths}
 
-    def region(x: Tensor, is_one: bool) -> Tensor:
+    def region(x: Tensor, lengths: tuple[int, ...], borders: Tensor | None, is_one: bool) -> Tensor:
+        given: dict[str, Any] = {} if is_one else {"mesh": mesh, "shard_lengths": lengths}
         x = x.sin()
-        out = dilated_attention(x, x, x, DilatedPattern((8, 31), (1, 2)), **({} if is_one else given))
+        out = dilated_attention(x, x, x, DilatedPattern((8, 31), (1, 2)), cu_seqlens=borders, **given)
         assert isinstance(out, Tensor)
         return out.cos() * (x if is_one else unshard_sequence(x, **given, reduce_gradients=True)).mean(1, keepdim=True)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, lengths: tuple[int, ...], borders: Tensor | None) -> Tensor:
         for _ in range(2):
-            x = checkpoint(region, x, False, use_reentrant=False)
+            x = checkpoint(region, x, lengths, borders, False, use_reentrant=False)
         return x
 
-    shard = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
-    x, y = shard(whole).clone().requires_grad_(), whole.clone().requires_grad_()
-    out, expected = torch.compile(forward, fullgraph=True, backend=backend)(x), region(region(y, True), True)
-    out.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(out, shard(expected), **EXACT)
-    torch.testing.assert_close(x.grad, shard(y.grad), **EXACT)
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    for lengths, documents in (((17, 14), None), ((20, 3), None), ((3, 26), None), ((17, 14), [0, 12, 31]), ((5, 20), [0, 12, 25])):
+        whole = torch.randn(1, sum(lengths), 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        borders = None if documents is None else torch.tensor(documents)
+        shard = partial(shard_sequence, mesh=mesh, shard_lengths=lengths)
+        x, y = shard(whole).clone().requires_grad_(), whole.clone().requires_grad_()
+        out, expected = compiled(x, lengths, borders), region(region(y, (), borders, True), (), borders, True)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(out, shard(expected), **EXACT)
+        torch.testing.assert_close(x.grad, shard(y.grad), **EXACT)
 
 
 @pytest.mark.slow
@@ -136,6 +138,28 @@ def check_compiled_backward(rank: int, mesh: DeviceMesh, name: str) -> None:
 @pytest.mark.parametrize("name", ["context_parallel", "unshard"])
 def test_backwards_alone_are_compiled_in_order(ranks: Ranks, name: str) -> None:
     ranks.run(check_compiled_backward, name, deadline=300.0)
+
+
+def check_twice(rank: int, mesh: DeviceMesh) -> None:
+    """The same calls twice in one graph, on a rank that compiles beside one that does not: each makes all."""
+    torch._dynamo.reset()
+    whole = torch.randn(1, 16, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def twice(x: Tensor, mesh: DeviceMesh | None) -> Any:
+        outs = [dilated_attention(x, x, x, DilatedPattern((8, 16), (1, 4)), mesh=mesh) for _ in range(2)]
+        wholes = [x if mesh is None else unshard_sequence(x, mesh, reduce_gradients=True) for _ in range(2)]
+        return (outs[0] + outs[1].sin()) * (wholes[0] + wholes[1].cos()).mean()
+
+    x, y = shard_sequence(whole, mesh).clone().requires_grad_(), whole.clone().requires_grad_()
+    out, expected = torch.compile(twice, fullgraph=True, backend="aot_eager", disable=rank == 1)(x, mesh), twice(y, None)
+    out.sum().backward(), expected.sum().backward()
+    torch.testing.assert_close(out, shard_sequence(expected, mesh), **EXACT)
+    torch.testing.assert_close(x.grad, shard_sequence(y.grad, mesh), **EXACT)
+
+
+@exactly(2)
+def test_calls_that_look_alike_are_all_compiled(ranks: Ranks) -> None:
+    ranks.run(check_twice, deadline=120.0)
 
 
 WIDTHS = (16, 512, 1)  # of hidden features: what a kernel needs in memory is what inductor orders kernels by
