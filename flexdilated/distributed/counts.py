@@ -17,8 +17,9 @@ from flexdilated.distributed import progressions
 from flexdilated.distributed.estimates import about
 from flexdilated.distributed.lines import Lines
 from flexdilated.distributed.progressions import Progressions, num_different
-from flexdilated.distributed.spans import LIMIT, Booleans, Integers, Kept, Spans, Traffic, expanded
+from flexdilated.distributed.spans import Booleans, Integers, Kept, Spans, Traffic, expanded
 
+LIMIT = 1 << 62  # of what 64 bits hold
 FEW = 16  # spans of a branch between two ranks, to look for pairs alike
 SPREAD = 4  # progressions of each head of the model, on average, between two ranks that are counted head by head
 MOST = 5  # progressions of a head there that are counted by what they share

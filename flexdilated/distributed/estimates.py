@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.spans import LIMIT, Integers, Spans
+from flexdilated.distributed.spans import Integers, Spans
 
+LIMIT = 1 << 62  # of what a place of a pair of ranks is written in
 UNIT = 1 << 40  # of densities and their logarithms: sums of integers are the same on every processor
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LIMIT = 1 << 62  # of what 64 bits hold
-
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 

@@ -37,7 +37,7 @@ from flexdilated.distributed.words import MAX_ITEMS, called, differing, fields_o
 MOMENT = 1.0  # seconds that a rank whose time is over waits for others' words, and for the store
 SURELY = 10.0  # the same where all ranks have read that they differ, and tell: none has ended or waits
 
-# The keys under which this rank has told the others of waits, and until when they are to stand there.
+# The keys under which this rank has told the others of waits, and when.
 _told: WeakKeyDictionary[dist.ProcessGroup, dict[str, float]] = WeakKeyDictionary()
 _failed: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -58,7 +58,7 @@ class Wait:
         self._group, self._call, self._number, self._plan = group, call, number, plan
         # The word of an error that was caught is taken back, but not while others may be on their way to read it.
         told, now = _told.get(group, {}), time.monotonic()
-        for key in [key for key, until in told.items() if now > until]:
+        for key in [key for key, then in told.items() if now - then > 2 * _patience(key.split("/")[1])]:
             del told[key]
             with suppress(TimeoutError, RuntimeError):  # of a store that is gone
                 _posts(group)[0].delete_key(key)
@@ -287,6 +287,11 @@ def _posts(group: dist.ProcessGroup) -> tuple[AnsweringStore, str]:
     return posts_of(group, timedelta(seconds=MOMENT))
 
 
+def _patience(topic: str) -> float:
+    """Seconds for which another rank may look for words of a topic."""
+    return MOMENT if topic == "waited" else SURELY
+
+
 def _told_of_call(
     store: AnsweringStore, life: str, topic: str, peer: int, number: float, *, exactly: bool = False
 ) -> dict[int, str]:
@@ -304,7 +309,7 @@ def _post(
     """Tell a group's ranks what this one did, for which of them it waited, and the plan and number of that."""
     store, life = _posts(group)
     key = f"{life}/{topic}/{group.rank()}"
-    _told.setdefault(group, {})[key] = time.monotonic() + 2 * (MOMENT if topic == "waited" else SURELY)
+    _told.setdefault(group, {})[key] = time.monotonic()
     store.set(key, json.dumps([word, list(peers), plan, number]))
     return store, life
 

@@ -26,7 +26,7 @@ SAVED = f"Tensor dout, Tensor? dlse, {QKV}, Tensor out, Tensor lse"
         ("mixture_by_values", f"{QKV}, {MASKS}, {OPTIONS}", 2),
         ("mixture_by_values_backward", f"{SAVED}, {MASKS}, {OPTIONS}", 3),
         ("mixture_tangent", f"Tensor dq, Tensor dk, Tensor dv, {QKV}, Tensor out, Tensor lse, {MASKS}, {OPTIONS}", 2),
-        ("context_parallel", f"{QKV}, {MASKS}, {OPTIONS}, {PLACE}", 4),
+        ("context_parallel", f"{QKV}, {MASKS}, Tensor unknown, {OPTIONS}, {PLACE}", 4),
         ("context_parallel_backward", f"{SAVED}, Tensor received, Tensor number, {MASKS}, {OPTIONS}, {PLACE}", 3),
     ],
 )

@@ -72,9 +72,10 @@ def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
     patch.setattr(launch, "tiles_of", lambda *arguments: Tiles(queries, keys, 4, 2))
 
 
-def assert_oracle(case: Case) -> None:
+def assert_oracle(case: Case, factor: float = 1.0) -> None:
+    allowed = {name: factor * value for name, value in SINGLE.items()}
     for actual, expected in zip(run_engine(case, "triton", torch.float32), run_reference(case, torch.float32)):
-        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+        torch.testing.assert_close(actual.double(), expected, **allowed)
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------------------
@@ -136,7 +137,8 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
 @given(calls())
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:
     assume(sum(ceil_div(case.num_tokens, length) for length in case.pattern.segment_lengths) < 10)  # a program for each segment
-    assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)))
+    # Drawn scales do not fall with the head dim: logits are of order 10.
+    assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)), factor=4.0)
 
 
 @pytest.mark.slow

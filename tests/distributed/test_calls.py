@@ -783,7 +783,7 @@ def test_the_word_of_an_error_that_was_caught_is_taken_back() -> None:
         wait(0, "call 5").tell([], SOON, "another topic")
         assert wait(1, "call 5").tell([0], SOON) == "ranks 5, 4 waited in call 5"
         assert store.multi_get(["1/another topic/0"])
-        with mock.patch.object(waits, "MOMENT", -1.0):  # all words, of one error and of those before it
+        with mock.patch.multiple(waits, MOMENT=-1.0, SURELY=-1.0):  # all words, of one error and of those before it
             wait(0, "call 6")
             wait(1, "call 6")
         assert store.num_keys() == 0
