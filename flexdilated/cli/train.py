@@ -78,7 +78,7 @@ def train(
         int, typer.Option(min=0, help="Processes that share every sequence, started by torchrun. 0: as many as it starts.")
     ] = 1,
     timeout_seconds: Annotated[
-        int | None, typer.Option(min=1, help=f"How long a process waits for the others. Default: {TIMEOUT_SECONDS}.")
+        int | None, typer.Option(min=1, help=f"How long one of several processes waits for the others. Default: {TIMEOUT_SECONDS}.")
     ] = None,
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
