@@ -172,7 +172,7 @@ def operator(
         each.backward.register_fake(fake_backward)
         each.forward.register_autograd(
             lambda ctx, dout, dlse, *_: differentiate(ctx, backward_of, dout, dlse),
-            setup_context=partial(save, num_tensors=num_tensors) if over_ranks else save,
+            setup_context=partial(save, num_tensors=num_tensors),
         )
         each.backward.register_autograd(refuse)
     return made

@@ -405,7 +405,7 @@ def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
     differentiates = torch.is_grad_enabled() and grad.requires_grad
     whole, _ = _gather(
-        grad.contiguous(), grad.new_empty(0), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates
+        grad.contiguous(), unknown(grad.device), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates
     )
     return whole, *[None] * 5
 

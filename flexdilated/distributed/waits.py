@@ -235,16 +235,16 @@ class Wait:
         waited = dict.fromkeys(asked, self._number)  # for each, by this rank or one that waits for it: in the call of this number
         words = {rank: f"waited {of}in {self._call}"}
         plans = {rank: self._fields()}
-        is_compared = topic != "waited"  # all have come, and what one refuses is a call behind this
+        has_waited = topic == "waited"  # else all have come, and what one refuses is a call behind this
         with suppress(TimeoutError, RuntimeError):  # of a store that is gone
             store, life = _post(self._group, topic, words[rank], asked, plans[rank], self._number)
             for other in groups():
-                if other is not self._group and not is_compared:
+                if other is not self._group and has_waited:
                     with suppress(TimeoutError, RuntimeError, ValueError):  # of a group that is gone
                         _post(other, topic, f"{words[rank]} over another mesh", [], {}, math.inf)
             while True:
                 for peer in asked:
-                    if peer not in words and not is_compared:
+                    if peer not in words and has_waited:
                         words |= _told_of_call(store, life, "refused", peer, waited[peer])
                     if peer not in words and store.check([key := f"{life}/{topic}/{peer}"]):
                         words[peer], more, plans[peer], number = json.loads(store.get(key))
@@ -254,7 +254,7 @@ class Wait:
                     break
                 time.sleep(LAST_PAUSE)
             for peer in asked:  # it may have gone on to another call, of which it tells more
-                if peer not in words and not is_compared:
+                if peer not in words and has_waited:
                     words |= _told_of_call(store, life, "failed", peer, waited[peer])
         ranks = global_ranks(self._group)
         told = [f"{named(those)} {word}" for word, those in holders((ranks[peer], word) for peer, word in words.items())]
