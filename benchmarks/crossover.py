@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, driver
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
 from flexdilated.backends.hardware import detect
@@ -26,10 +29,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two short lengths, and nothing is kept: whether it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--engines", nargs="+", choices=CHALLENGERS, help="these alone beside sdpa; flex compiles for minutes")
+    parser.add_argument("--tokens", type=int, nargs="+", help="these lengths alone")
+    parser.add_argument("--file", type=Path, default=FILE, help="where it is kept")
+    parser.add_argument("--commit", help="of the working tree, where git cannot tell")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
     on_gpu = options.device != "cpu"
     lengths = (64, 128) if options.quick else (1024, 4096, 16384, 65536, 262144) if on_gpu else (256, 1024, 4096)
+    lengths = tuple(options.tokens or lengths)
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32, torch.bfloat16)
+    engines = tuple(options.engines or (CHALLENGERS if on_gpu else ("flex",)))
     device = device_class(detect(options.device))
     measured = []
     for dtype in dtypes[:1] if options.quick else dtypes:
@@ -38,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
                 for tokens in lengths:
                     name = str(dtype).removeprefix("torch.")
                     entry = {"device": device, "dtype": name, "training": training, "head_dim": head_dim, "tokens": tokens}
-                    for engine in CHALLENGERS if on_gpu else ("flex",):
+                    for engine in engines:
                         ratio = over_sdpa(engine, tokens, head_dim, dtype, options.device, training=training)
                         entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
                         print(
@@ -48,11 +58,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         return
     kept = json.loads(FILE.read_text())
-    provenance = {"device": device, "pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
+    provenance = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe(), "device": device}
+    if on_gpu:
+        for name in ("device_class", "threads"):  # of the CPU
+            del provenance[name]
+        provenance |= {"hardware": torch.cuda.get_device_name(), "driver": driver()}
+    provenance |= {"commit": options.commit or provenance["commit"]}
+    provenance["command"] = shlex.join(["python", "-m", "benchmarks.crossover", *words])
     for part, new in (("measured", measured), ("provenance", [provenance])):
         kept[part] = [entry for entry in kept[part] if entry["device"] != device] + new
-    FILE.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"kept in {FILE}")
+    options.file.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"kept in {options.file}")
 
 
 def over_sdpa(engine: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:

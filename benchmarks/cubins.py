@@ -55,13 +55,14 @@ TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become
 DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 LOADED = re.compile(r"\b(STL|LDL)\b")
 
+DESCRIBING = "descriptors"
 # What a kernel can be asked for, in its dearest form: added to what earlier branches gave.
 ASKED: dict[str, dict[str, Any]] = {
     "causal": {},
     "mask, group of 4": {"IGNORES": True, "GROUP": 4},
     "rows far apart": {"WIDE": True},
     "delta alone": {"END": "delta"},
-    "descriptors": {"DESCRIBED": True},
+    DESCRIBING: {"DESCRIBED": True},
 }
 CONSTANTS = {
     "CAUSAL": True,
@@ -143,10 +144,16 @@ def compiled(config: Config, tiles: Tiles) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", config.level, 32), options=options_of(tiles))
 
 
+def chosen_tiles(config: Config) -> Tiles:
+    """Those of a launch; by descriptors, too, where it takes none."""
+    described = 1 << 20 if config.asked == DESCRIBING else 0
+    return tiles_of(config.kernel, divmod(config.level, 10), config.head_dim, DTYPES[config.dtype], described_rows=described)
+
+
 def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:
     """What the compiler made of a kernel with some tiles, or those that a launch takes."""
     if tiles is None:
-        tiles = tiles_of(config.kernel, divmod(config.level, 10), config.head_dim, DTYPES[config.dtype])
+        tiles = chosen_tiles(config)
     result = compiled(config, tiles)
     registers, spills, in_loops = read(result.asm["cubin"])
     return Cost(
@@ -217,11 +224,12 @@ def configs(
         usual = head_dim in USUAL_HEAD_DIMS
         if dtype != "tf32" or (usual and kernel != "prepare"):
             yield Config(kernel, level, head_dim, dtype, "causal")
-        for asked, constants in ASKED.items() if usual and dtype == "bf16" and kernel != "prepare" else ():
+        for asked, constants in ASKED.items() if dtype == "bf16" and kernel != "prepare" else ():
+            config = Config(kernel, level, head_dim, dtype, asked)
             takes = kernel == "attend" or "END" not in constants
-            describes = level >= DESCRIBING_LEVEL or "DESCRIBED" not in constants
-            if constants and takes and describes:
-                yield Config(kernel, level, head_dim, dtype, asked)
+            describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
+            if constants and takes and ((usual and describes) or chosen_tiles(config).described):
+                yield config
 
 
 COLUMNS = "| GPU | D | dtype | asked | queries, keys, warps, stages | registers | spilled (in loops) | shared KiB | by |"
@@ -233,7 +241,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     kernels = list(dict.fromkeys(e["kernel"] for e in entries))
     lines = [SUMMARY, "|---" * 7 + "|"]
     for kernel, level in itertools.product(kernels, LEVELS):
-        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and e["asked"] != "descriptors"]
+        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and e["asked"] != DESCRIBING]
         if not some:
             continue
         by = ", ".join(sorted({e["products"] for e in some}))
@@ -246,30 +254,33 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def _row(e: dict[str, Any]) -> str:
-    tiles = ", ".join(map(str, e["tiles"]))
     return (
-        f"| sm_{e['level']} | {e['head_dim']} | {e['dtype']} | {e['asked']} | {tiles} | {e['registers']} "
+        f"| sm_{e['level']} | {e['head_dim']} | {e['dtype']} | {e['asked']} | {_tiles(e)} | {e['registers']} "
         f"| {e['spills']} ({e['in_loops']}) | {e['shared'] / 1024:.0f} | {e['products']} |"
     )
+
+
+def _tiles(e: dict[str, Any]) -> str:
+    return ", ".join(map(str, e["tiles"]))
 
 
 def comparison(entries: list[dict[str, Any]]) -> str:
     """Rows through pointers and by tensor descriptors, side by side."""
     lines = [
-        "| kernel | GPU | D | queries, keys, warps, stages | registers: pointers | descriptors | spilled (in loops): pointers "
-        "| descriptors | shared KiB: pointers | descriptors |",
-        "|---" * 10 + "|",
+        "| kernel | GPU | D | queries, keys, warps, stages: pointers | descriptors | chosen | registers: pointers | descriptors "
+        "| spilled (in loops): pointers | descriptors | shared KiB: pointers | descriptors |",
+        "|---" * 12 + "|",
     ]
     at = {Config(*(e[name] for name in Config._fields)): e for e in entries}
     for config, by in at.items():
-        if config.asked == "descriptors":
+        if config.asked == DESCRIBING:
             both = at[config._replace(asked="causal")], by
-            registers, spills, shared = zip(
-                *((e["registers"], f"{e['spills']} ({e['in_loops']})", f"{e['shared'] / 1024:.0f}") for e in both)
+            tiles, registers, spills, shared = zip(
+                *((_tiles(e), e["registers"], f"{e['spills']} ({e['in_loops']})", f"{e['shared'] / 1024:.0f}") for e in both)
             )
-            cells = map(str, (*registers, *spills, *shared))
-            tiles = ", ".join(map(str, by["tiles"]))
-            lines.append(f"| {config.kernel} | sm_{config.level} | {config.head_dim} | {tiles} | {' | '.join(cells)} |")
+            taken = "descriptors" if chosen_tiles(config).described else "pointers"
+            cells = map(str, (*tiles, taken, *registers, *spills, *shared))
+            lines.append(f"| {config.kernel} | sm_{config.level} | {config.head_dim} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -310,7 +321,7 @@ def main() -> None:
         failed |= bool(wrong)
         print(*config, *cost, "; ".join(wrong), sep="  ", flush=True)
         if chosen.write:
-            kept[config] = {**config._asdict(), **cost._asdict()}
+            kept[config] = {**config._asdict(), **cost._asdict(), "tiles": cost.tiles[:4]}
             write(list(kept.values()))
     sys.exit(failed)
 

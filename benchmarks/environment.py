@@ -42,3 +42,13 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip()
+
+
+@lru_cache(maxsize=1)
+def driver() -> str:
+    """The version of the NVIDIA driver, or `unknown`."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -19,13 +19,12 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -40,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexdilated.backends.flex.engine
 from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
-from benchmarks.environment import commit, describe
+from benchmarks.environment import commit, describe, driver
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex.cost import Shape, fused_cost
@@ -163,16 +162,14 @@ def _triton_why_not(pattern: DilatedPattern, device: str) -> str | None:
     return "the Triton kernels run on CUDA" if device == "cpu" else None
 
 
-def _descriptors_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    if device == "cpu" or torch.cuda.get_device_capability() < (9, 0):
-        return "tensor descriptors need sm_90 or newer"
-    return None
-
-
-def _describing() -> AbstractContextManager[object]:
-    """The Triton kernels load rows by tensor descriptors."""
+def _pointing() -> AbstractContextManager[object]:
+    """The Triton kernels load rows through pointers alone."""
     launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
-    return mock.patch.object(launch, "DESCRIBES", new=True)
+    return mock.patch.object(launch, "DESCRIBES", new=False)
+
+
+def _cudnn_why_not(pattern: DilatedPattern, device: str) -> str | None:
+    return "cuDNN runs on CUDA" if device == "cpu" else None
 
 
 def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
@@ -185,8 +182,9 @@ def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
 
 ENGINES = (
     Engine("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
+    Engine("sdpa_cudnn", partial(dilated, backend="sdpa"), _cudnn_why_not, around=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
     Engine("triton", partial(dilated, backend="triton"), _triton_why_not),
-    Engine("triton_descriptors", partial(dilated, backend="triton"), _descriptors_why_not, around=_describing),
+    Engine("triton_pointers", partial(dilated, backend="triton"), _triton_why_not, around=_pointing),
     Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
     Engine("flash", partial(dilated, backend="flash"), _flash_why_not),
@@ -548,16 +546,6 @@ def provenance(options: argparse.Namespace, arguments: list[str] | None) -> dict
         "dtype": str(DTYPE).removeprefix("torch."),
         "note": "gigapath: without zero_padding and detach_weights; memory is relative to q, k, v, out and their gradients",
     }
-
-
-@lru_cache(maxsize=1)
-def driver() -> str:
-    """The version of the NVIDIA driver, or `unknown`."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 # -- what it says ---------------------------------------------------------------------------------------------------------------

@@ -138,14 +138,16 @@ def run_plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """`out, out, dq, dk, dv` by plain PyTorch in a dtype: how much error that dtype costs anyone. No mask, no documents."""
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = dense_attention(q, k, v, case.pattern, is_causal=case.is_causal)
+        out = dense_attention(q, k, v, case.pattern, is_causal=case.is_causal, scale=case.scale)
         return out, out
 
     q, k, v, dout, _ = case.tensors(dtype)
     return differentiate(plain, q, k, v, dout)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
     """Plain PyTorch in the dtype of q: one softmax of `score + log m`, m branches joining a pair. No empty rows."""
     num_tokens, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
     p = torch.arange(num_tokens)
@@ -158,7 +160,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, *,
         joined = joined.tril()
     bias = joined.log().to(q).repeat_interleave(heads // kv_heads, dim=0)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5 + bias
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v)
 
 

@@ -143,7 +143,14 @@ def _cudnn_why_not(request: Request) -> str | None:
     return _fused_why_not(request, 120, unmasked, "cudnn_sdp_enabled")
 
 
+def _is_single(q: Tensor, k: Tensor) -> bool:
+    """One query and one key, of which cuDNN has no backward."""
+    return q.shape[2] == k.shape[2] == 1
+
+
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    if _is_single(q, k):
+        return MATH.run_forward(q, k, v, options)
     q, k, v = (aligned(x) for x in (q, k, v))
     result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale)
     return result[0], result[1].view(q.shape[:3])  # cuDNN's lse has a trailing dim of 1
@@ -152,6 +159,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_single(q, k):
+        return MATH.run_backward(dout, q, k, v, out, lse, options)
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.torch_version import TorchVersion
 
 from flexdilated.backends.pieces import uncached
 from flexdilated.backends.transforms import in_no_mode
@@ -15,6 +16,10 @@ from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists,
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 from flexdilated.pattern import DilatedPattern, is_integer
 from flexdilated.reference import MaskMod
+
+# Whether the kernels step through the lists of full blocks by the strides of the lists of partial ones, as they do in torch 2.9 and
+# 2.11; those of 2.13 do not, and of 2.12 nobody has looked.
+SHARES_STRIDES = TorchVersion(torch.__version__) < "2.13"
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
@@ -137,7 +142,10 @@ def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     def side(row_size: int, column_size: int, order: Order) -> BlockLists:
         found = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
         columns = -(-seq_len // column_size)
-        return BlockLists(*(_by_head(parts, of_head, columns, device) for parts in zip(*found)))
+        widths = [max(part.shape[-1] for part in parts) for parts in zip(*found)]
+        if SHARES_STRIDES:
+            widths[1] = widths[3] = max(widths[1], widths[3])
+        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts, width in zip(zip(*found), widths)))
 
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]
@@ -147,12 +155,11 @@ def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
 _find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 
-def _by_head(parts: tuple[Tensor, ...], of_head: list[int], columns: int, device: torch.device) -> Tensor:
+def _by_head(parts: tuple[Tensor, ...], of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
     """The lists of the distinct heads as one tensor `(1, heads, ...)`; heads that are all alike share memory."""
     if parts[0].dim() == 1:
         stacked = torch.stack(parts)
     else:
-        width = max(part.shape[1] for part in parts)
         stacked = torch.stack([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
     alike = len(parts) == 1
     lists = (stacked if alike else stacked[torch.tensor(of_head, device="cpu")]).to(device)

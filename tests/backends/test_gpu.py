@@ -30,7 +30,7 @@ CASES = {
     "plain": Case(PATTERN, batch=2, num_tokens=263, kv_heads=7, head_dim=24),
     "gqa": Case(PATTERN, num_tokens=263, kv_heads=3, group=2, head_dim=48),
     "odd_head_dim": Case(PATTERN, num_tokens=263, kv_heads=3, head_dim=17),
-    "head_dim_1": Case(PATTERN, num_tokens=67, kv_heads=3, head_dim=1),
+    "head_dim_1": Case(PATTERN, batch=2, num_tokens=263, kv_heads=7, head_dim=1),
     "head_dim_64": Case(PATTERN, num_tokens=263, kv_heads=2, head_dim=64),
     "grouped": Case(DilatedPattern((31, 101), (2, 3), heads="grouped"), batch=2, num_tokens=263, kv_heads=5, head_dim=24),
     "mask": Case(PATTERN, batch=3, num_tokens=263, kv_heads=3, head_dim=24, ignored=0.3),

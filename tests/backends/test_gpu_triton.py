@@ -17,12 +17,19 @@ from tests.tolerances import SINGLE, assert_twice_naive
 pytestmark = pytest.mark.gpu
 
 PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
+LONG = DilatedPattern((1024, 2100), (1, 3))
 MORE = {
     **CASES,
     "detached": replace(CASES["gqa"], pattern=replace(PATTERN, detach_weights=True)),
     "negative_scale": replace(CASES["gqa"], scale=-0.4),
     "head_dim_128": replace(CASES["head_dim_64"], head_dim=128),
     "head_dim_256": replace(CASES["head_dim_64"], head_dim=256),
+    # Segments of as many rows as tensor descriptors are made for: ragged, shared, at every size of tiles.
+    "described": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=64),
+    "described_96": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=96),
+    "described_128": Case(LONG, num_tokens=2300, kv_heads=1, group=3, head_dim=128, borders=(0, 7, 1500, 2300)),
+    "described_detached": Case(replace(LONG, detach_weights=True), num_tokens=2300, kv_heads=2, head_dim=128),
+    "described_zero_keys": Case(DilatedPattern.torchscale((1024, 2100), (1, 3)), num_tokens=2300, kv_heads=2, head_dim=64),
     "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
 }
 
@@ -50,7 +57,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is
     case = replace(MORE[name], is_causal=is_causal, lse_gradient=False)
     skip_unless_it_runs(case, dtype)
     actual, expected = [x.cpu() for x in run_engine(case, "triton", dtype, "cuda")], run_reference(case, dtype)
-    whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None)
+    whole = replace(case, pattern=PATTERN, ignored=None, borders=None, scale=None if case.scale is None else abs(case.scale))
     naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
@@ -62,6 +69,17 @@ def test_runs_are_equal_in_every_bit() -> None:
     skip_unless_it_runs(case, torch.bfloat16)
     for a, b in zip(*(run_engine(case, "triton", torch.bfloat16, "cuda") for _ in range(2))):
         assert torch.equal(a, b)
+
+
+def test_rows_that_share_memory_are_read_as_any_others() -> None:
+    """Expanded keys have a stride of 0, which no descriptor takes."""
+    case = replace(MORE["described"], group=1, head_dim=64)
+    skip_unless_it_runs(case, torch.bfloat16)
+    q, k, v, dout, _ = case.tensors(torch.bfloat16, "cuda")
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
+    for one in (k[:, :1].expand_as(k), k[:, :, :1].expand_as(k)):
+        for a, e in zip(differentiate(run, q, one, v, dout), differentiate(run, q, one.contiguous(), v, dout)):
+            torch.testing.assert_close(a, e)
 
 
 def test_strides_of_two_gigabytes_are_addressed() -> None:

@@ -69,7 +69,7 @@ def interpreted() -> Iterator[None]:
 
 
 def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
-    patch.setattr(launch, "tiles_of", lambda *arguments: Tiles(queries, keys, 4, 2))
+    patch.setattr(launch, "tiles_of", lambda *arguments, **options: Tiles(queries, keys, 4, 2))
 
 
 def assert_oracle(case: Case, factor: float = 1.0) -> None:
@@ -118,14 +118,17 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped_queries", "shifted", "documents", "head_dim_48"])
 def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "DESCRIBES", True)
+    tiles_of, launches = launch.tiles_of, launch._launch
     described: list[bool] = []
-    launches = launch._launch
+
+    def described_tiles(*arguments: Any, described_rows: int = 0) -> Tiles:
+        return tiles_of(*arguments)._replace(described=described_rows > 0)
 
     def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
         described.append(constants.get("DESCRIBED", False))
         launches(kernel, programs, arguments, constants, *more)
 
+    monkeypatch.setattr(launch, "tiles_of", described_tiles)
     monkeypatch.setattr(launch, "_launch", noted)
     with poisoned_memory():
         assert_oracle(CASES[name])

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import Request, why_not
+from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.hardware import detect
 from flexdilated.distributed import exchange as exchanging
 from flexdilated.distributed.plan import EXCHANGES
@@ -56,9 +59,22 @@ def test_our_kernels_on_shards_give_what_one_rank_gives(exchange: str, is_causal
         assert_same(name, value, expected[name])
 
 
+def compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a simulation are threads, and torch compiles in one at a time: the backward along with its forward."""
+    turn, call = Lock(), flex.call
+
+    def call_in_turn(*arguments: Any, **options: Any) -> Any:
+        with turn:
+            return call(*arguments, **options)
+
+    monkeypatch.setattr(flex, "call", call_in_turn)
+    monkeypatch.setattr(functorch_config, "force_non_lazy_backward_lowering", True)
+
+
 @pytest.mark.parametrize("mods", [Mods(None, None), Mods("table", "thirds"), Mods("alibi", None)], ids=str)
 @pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
-def test_flex_on_shards_gives_what_one_rank_gives(exchange: str, mods: Mods) -> None:
+def test_flex_on_shards_gives_what_one_rank_gives(exchange: str, mods: Mods, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_in_turn(monkeypatch)
     case = replace(CASE, is_causal=mods.mask is not None)
     got, *_ = test_functions.simulate(case, mods, exchange, "flex", DEVICE, torch.float32)
     for name, value, expected in zip(test_functions.NAMES, got, test_functions.expected_of(case, mods), strict=True):

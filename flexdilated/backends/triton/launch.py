@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +24,8 @@ from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
-# Whether loops load rows by tensor descriptors where they can, not through pointers. No GPU has compared them yet: `benchmarks.gpu`
-# does, where both are engines.
-DESCRIBES = False
+# Whether loops may load rows by tensor descriptors; which do, tiles.py says. `benchmarks.gpu` has an engine without.
+DESCRIBES = True
 DESCRIBED_BYTES = 16  # what a descriptor wants its first row and every step between rows to be a multiple of
 
 
@@ -108,7 +110,7 @@ def _attend(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, options: Options, end: str, own: Tensor | None = None
 ) -> None:
     """One launch of `attend`; for `"delta"`, `out` is dout and `lse` the prepared rows."""
-    tiles = _tiles(attend, q)
+    tiles = _tiles(attend, q, piece, options, (k, v))
     is_delta = own is not None
     arguments = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
     strides = (*_strides(q, k, v, out), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
@@ -117,7 +119,7 @@ def _attend(
         attend,
         count * lanes,
         (*arguments, *strides, *_numbers(piece, count), piece.zero_keys, options.scale * LOG2E),
-        {**_constants(q, k, v, out, piece=piece, options=options), "END": end},
+        {**_constants(q, k, v, out, piece=piece, options=options), "DESCRIBED": tiles.described, "END": end},
         tiles,
         q,
     )
@@ -127,7 +129,7 @@ def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, detach
     """`(B, H, N, 2)`: lse in base 2 and delta of every row."""
     batch, tokens, heads, head_dim = out.shape
     rows = torch.empty((batch, heads, tokens, 2), dtype=torch.float32, device=out.device)
-    tiles = _tiles(prepare, out)
+    tiles = tiles_of(prepare.__name__, _level(out), head_dim, out.element_size())
     count = -(-tokens // tiles.queries)
     lse_strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (lse, lse if dlse is None else dlse)]
     constants = {
@@ -158,14 +160,18 @@ def _differentiate(
     dq, dk, dv = grads
     tensors, mask = (q, k, v, dout, rows, _mask(options)), _mask_strides(options)
     row_strides, score_scale = (rows.shape[1] * rows.shape[2], rows.shape[2]), options.scale * LOG2E
-    for kernel, into, length, lanes, scale in (
-        (differentiate_keys, (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
-        (differentiate_queries, (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
+    for kernel, loaded, into, length, lanes, scale in (
+        (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
+        (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
     ):
-        tiles = _tiles(kernel, q)
+        tiles = _tiles(kernel, q, piece, options, loaded)
         count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
         strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
-        constants = {**_constants(q, k, v, dout, *into, piece=piece, options=options), "ADDS": not piece.tiles}
+        constants = {
+            **_constants(q, k, v, dout, *into, piece=piece, options=options),
+            "DESCRIBED": tiles.described,
+            "ADDS": not piece.tiles,
+        }
         _launch(
             kernel, count * lanes, (*tensors, *into, *strides, *_numbers(piece, count), score_scale, scale), constants, tiles, q
         )
@@ -175,10 +181,17 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: d
     if programs == 0:
         return
     blocks = {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys} if "BLOCK_M" not in constants else {}
-    if constants.get("DESCRIBED"):
-        triton.set_allocator(_allocate)
     with _device(on):
-        kernel[(programs,)](*arguments, **constants, **blocks, **options_of(tiles))
+        launch = partial(kernel[(programs,)], *arguments, **constants, **blocks, **options_of(tiles))
+        if tiles.described:
+            copy_context().run(_with_allocator, launch)  # a program's own allocator stays what it is
+        else:
+            launch()
+
+
+def _with_allocator(launch: Callable[[], object]) -> None:
+    triton.set_allocator(_allocate)
+    launch()
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -195,9 +208,18 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _tiles(kernel: Any, q: Tensor) -> Tiles:
-    level = detect(q.device).capability or INTERPRETED
-    return tiles_of(kernel.__name__, level, q.shape[-1], q.element_size())
+def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor]) -> Tiles:
+    rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
+    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows)
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a descriptor takes the rows of a readable tensor: whole units of 16 bytes, none over another."""
+    return unit_of(x) * x.element_size() == DESCRIBED_BYTES and min(x.stride(1), x.stride(2)) >= x.shape[3]
+
+
+def _level(x: Tensor) -> tuple[int, int]:
+    return detect(x.device).capability or INTERPRETED
 
 
 def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
@@ -251,7 +273,6 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Opt
         "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
         "UNIT": unit_of(q),
         "WIDE": piece.row_stride * widest * 256 >= 1 << 31,
-        "DESCRIBED": DESCRIBES and options.ignored is None and unit_of(q) * q.element_size() == DESCRIBED_BYTES,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),
     }

@@ -12,12 +12,13 @@ from flexdilated.backends.hardware import family_of
 
 
 class Tiles(NamedTuple):
-    """Queries and keys that a program takes at once, its warps, and how many tiles it loads ahead."""
+    """Queries and keys that a program takes at once, its warps, and how many tiles it loads ahead, by descriptors or pointers."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    described: bool = False
 
 
 # Per kernel and family: for rows of up to 64, 128 and 256 elements. sm_86 stands for what has 99 KiB of shared memory.
@@ -25,22 +26,29 @@ HALF = {
     "attend": {
         80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
         86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
-        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
+        90: (Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 2)),
         100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
     },
     "differentiate_keys": {
         80: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 2)),
         86: (Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 1)),
-        90: (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 64, 8, 2)),
+        90: (Tiles(32, 64, 4, 3), Tiles(32, 128, 8, 3), Tiles(32, 64, 8, 2)),
         100: (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     },
     "differentiate_queries": {
         80: (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
         86: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1)),
-        90: (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 4, 3)),
         100: (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
     },
 }
+# Instead, where rows of 128 elements and more are loaded by tensor descriptors; below, pointers are as fast or faster.
+DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
+    "attend": {90: (None, Tiles(64, 64, 4, 3, described=True), Tiles(128, 64, 8, 2, described=True))},
+    "differentiate_keys": {90: (None, Tiles(64, 64, 4, 2, described=True), None)},
+    "differentiate_queries": {90: (None, Tiles(128, 64, 8, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
+}
+LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
@@ -55,9 +63,16 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int) -> Tiles:
-    """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`."""
+def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0) -> Tiles:
+    """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`.
+
+    `described_rows`: rows of a segment, where tensor descriptors can load them.
+    """
     if kernel == "prepare":
         return PREPARE
     size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
-    return SINGLE[kernel][size] if element > 2 else HALF[kernel][family_of(level)][size]
+    if element > 2:
+        return SINGLE[kernel][size]
+    family = family_of(level)
+    described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
+    return HALF[kernel][family][size] if described is None else described
