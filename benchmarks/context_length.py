@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.environment import commit, describe
+from benchmarks.environment import commit, describe, driver
 from flexdilated import DilatedPattern, LongNetConfig
 from flexdilated.backends.hardware import detect, recommended_dtype
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
@@ -90,11 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=f"the results; default: {RESULTS.relative_to(RESULTS.parents[2])}")
     parser.add_argument("--overwrite", action="store_true", help="begin anew where the results are of other settings or text")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="checkpoints of the run in progress")
+    parser.add_argument("--layers", type=int, help="of the models")
+    parser.add_argument("--embed-dim", type=int, help="elements of a token of the models")
+    parser.add_argument("--device", default="cpu", help="where models run; seeds of the same device alone are comparable")
     parser.add_argument("--commit", help="of the code, where there is no git")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
 
-    given = {name: getattr(options, name) for name in ("seeds", "steps", "bytes_per_step") if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in ("seeds", "steps", "bytes_per_step", "layers", "embed_dim") if getattr(options, name) is not None}
     if options.lengths:
         given["lengths"] = tuple(options.lengths)
     output = options.output or (None if options.quick else RESULTS)
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() - start > 60 * options.minutes:
                 print(f"{options.minutes:g} minutes are over; the same command goes on")
                 break
-            found = run(cell, settings, corpora[cell.length], options.folder)
+            found = run(cell, settings, corpora[cell.length], options.folder, options.device)
             if found is None:
                 print("stopped; the same command goes on")
                 return 130
@@ -172,7 +175,7 @@ def pattern_of(attention: str, length: int) -> DilatedPattern:
     return DilatedPattern(tuple(lengths), tuple(2**i for i in range(len(lengths))))
 
 
-def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path) -> dict[str, Any] | None:
+def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path, device: str) -> dict[str, Any] | None:
     """Train one model to its end, from its checkpoint where it has one; None if it was interrupted."""
     pattern = pattern_of(cell.attention, cell.length)
     config = LongNetConfig(
@@ -182,7 +185,7 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path) -> dict[st
         num_heads=settings.heads,
         pattern=pattern,
     )
-    dtype = recommended_dtype(detect("cpu"))
+    dtype = recommended_dtype(detect(device))
     options = TrainOptions(
         sequence_length=cell.length,
         batch_size=settings.bytes_per_step // cell.length,
@@ -199,7 +202,7 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path) -> dict[st
         compile=False,  # it takes longer than it saves in a run as short as these
     )
     place = folder / f"{cell.attention}-{cell.length}-{cell.seed}"
-    trainer = Trainer(config, options, corpus, place, torch.device("cpu"))
+    trainer = Trainer(config, options, corpus, place, torch.device(device))
     if any(place.glob("checkpoint-*")):
         trainer.resume()
     if not trainer.run(lambda _: None):
@@ -211,7 +214,10 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path) -> dict[st
         if "held_out" in entry
     ]
     print(f"{cell.attention} {cell.length:,} seed {cell.seed}: {trainer.held_out:.3f} bits, {trainer.seconds:.0f} s", flush=True)
-    about = {key: value for key, value in describe().items() if key in ("device_class", "threads", "torch", "date")}
+    wanted = ("device_class", "threads", "torch", "date") if device == "cpu" else ("torch", "date")
+    about = {key: value for key, value in describe().items() if key in wanted}
+    if device != "cpu":
+        about |= {"device_class": torch.cuda.get_device_name(device), "driver": driver()}
     return {
         **cell._asdict(),
         "pattern": pattern.to_dict(),
