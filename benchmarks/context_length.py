@@ -97,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
 
-    given = {name: getattr(options, name) for name in ("seeds", "steps", "bytes_per_step", "layers", "embed_dim") if getattr(options, name) is not None}
+    given = {
+        name: getattr(options, name)
+        for name in ("seeds", "steps", "bytes_per_step", "layers", "embed_dim")
+        if getattr(options, name) is not None
+    }
     if options.lengths:
         given["lengths"] = tuple(options.lengths)
     output = options.output or (None if options.quick else RESULTS)

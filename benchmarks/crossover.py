@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import statistics
@@ -62,7 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
     if on_gpu:
         for name in ("device_class", "threads"):  # of the CPU
             del provenance[name]
-        provenance |= {"hardware": torch.cuda.get_device_name(), "driver": driver()}
+        triton = importlib.import_module("triton").__version__ if "triton" in engines else None
+        provenance |= {"hardware": torch.cuda.get_device_name(), "driver": driver(), "triton": triton}
     provenance |= {"commit": options.commit or provenance["commit"]}
     provenance["command"] = shlex.join(["python", "-m", "benchmarks.crossover", *words])
     for part, new in (("measured", measured), ("provenance", [provenance])):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,18 +43,21 @@ def device_class(hardware: Hardware) -> str:
 
 
 def load(text: str) -> tuple[Crossover, ...]:
-    """The crossovers of the kept measurements: one entry where the faster engine changes, the first at 0 tokens."""
+    """The crossovers of the kept measurements: one entry where the faster engine changes, the first at 0 tokens.
+
+    Between two lengths that speak for different engines it changes at their geometric mean.
+    """
     found: list[Crossover] = []
     kinds: dict[tuple[str, str, bool, int], list[tuple[int, str]]] = {}
     for entry in json.loads(text)["measured"]:
         kind = (entry["device"], entry["dtype"], entry["training"], entry["head_dim"])
         kinds.setdefault(kind, []).append((entry["tokens"], faster(entry)))
     for kind, points in kinds.items():
-        last = None
+        before, last = 0, None
         for tokens, engine in sorted(points):
             if engine != last:
-                found.append(Crossover(*kind, 0 if last is None else tokens, engine))
-            last = engine
+                found.append(Crossover(*kind, isqrt(before * tokens), engine))
+            before, last = tokens, engine
     return tuple(found)
 
 

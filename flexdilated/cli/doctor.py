@@ -134,8 +134,8 @@ def _preference(hardware: Hardware) -> str:
     text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
         text += (
-            ". By published rates triton needs the least time there (--roofline), but its kernels have not been run on a GPU yet: "
-            "name it to try it; nox -s bench -- --crossover measures it, and auto follows"
+            ". By published rates triton needs the least time there (--roofline), as it did on an H200: name it to try it; "
+            "nox -s bench -- --crossover measures it, and auto follows"
         )
     return text
 

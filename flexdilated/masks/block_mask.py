@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.torch_version import TorchVersion
 
 from flexdilated.backends.pieces import uncached
 from flexdilated.backends.transforms import in_no_mode
@@ -16,10 +15,6 @@ from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists,
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 from flexdilated.pattern import DilatedPattern, is_integer
 from flexdilated.reference import MaskMod
-
-# Whether the kernels step through the lists of full blocks by the strides of the lists of partial ones, as they do in torch 2.9 and
-# 2.11; those of 2.13 do not, and of 2.12 nobody has looked.
-SHARES_STRIDES = TorchVersion(torch.__version__) < "2.13"
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes
@@ -38,7 +33,7 @@ def create_dilated_block_mask(
     """The `BlockMask` of `dilated_mask_mod`, of shape `(1, num_heads, seq_len, seq_len)`, built in closed form.
 
     It lists exactly the partial and full blocks that `torch.nn.attention.flex_attention.create_block_mask` finds by looking at all
-    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as the fullest row. Results are cached: do
+    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as their fullest row. Results are cached: do
     not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
 
     Args:
@@ -142,10 +137,10 @@ def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     def side(row_size: int, column_size: int, order: Order) -> BlockLists:
         found = [block_lists(kind, seq_len, row_size, column_size, order, separate_full=separate_full) for kind in classes]
         columns = -(-seq_len // column_size)
-        widths = [max(part.shape[-1] for part in parts) for parts in zip(*found)]
-        if SHARES_STRIDES:
-            widths[1] = widths[3] = max(widths[1], widths[3])
-        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts, width in zip(zip(*found), widths)))
+        # One width for both kinds: kernels step through the lists of full blocks by the strides of the others, up to torch 2.12
+        # those of attention, and the one of decoding still.
+        width = max(indices.shape[1] for lists in found for indices in (lists.partial_indices, lists.full_indices))
+        return BlockLists(*(_by_head(parts, of_head, width, columns, device) for parts in zip(*found)))
 
     kv = side(sizes[0], sizes[1], "before" if is_causal else "any")
     symmetric = not is_causal and sizes[0] == sizes[1]

@@ -36,7 +36,10 @@ def test_auto_takes_the_first_engine_that_can() -> None:
     [
         ("sm_80", {}, "flex"),
         ("sm_90", {"dtype": torch.bfloat16, "differentiable": True, "masked": True}, "flex"),
-        ("sm_90", {"modified": False}, "sdpa"),
+        ("sm_80", {"modified": False, "dtype": torch.bfloat16}, "sdpa"),  # nothing has measured one
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16}, "triton"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "dropout": True}, "sdpa"),
+        ("sm_90", {"modified": False, "dtype": torch.float32, "num_tokens": 65536}, "sdpa"),
         ("sm_90", {"dropout": True}, "sdpa"),
         ("sm_90", {"dynamic": True}, "sdpa"),
         ("sm_90", {"dtype": torch.float64}, "sdpa"),
@@ -46,7 +49,7 @@ def test_auto_takes_the_first_engine_that_can() -> None:
         ("mps", {}, "sdpa"),
     ],
 )
-def test_auto_takes_flex_for_functions_on_gpus_that_run_it(level: str, changes: dict[str, object], engine: str) -> None:
+def test_auto_takes_what_is_fastest_on_a_gpu_and_flex_for_functions(level: str, changes: dict[str, object], engine: str) -> None:
     asked = request(**{"hardware": simulate(level), "head_dim": 16, "modified": True, **changes})
     assert backends.choose("auto", asked) == engine
 

@@ -540,8 +540,8 @@ def test_auto_follows_the_measurements() -> None:
         }
         return crossovers.prefer(Request(**values | changes), table)[0]
 
-    assert [first(num_tokens=n) for n in (1, 1024, 4095, 4096, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
-    assert [first(num_tokens=n, head_dim=100) for n in (1, 16383, 16384, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
+    assert [first(num_tokens=n) for n in (1, 1024, 2047, 2048, 1 << 20)] == ["flex", "flex", "flex", "sdpa", "sdpa"]
+    assert [first(num_tokens=n, head_dim=100) for n in (1, 8191, 8192, 1 << 20)] == ["sdpa", "sdpa", "flex", "flex"]
     assert first(differentiable=False) == "flex"
     assert crossovers.faster({"flex_over_sdpa": 0.8, "triton_over_sdpa": 0.7}) == "triton"
     assert crossovers.faster({"flex_over_sdpa": 0.6, "triton_over_sdpa": 0.7}) == "flex"
@@ -566,7 +566,9 @@ def test_kept_measurements_say_where_they_come_from() -> None:
     assert {entry["device"] for entry in kept["measured"]} == {entry["device"] for entry in kept["provenance"]}
     for entry in kept["provenance"]:
         assert all(entry[name] for name in ("torch", "date", "commit"))
-    assert all(entry["flex_over_sdpa"] is None or math.isfinite(entry["flex_over_sdpa"]) for entry in kept["measured"])
+    ratios = [value for entry in kept["measured"] for name, value in entry.items() if name.endswith("_over_sdpa")]
+    assert len(ratios) >= len(kept["measured"])
+    assert all(ratio is None or math.isfinite(ratio) for ratio in ratios)
     assert (
         crossovers.prefer(Request(simulate("cpu"), torch.float32, 64))[0] == "sdpa"
     )  # 2 to 45 times faster than compiled flex there

@@ -41,11 +41,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = "cuda"
 LAYOUTS = ("packed", "fused")
-LONGEST = 331  # tokens of a case that has a table
+LONGEST = 1043  # tokens of a case, for its table
 RESIDENT = 80 << 30  # bytes: q, k, v and out of 2**31 elements each, the packed pieces, and their float32 mixture
 
 # Rates that divide segments (one long sequence of kept rows), rates that do not (one sequence per segment), more than one block.
 EVEN = DilatedPattern((31, 201, 235), (1, 3, 5))
+FULL = DilatedPattern((256, 1024), (1, 4))
 UNEVEN = DilatedPattern((31, 101, 257), (1, 3, 7))
 
 
@@ -97,6 +98,9 @@ CASES = {
     "one_token": Modified(replace(PLAIN, num_tokens=1)),
     "score_mod": Modified(replace(PLAIN, batch=2), has_score=True),
     "mask_mod": Modified(replace(PLAIN, group=2, pattern=UNEVEN, is_causal=True), has_mask=True),
+    # Blocks that are seen whole, more or fewer of them in a row than of the others: lists of both kinds.
+    "full_blocks": Modified(replace(PLAIN, pattern=FULL, num_tokens=LONGEST)),
+    "full_blocks_causal": Modified(replace(PLAIN, pattern=FULL, num_tokens=LONGEST, kv_heads=4, is_causal=True)),
     "both_mods": Modified(replace(PLAIN, borders=(0, 130, 331), pattern=UNEVEN), has_score=True, has_mask=True),
 }
 ALWAYS_PACKED = ("zero_padding", "detach_weights")  # what a single softmax does not express
@@ -104,7 +108,7 @@ CALLS = [(name, layout) for name in CASES for layout in LAYOUTS if layout == "pa
 LOW_PRECISION = [
     (name, layout)
     for name, layout in CALLS
-    if name in ("plain", "gqa", "head_dim_128", "padding", "documents", "grouped", "score_mod")
+    if name in ("plain", "gqa", "head_dim_128", "padding", "documents", "grouped", "score_mod", "full_blocks")
 ]
 
 

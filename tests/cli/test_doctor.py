@@ -100,7 +100,8 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_auto_goes_by() -> None:
-    measured, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90"))
+    measured, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_80"))
+    assert measured == doctor._preference(simulate("sm_90"))
     assert measured.startswith("auto takes the engine that was measured")
     assert unmeasured.startswith(
         "auto takes sdpa, then flex: nothing has been measured on this class of device. By published rates triton"

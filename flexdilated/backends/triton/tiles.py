@@ -1,7 +1,7 @@
 """Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element.
 
-Chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters. No
-GPU has measured them yet.
+Those of sm_90 in 16 bits are what was fastest on an H200 (`python -m benchmarks.tiles`, `docs/gpu-kernels.md`). The others were
+chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters.
 """
 
 from __future__ import annotations
