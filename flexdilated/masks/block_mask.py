@@ -33,8 +33,8 @@ def create_dilated_block_mask(
     """The `BlockMask` of `dilated_mask_mod`, of shape `(1, num_heads, seq_len, seq_len)`, built in closed form.
 
     It lists exactly the partial and full blocks that `torch.nn.attention.flex_attention.create_block_mask` finds by looking at all
-    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as their fullest row. Results are cached: do
-    not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
+    pairs, at a cost that grows with the listed blocks alone. The lists are only as wide as their fullest row. Results are cached:
+    do not write into them. Slicing, `as_tuple`, `to_dense` and `str` of torch's class expect full-width lists.
 
     Args:
         pattern: As in `dilated_mask_mod`, like all arguments that are not listed here.
