@@ -362,16 +362,16 @@ def release_check(session: nox.Session) -> None:
     session.run(sys.executable, "tests/release/check.py", *(session.posargs or RELEASE))
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, in the Python that runs nox (its torch is taken as it is)."""
-    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
     """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json)."""
-    session.run("python", "-m", "benchmarks.gpu", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "benchmarks.gpu", *session.posargs)
 
 
 def _declared_minimums(session: nox.Session) -> dict[str, str]:

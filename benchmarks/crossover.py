@@ -23,10 +23,11 @@ from flexdilated.backends.hardware import detect
 
 NUM_HEADS, ROUNDS = 12, 5
 PATTERN = DilatedPattern.longnet()
+SETTING = ("device", "dtype", "training", "head_dim", "tokens")  # of a measurement
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure every setting and rewrite this device's part of the kept measurements."""
+    """Measure every setting, and keep it beside what is kept of other devices, settings and engines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two short lengths, and nothing is kept: whether it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
                         ratio = over_sdpa(engine, tokens, head_dim, dtype, options.device, training=training)
                         entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
                         print(
-                            f"{name} D={head_dim} training={training} N={tokens}: {engine} {ratio} -> {faster(entry)}", flush=True
+                            f"{name} D={head_dim} training={training} N={tokens}: {engine} {entry[f'{engine}_over_sdpa']} -> "
+                            f"{faster(entry)}",
+                            flush=True,
                         )
                     measured.append(entry)
     if options.quick:
@@ -67,10 +70,21 @@ def main(arguments: list[str] | None = None) -> None:
         provenance |= {"hardware": torch.cuda.get_device_name(), "driver": driver(), "triton": triton}
     provenance |= {"commit": options.commit or provenance["commit"]}
     provenance["command"] = shlex.join(["python", "-m", "benchmarks.crossover", *words])
-    for part, new in (("measured", measured), ("provenance", [provenance])):
-        kept[part] = [entry for entry in kept[part] if entry["device"] != device] + new
+    kept["measured"], replaced = merged(kept["measured"], measured)
+    others = [entry for entry in kept["provenance"] if entry["device"] != device or not replaced]
+    kept["provenance"] = [*others, provenance]
     options.file.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {options.file}")
+
+
+def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    """Kept entries with those measured: settings and engines that were not measured again stay. Whether none of this device did."""
+    found = {tuple(entry[name] for name in SETTING): entry for entry in kept}
+    new = {tuple(entry[name] for name in SETTING): entry for entry in measured}
+    replaced = all(key in new and set(found[key]) <= set(new[key]) for key in found if key[0] == measured[0]["device"])
+    for key, entry in new.items():
+        found[key] = {**found.get(key, {}), **entry}
+    return list(found.values()), replaced
 
 
 def over_sdpa(engine: str, tokens: int, head_dim: int, dtype: torch.dtype, device: str, *, training: bool) -> float | None:

@@ -42,16 +42,32 @@ SMALL = 512  # tokens of a call that compiles: sizes choose no other compilation
 # Of each kernel: what fits an H200 and spills little there (`python -m benchmarks.cubins --tiles ...`).
 CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "attend": (
+        (64, 64, 4, 2),
         (64, 64, 4, 3),
+        (64, 32, 4, 2),
         (128, 64, 4, 3),
         (128, 64, 8, 2),
         (128, 64, 8, 3),
         (128, 128, 8, 2),
         (128, 128, 8, 3),
-        (64, 32, 4, 2),
     ),
-    "differentiate_keys": ((32, 64, 4, 3), (32, 64, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (64, 128, 8, 2), (16, 64, 8, 2)),
-    "differentiate_queries": ((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)),
+    "differentiate_keys": (
+        (16, 64, 8, 2),
+        (32, 64, 4, 3),
+        (32, 64, 8, 2),
+        (32, 128, 8, 3),
+        (64, 64, 4, 2),
+        (64, 128, 8, 2),
+        (64, 128, 8, 3),
+    ),
+    "differentiate_queries": (
+        (64, 32, 4, 3),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 32, 8, 2),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated import __version__
-from flexdilated.backends import Request, why_not
-from flexdilated.backends.crossovers import DEFAULT, is_measured
+from flexdilated.backends import Request, choose, why_not
+from flexdilated.backends.crossovers import DEFAULT, KEPT, device_class, is_measured
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
@@ -130,14 +130,30 @@ def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` goes by on this device."""
     if is_measured(hardware):
-        return "auto takes the engine that was measured to be the fastest on this class of device"
+        return f"auto takes the engine that was measured to be the fastest on this class of device: {_measured_choice(hardware)}"
     text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
         text += (
-            ". By published rates triton needs the least time there (--roofline), as it did on an H200: name it to try it; "
-            "nox -s bench -- --crossover measures it, and auto follows"
+            ". By published rates triton needs the least time there forward (--roofline), and did on an H200: name it to try it; "
+            "python -m benchmarks.crossover in a clone measures it, and auto follows"
         )
     return text
+
+
+def _measured_choice(hardware: Hardware) -> str:
+    """The engines of training calls at the head dim of the table, by dtype and number of tokens."""
+    lengths = sorted({crossover.tokens for crossover in KEPT if crossover.device == device_class(hardware)})
+    said: dict[str, list[str]] = {}
+    for name, dtype in DTYPES.items():
+        request = _request(hardware, dtype, "plain")
+        parts, last = [], None
+        for tokens in lengths:
+            engine = choose("auto", replace(request, num_tokens=tokens))
+            if engine != last:
+                parts.append(engine if last is None else f"from {tokens:,} tokens {engine}")
+            last = engine
+        said.setdefault(", ".join(parts), []).append(name)
+    return "; ".join(f"{choice} in {', '.join(names)}" for choice, names in said.items())
 
 
 def _reasons(engine: Engine, hardware: Hardware) -> dict[tuple[torch.dtype, str], str | None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -585,3 +586,32 @@ def test_the_crossover_command_measures(capsys: pytest.CaptureFixture[str], monk
         "float32 D=64 training=False N=128: flex 1.28 -> sdpa",
     ]
     assert crossovers.FILE.read_text() == kept
+
+
+def test_what_is_measured_anew_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    from benchmarks import crossover
+
+    kept = json.loads(crossovers.FILE.read_text())
+    file = tmp_path / "crossovers.json"
+    monkeypatch.setattr(crossover, "over_sdpa", lambda engine, tokens, *_, **__: 7.0)
+    crossover.main(["--device", "cpu", "--tokens", "4096", "512", "--file", str(file)])
+    found = json.loads(file.read_text())
+    new = [entry for entry in found["measured"] if entry.get("flex_over_sdpa") == 7.0]
+    assert sorted((entry["dtype"], entry["tokens"]) for entry in new) == [
+        (dtype, tokens) for dtype in ("bfloat16", "float32") for tokens in (512, 4096)
+    ]
+    rest = [entry for entry in kept["measured"] if (entry["device"], entry["tokens"]) != ("cpu", 4096)]
+    assert [entry for entry in found["measured"] if entry not in new] == rest
+    assert found["provenance"][:-1] == kept["provenance"]  # of what stays
+
+
+def test_an_engine_that_is_measured_anew_leaves_the_others() -> None:
+    from benchmarks import crossover
+
+    setting = {"device": "sm_80", "dtype": "bfloat16", "training": True, "head_dim": 64, "tokens": 1024}
+    flex, triton = {**setting, "flex_over_sdpa": 1.0}, {**setting, "triton_over_sdpa": 2.0}
+    assert crossover.merged([flex], [triton]) == ([{**flex, **triton}], False)
+    assert crossover.merged([flex], [{**flex, **triton}]) == ([{**flex, **triton}], True)
+    assert crossover.merged([{**flex, "device": "cpu"}], [triton]) == ([{**flex, "device": "cpu"}, triton], True)

@@ -71,6 +71,7 @@ def test_a_run_without_time_says_what_is_missing(tmp_path: Path) -> None:
         (torch.OutOfMemoryError("CUDA out of memory."), "out of memory"),
         (AssertionError("out: Tensor-likes are not close!"), "wrong result"),
         (RuntimeError("no kernel"), "failed"),
+        (NotImplementedError("head_dim must be at most 120"), "skipped"),
     ],
 )
 def test_an_error_in_the_backward_keeps_the_forward(error: Exception, status: str) -> None:

@@ -100,9 +100,10 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_auto_goes_by() -> None:
-    measured, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_80"))
-    assert measured == doctor._preference(simulate("sm_90"))
-    assert measured.startswith("auto takes the engine that was measured")
+    measured, hopper, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
+    said = "auto takes the engine that was measured to be the fastest on this class of device: "
+    assert measured == said + "sdpa in float32, bfloat16, float16, float64"
+    assert hopper == said + "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
     assert unmeasured.startswith(
         "auto takes sdpa, then flex: nothing has been measured on this class of device. By published rates triton"
     )

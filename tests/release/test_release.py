@@ -37,6 +37,14 @@ def sessions() -> set[str]:
     return found
 
 
+def test_sessions_of_a_gpu_take_the_python_that_runs_nox() -> None:
+    """An environment of their own would have neither its torch nor anything else."""
+    text = read("noxfile.py")
+    for name in ("gpu", "bench_gpu"):
+        assert f'@nox.session(venv_backend="none")\ndef {name}(' in text
+    assert text.count("session.run(sys.executable") == text.count('venv_backend="none"')
+
+
 def constant(name: str) -> tuple[str, ...]:
     """A tuple of noxfile.py, of words and of other tuples."""
     values = {
