@@ -241,7 +241,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     kernels = list(dict.fromkeys(e["kernel"] for e in entries))
     lines = [SUMMARY, "|---" * 7 + "|"]
     for kernel, level in itertools.product(kernels, LEVELS):
-        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and e["asked"] != DESCRIBING]
+        some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and _is_launched(e)]
         if not some:
             continue
         by = ", ".join(sorted({e["products"] for e in some}))
@@ -251,6 +251,11 @@ def table(entries: list[dict[str, Any]]) -> str:
         lines += ["", f":::{{dropdown}} All of `{kernel}`", "", COLUMNS, "|---" * 9 + "|"]
         lines += [*(_row(e) for e in entries if e["kernel"] == kernel), ":::"]
     return "\n".join(lines)
+
+
+def _is_launched(e: dict[str, Any]) -> bool:
+    """Whether a launch may take an entry, and not only a comparison."""
+    return e["asked"] != DESCRIBING or chosen_tiles(Config(*(e[name] for name in Config._fields))).described
 
 
 def _row(e: dict[str, Any]) -> str:

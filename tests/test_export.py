@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from flexdilated import DilatedAttention, DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
+from flexdilated.backends import request
 from flexdilated.export import portable
+from tests.hardware import simulate
 from tests.tolerances import SINGLE
 
 # torch's own, in run_decompositions.
@@ -66,6 +68,27 @@ def draw(name: str, batch: int = 2, num_tokens: int = 43) -> Tensor:
     if name == "model":
         return torch.randint(VOCAB, (batch, num_tokens), generator=generator)
     return torch.randn(batch, num_tokens, WIDTH, generator=generator)
+
+
+class Unprojected(nn.Module):
+    """Attention of a tensor with itself, heads of 64."""
+
+    def forward(self, q: Tensor) -> Tensor:
+        return dilated_attention(q, q, q, PATTERN, is_causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(
+    dtype: torch.dtype, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does in float32 on sm_90: the choice must not look at a number that is a symbol."""
+    monkeypatch.setattr(request, "detect", lambda device: simulate("sm_90"))
+    length = Dim("length", min=2, max=65536)
+    program = torch.export.export(
+        Unprojected(), (torch.randn(1, 256, 2, 64, dtype=dtype),), dynamic_shapes=({1: length},), strict=strict
+    )
+    assert [(r.lower, r.upper) for r in program.range_constraints.values()] == [(2, 65536)]
 
 
 def export(name: str, model: nn.Module, *, strict: bool = False) -> ExportedProgram:

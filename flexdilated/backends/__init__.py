@@ -59,6 +59,8 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         reasons = {}
         for name in prefer(request):
             reasons[name] = _divided_why_not(name, request, asked=False) if divided else BACKENDS[name](request)
+            if reasons[name] is None and name == "triton":
+                reasons[name] = triton_engine.why_not_unasked(request)
             if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

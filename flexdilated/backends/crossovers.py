@@ -79,6 +79,8 @@ def is_measured(hardware: Hardware) -> bool:
 def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
     """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim.
 
+    Above all measured head dims it is `DEFAULT`, and where one graph is to hold for every length what is fastest on the longest.
+
     Under users' functions sdpa forms all scores, several times over, where flex on a GPU forms none. But there gradients of tensors
     that the functions hold are summed in any order.
     """
@@ -88,15 +90,21 @@ def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> t
     known = [c for c in (KEPT if crossovers is None else crossovers) if c[:3] == kind]
     if not known:
         return DEFAULT
-    nearest = known[0].head_dim
+    nearest = largest = known[0].head_dim
     for c in known[1:]:  # the compiler traces a loop, but no `min` with a key
+        largest = max(largest, c.head_dim)
         if _is_nearer(c.head_dim, nearest, request.head_dim):
             nearest = c.head_dim
     points = [c for c in known if c.head_dim == nearest]
-    first = points[0].engine
-    for point in points[1:]:
-        if request.num_tokens >= point.tokens:
-            first = point.engine
+    if request.head_dim > largest:
+        return DEFAULT
+    if request.dynamic:  # one graph for every length asks of none
+        first = points[-1].engine
+    else:
+        first = points[0].engine
+        for point in points[1:]:
+            if request.num_tokens >= point.tokens:
+                first = point.engine
     return (first, *(engine for engine in DEFAULT if engine != first))
 
 

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from flexdilated.backends import choose
 from flexdilated.backends.engines import attend as attend_whole
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, without_autocast
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             raise NotImplementedError(
                 "mesh must come without torch.func and forward-mode differentiation, got a call under one; use torch.autograd"
             )
-        request = call.request(q, k, v)
+        request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
         call = call._replace(backend=choose(call.backend, request, divided=True))
         by_autograd = call.is_modified() or call.backend == "flex"
         if by_autograd and call.exchange == "ring":

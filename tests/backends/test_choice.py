@@ -1,6 +1,7 @@
 """The table of engines and kernels, the choice, and the two CPU kernels against each other."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from flexdilated.backends import BACKENDS, Request, choose_kernel, engines, sdpa
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS
+from flexdilated.backends.triton import engine as triton_engine
 from tests.cases import Case, run_engine, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT
@@ -22,6 +24,12 @@ KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 def request(**changes: object) -> Request:
     return Request(**{"hardware": CPU, "dtype": torch.float32, "head_dim": 7, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that can build triton's launcher."""
+    monkeypatch.setattr(triton_engine, "UNBUILT", None)
 
 
 # -- engines ------------------------------------------------------------------------------------------------------------------
@@ -40,6 +48,10 @@ def test_auto_takes_the_first_engine_that_can() -> None:
         ("sm_90", {"modified": False, "dtype": torch.bfloat16}, "triton"),
         ("sm_90", {"modified": False, "dtype": torch.bfloat16, "dropout": True}, "sdpa"),
         ("sm_90", {"modified": False, "dtype": torch.float32, "num_tokens": 65536}, "sdpa"),
+        ("sm_90", {"modified": False, "dtype": torch.float32, "dynamic": True}, "sdpa"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "dynamic": True}, "triton"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "head_dim": 100}, "sdpa"),  # 200 bytes a row
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "head_dim": 136}, "sdpa"),  # more than was measured
         ("sm_90", {"dropout": True}, "sdpa"),
         ("sm_90", {"dynamic": True}, "sdpa"),
         ("sm_90", {"dtype": torch.float64}, "sdpa"),
@@ -52,6 +64,25 @@ def test_auto_takes_the_first_engine_that_can() -> None:
 def test_auto_takes_what_is_fastest_on_a_gpu_and_flex_for_functions(level: str, changes: dict[str, object], engine: str) -> None:
     asked = request(**{"hardware": simulate(level), "head_dim": 16, "modified": True, **changes})
     assert backends.choose("auto", asked) == engine
+
+
+def test_auto_leaves_triton_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(hardware=simulate("sm_90"), head_dim=64, dtype=torch.bfloat16)
+    assert backends.choose("auto", asked) == "triton"
+    monkeypatch.setattr(triton_engine, "UNBUILT", "triton needs a C compiler")
+    assert backends.choose("auto", asked) == "sdpa"
+    assert backends.choose("triton", asked) == "triton"  # its cache may hold what was built elsewhere
+
+
+def test_what_triton_is_built_with_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "C compiler" in str(triton_engine._unbuilt())
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(triton_engine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "headers" in str(triton_engine._unbuilt())
+    (tmp_path / "Python.h").touch()
+    assert triton_engine._unbuilt() is None
 
 
 def test_auto_keeps_to_deterministic_algorithms() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import Request, why_not
-from flexdilated.backends.hardware import detect
+from flexdilated.backends.hardware import detect, family_of
+from flexdilated.backends.triton.tiles import DESCRIBED, padded
 from tests.backends.test_gpu import CASES
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import SINGLE, assert_twice_naive
+
+pytest.importorskip("triton")
+
+from flexdilated.backends.triton import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -25,11 +31,12 @@ MORE = {
     "head_dim_128": replace(CASES["head_dim_64"], head_dim=128),
     "head_dim_256": replace(CASES["head_dim_64"], head_dim=256),
     # Segments of as many rows as tensor descriptors are made for: ragged, shared, at every size of tiles.
-    "described": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=64),
+    "described": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=128),
     "described_96": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=96),
     "described_128": Case(LONG, num_tokens=2300, kv_heads=1, group=3, head_dim=128, borders=(0, 7, 1500, 2300)),
     "described_detached": Case(replace(LONG, detach_weights=True), num_tokens=2300, kv_heads=2, head_dim=128),
-    "described_zero_keys": Case(DilatedPattern.torchscale((1024, 2100), (1, 3)), num_tokens=2300, kv_heads=2, head_dim=64),
+    "described_zero_keys": Case(DilatedPattern.torchscale((1024, 2100), (1, 3)), num_tokens=2300, kv_heads=2, head_dim=128),
+    "described_256": Case(LONG, num_tokens=2300, kv_heads=1, group=2, head_dim=256),
     "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
 }
 
@@ -64,6 +71,27 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is
         assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
 
 
+@pytest.mark.parametrize("name", [name for name in MORE if name.startswith("described")])
+def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table of this GPU's level says so: else the cases of that name show nothing of them."""
+    case = MORE[name]
+    skip_unless_it_runs(case, torch.bfloat16)
+    size = max(0, padded(case.head_dim).bit_length() - 7)
+    chosen = {
+        kernel for kernel, by in DESCRIBED.items() if (by.get(family_of(torch.cuda.get_device_capability())) or (None,) * 3)[size]
+    }
+    described: set[str] = set()
+    launches = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        described.update([kernel.__name__] if constants.get("DESCRIBED") else [])
+        launches(kernel, programs, arguments, constants, *more)
+
+    monkeypatch.setattr(launch, "_launch", noted)
+    run_engine(case, "triton", torch.bfloat16, "cuda")
+    assert described == chosen
+
+
 def test_runs_are_equal_in_every_bit() -> None:
     case = replace(CASES["gqa"], is_causal=True)
     skip_unless_it_runs(case, torch.bfloat16)
@@ -73,7 +101,7 @@ def test_runs_are_equal_in_every_bit() -> None:
 
 def test_rows_that_share_memory_are_read_as_any_others() -> None:
     """Expanded keys have a stride of 0, which no descriptor takes."""
-    case = replace(MORE["described"], group=1, head_dim=64)
+    case = replace(MORE["described"], group=1)
     skip_unless_it_runs(case, torch.bfloat16)
     q, k, v, dout, _ = case.tensors(torch.bfloat16, "cuda")
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
@@ -83,13 +111,13 @@ def test_rows_that_share_memory_are_read_as_any_others() -> None:
 
 
 def test_strides_of_two_gigabytes_are_addressed() -> None:
-    """The last head of a tensor whose heads come first lies more than 2^31 elements behind the first."""
-    if torch.cuda.mem_get_info()[0] < 14 << 30:
-        pytest.skip("needs 14 GB of free memory")
-    case = Case(DilatedPattern((64,), (1,)), num_tokens=64, kv_heads=2, head_dim=64)
+    """Each head of a tensor whose heads come first lies 2^31 elements behind the one before, those of a group too."""
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of free memory")
+    case = Case(DilatedPattern((64,), (1,)), num_tokens=64, kv_heads=2, group=2, head_dim=64)
     skip_unless_it_runs(case, torch.float16)
     q, k, v, dout, dlse = case.tensors(torch.float16, "cuda")
-    storage = torch.empty((1 << 31) + (1 << 20), dtype=torch.float16, device="cuda")
+    storage = torch.empty((3 << 31) + (1 << 20), dtype=torch.float16, device="cuda")
 
     def far(x: torch.Tensor) -> torch.Tensor:
         return storage.as_strided(x.shape, (0, 64, 1 << 31, 1)).copy_(x)

@@ -121,8 +121,8 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     tiles_of, launches = launch.tiles_of, launch._launch
     described: list[bool] = []
 
-    def described_tiles(*arguments: Any, described_rows: int = 0) -> Tiles:
-        return tiles_of(*arguments)._replace(described=described_rows > 0)
+    def described_tiles(*arguments: Any, described_rows: int = 0, **options: Any) -> Tiles:
+        return tiles_of(*arguments, **options)._replace(described=described_rows > 0)
 
     def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
         described.append(constants.get("DESCRIBED", False))
@@ -133,6 +133,17 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     with poisoned_memory():
         assert_oracle(CASES[name])
     assert described.count(False) == 1  # prepare reads every row once
+
+
+@pytest.mark.slow
+def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
+    """Memory that nobody touches is not taken."""
+    step, case = 1 << 31, Case(DilatedPattern((64,), (1,)), num_tokens=64, kv_heads=1, group=2, head_dim=16, is_causal=True)
+    q, k, v, dout, dlse = case.tensors(torch.float16)
+    far = torch.empty(step + q.numel(), dtype=torch.float16).as_strided(q.shape, (0, 16, step, 1)).copy_(q)
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
+    for a, e in zip(differentiate(run, far, k, v, dout, dlse), differentiate(run, q, k, v, dout, dlse)):
+        assert torch.equal(a, e)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def differentiate_keys(
     q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT
     DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT
-    q_head, dout_head = q_head * UNIT, dout_head * UNIT
+    q_head, dout_head = tl.cast(q_head, tl.int64) * UNIT, tl.cast(dout_head, tl.int64) * UNIT
     Q = rows_of(Q, q_head, q_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     DOUT = rows_of(DOUT, dout_head, dout_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     ROWS += 2 * (b * rows_batch + h * rows_head + first_out)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
@@ -16,6 +19,7 @@ from flexdilated.backends.request import Request
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
 MOST_HEAD_DIM = 256
+ROW_BYTES = 16  # what one load takes
 
 # One module under several names: of releases, of torch's nightly builds, and of Windows.
 DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
@@ -65,6 +69,27 @@ def why_not(request: Request) -> str | None:
         least, found = (".".join(map(str, numbers)) for numbers in (LEAST_VERSION, INSTALLED))
         return f"triton must be {least} or newer, got {found}; use backend='sdpa'"
     return None
+
+
+def why_not_unasked(request: Request) -> str | None:
+    """Why `backend="auto"` leaves this engine out where it can run a request, or None."""
+    if UNBUILT is not None:
+        return UNBUILT
+    if request.head_dim * request.dtype.itemsize % ROW_BYTES:
+        return f"rows of {request.head_dim} elements are no whole number of {ROW_BYTES} bytes, which it loads slowly"
+    return None
+
+
+def _unbuilt() -> str | None:
+    """What a first launch misses on this machine: triton compiles its launcher in C, once."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton needs a C compiler, and found neither CC nor gcc nor clang"
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        return "triton needs Python's headers, which are not installed"
+    return None
+
+
+UNBUILT = _unbuilt() if sys.platform == "linux" else None  # asked once; on Windows its package brings a compiler
 
 
 def _device_why_not(request: Request) -> str | None:

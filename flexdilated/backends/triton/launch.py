@@ -210,7 +210,8 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor]) -> Tiles:
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
-    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows)
+    is_aligned = unit_of(q) * q.element_size() == DESCRIBED_BYTES
+    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, is_aligned=is_aligned)
 
 
 def _describable(x: Tensor) -> bool:

@@ -63,16 +63,19 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0) -> Tiles:
+def tiles_of(
+    kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, is_aligned: bool = True
+) -> Tiles:
     """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`.
 
-    `described_rows`: rows of a segment, where tensor descriptors can load them.
+    `described_rows`: rows of a segment, where tensor descriptors can load them. `is_aligned`: whether rows are whole units of
+    16 bytes; others take registers of their own, and the tiles of a smaller level.
     """
     if kernel == "prepare":
         return PREPARE
     size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
     if element > 2:
         return SINGLE[kernel][size]
-    family = family_of(level)
+    family = family_of(level) if is_aligned or level < (9, 0) else 80
     described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
     return HALF[kernel][family][size] if described is None else described
