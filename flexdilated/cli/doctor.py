@@ -207,7 +207,8 @@ def _layouts() -> list[dict[str, Any]]:
 
 def _layout_table() -> Table:
     table = _table(
-        "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16)"
+        "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16); "
+        "estimates for this choice alone, --roofline counts all"
     )
     for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
         table.add_column(column, justify="left" if column == "choice" else "right")
