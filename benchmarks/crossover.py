@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe, driver
+from benchmarks.environment import describe, provenance
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
 from flexdilated.backends.hardware import detect
@@ -62,17 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         return
     kept = json.loads(FILE.read_text())
-    provenance = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe(), "device": device}
+    about = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
+    about |= {**provenance("crossover", options.device, words, options.commit), "device": device}
     if on_gpu:
         for name in ("device_class", "threads"):  # of the CPU
-            del provenance[name]
-        triton = importlib.import_module("triton").__version__ if "triton" in engines else None
-        provenance |= {"hardware": torch.cuda.get_device_name(), "driver": driver(), "triton": triton}
-    provenance |= {"commit": options.commit or provenance["commit"]}
-    provenance["command"] = shlex.join(["python", "-m", "benchmarks.crossover", *words])
+            del about[name]
     kept["measured"], replaced = merged(kept["measured"], measured)
     others = [entry for entry in kept["provenance"] if entry["device"] != device or not replaced]
-    kept["provenance"] = [*others, provenance]
+    kept["provenance"] = [*others, about]
     options.file.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {options.file}")
 

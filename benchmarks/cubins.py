@@ -86,6 +86,11 @@ class Config(NamedTuple):
     asked: str
 
 
+def config_of(entry: dict[str, Any]) -> Config:
+    """What a kept entry is of."""
+    return Config(*(entry[name] for name in Config._fields))
+
+
 class Cost(NamedTuple):
     """What the compiler made of a kernel: `spills` are stores in all, `in_loops` stores and loads in loops with products."""
 
@@ -255,7 +260,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def _is_launched(e: dict[str, Any]) -> bool:
     """Whether a launch may take an entry, and not only a comparison."""
-    return e["asked"] != DESCRIBING or chosen_tiles(Config(*(e[name] for name in Config._fields))).described
+    return e["asked"] != DESCRIBING or chosen_tiles(config_of(e)).described
 
 
 def _row(e: dict[str, Any]) -> str:
@@ -276,7 +281,7 @@ def comparison(entries: list[dict[str, Any]]) -> str:
         "| spilled (in loops): pointers | descriptors | shared KiB: pointers | descriptors |",
         "|---" * 12 + "|",
     ]
-    at = {Config(*(e[name] for name in Config._fields)): e for e in entries}
+    at = {config_of(e): e for e in entries}
     for config, by in at.items():
         if config.asked == DESCRIBING:
             both = at[config._replace(asked="causal")], by
@@ -314,7 +319,7 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, nargs=4, help="try these queries, keys, warps and stages instead of the table's")
     parser.add_argument("--write", action="store_true", help="keep what is found")
     chosen = parser.parse_args()
-    kept = {Config(*(e[name] for name in Config._fields)): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
+    kept = {config_of(e): e for e in json.loads(KEPT.read_text())} if KEPT.exists() else {}
     failed = False
     for config in configs(chosen.levels, chosen.head_dims, chosen.dtypes, chosen.kernels):
         if config.asked not in chosen.asked or (chosen.missing and config in kept):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
@@ -52,3 +57,20 @@ def driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def provenance(program: str, device: str, arguments: Sequence[str], commit_given: str | None = None) -> dict[str, Any]:
+    """What a program of this folder measured on, with what, when and how; `commit_given` where git cannot tell."""
+    triton = importlib.util.find_spec("triton")
+    on_gpu = device == "cuda"
+    return {
+        "hardware": torch.cuda.get_device_name() if on_gpu else device_class(),
+        "driver": driver() if on_gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": None if triton is None else importlib.import_module("triton").__version__,
+        "commit": commit() if commit_given is None else commit_given,
+        "date": describe()["date"],
+        "command": shlex.join(["python", "-m", f"benchmarks.{program}", *arguments]),
+    }

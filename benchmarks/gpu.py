@@ -16,8 +16,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -39,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexdilated.backends.flex.engine
 from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
-from benchmarks.environment import commit, describe, driver
+from benchmarks.environment import provenance
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex.cost import Shape, fused_cost
@@ -461,7 +459,13 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(2307)
     device = Device(options.device)
     sizes = chosen(QUICK if options.quick else FULL, options)
-    run = Run(options.output, options.budget_seconds, provenance(options, arguments))
+    details = {
+        **provenance("gpu", options.device, sys.argv[1:] if arguments is None else arguments, options.commit),
+        "quick": options.quick,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "note": "gigapath: without zero_padding and detach_weights; memory is relative to q, k, v, out and their gradients",
+    }
+    run = Run(options.output, options.budget_seconds, details)
     run.report["device"] = device_rates(device, sizes)
     device.release()
     run.save()
@@ -528,26 +532,6 @@ def dense_rates(run: Run, device: Device, setting: Setting) -> dict[str, Any]:
         engine = dense(kernel)
         run.report["dense"].append({"engine": engine.name, **asdict(setting)} | attempt(device, engine, whole, setting))
     return run.report["dense"][-len(kernels)]
-
-
-def provenance(options: argparse.Namespace, arguments: list[str] | None) -> dict[str, Any]:
-    """What was measured, on what, when and how."""
-    triton = importlib.util.find_spec("triton")
-    on_gpu = options.device == "cuda"
-    return {
-        "hardware": torch.cuda.get_device_name() if on_gpu else describe()["device_class"],
-        "driver": driver() if on_gpu else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": None if triton is None else importlib.import_module("triton").__version__,
-        "commit": options.commit if options.commit is not None else commit(),
-        "date": describe()["date"],
-        "command": shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)]),
-        "quick": options.quick,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "note": "gigapath: without zero_padding and detach_weights; memory is relative to q, k, v, out and their gradients",
-    }
 
 
 # -- what it says ---------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu import provenance
+from benchmarks.environment import provenance
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.triton.tiles import Tiles
 
@@ -80,11 +81,10 @@ class Candidate(NamedTuple):
 
 def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
     """All that are asked for, through pointers and by descriptors."""
-    for kernel in options.kernels:
-        for head_dim in options.head_dims:
-            for tiles in [tuple(options.tiles)] if options.tiles else CANDIDATES[kernel]:
-                for described in (True,) if options.described else (False, True):
-                    yield Candidate(kernel, head_dim, Tiles(*tiles, described=described), options.causal)
+    ways = (True,) if options.described else (False, True)
+    for kernel, head_dim in itertools.product(options.kernels, options.head_dims):
+        for tiles, described in itertools.product([options.tiles] if options.tiles else CANDIDATES[kernel], ways):
+            yield Candidate(kernel, head_dim, Tiles(*tiles, described=described), options.causal)
 
 
 @contextmanager
@@ -170,14 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("tiles are timed on a CUDA device, torch sees none; `python -m benchmarks.cubins` compiles for absent ones")
 
-    options.device, options.quick = "cuda", False
     pattern = PATTERN if options.segment is None else DilatedPattern((options.segment,), (1,))
     wanted = list(candidates(options))
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         reasons = list(pool.map(compile_one, wanted))
-    command = " ".join(["python", "-m", "benchmarks.tiles", *words])
-    report: dict[str, Any] = {**provenance(options, words), "note": None, "command": command, "tokens": options.tokens}
-    report["measurements"] = []
+    report: dict[str, Any] = {**provenance("tiles", "cuda", words, options.commit), "tokens": options.tokens, "measurements": []}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     x: list[Tensor] = []
     for candidate, reason in zip(wanted, reasons, strict=True):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu import provenance
+from benchmarks.environment import provenance
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 
 OUTPUT = Path("runs/training.json")
@@ -123,9 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.manual_seed(2307)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = " ".join(["python", "-m", "benchmarks.training", *words])
     sizes = {name: getattr(options, name) for name in ("layers", "embed_dim", "heads", "backend")}
-    report = {**provenance(options, words), "note": None, "command": command, **sizes, "measurements": []}
+    report = {**provenance("training", options.device, words, options.commit), "quick": options.quick, **sizes, "measurements": []}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for kind, num_tokens in [*(("dilated", n) for n in options.dilated), *(("dense", n) for n in options.dense)]:
         report["measurements"].append(measure(kind, num_tokens, options))

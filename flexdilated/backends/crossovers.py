@@ -95,16 +95,13 @@ def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> t
         largest = max(largest, c.head_dim)
         if _is_nearer(c.head_dim, nearest, request.head_dim):
             nearest = c.head_dim
-    points = [c for c in known if c.head_dim == nearest]
     if request.head_dim > largest:
         return DEFAULT
-    if request.dynamic:  # one graph for every length asks of none
-        first = points[-1].engine
-    else:
-        first = points[0].engine
-        for point in points[1:]:
-            if request.num_tokens >= point.tokens:
-                first = point.engine
+    points = [c for c in known if c.head_dim == nearest]
+    first = points[0].engine
+    for point in points[1:]:
+        if request.dynamic or request.num_tokens >= point.tokens:  # one graph for every length asks of none
+            first = point.engine
     return (first, *(engine for engine in DEFAULT if engine != first))
 
 

@@ -10,8 +10,8 @@ import torch
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import Request, why_not
-from flexdilated.backends.hardware import detect, family_of
-from flexdilated.backends.triton.tiles import DESCRIBED, padded
+from flexdilated.backends.hardware import detect
+from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
 from tests.backends.test_gpu import CASES
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import SINGLE, assert_twice_naive
@@ -76,9 +76,9 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
     """Where the table of this GPU's level says so: else the cases of that name show nothing of them."""
     case = MORE[name]
     skip_unless_it_runs(case, torch.bfloat16)
-    size = max(0, padded(case.head_dim).bit_length() - 7)
+    level = torch.cuda.get_device_capability()
     chosen = {
-        kernel for kernel, by in DESCRIBED.items() if (by.get(family_of(torch.cuda.get_device_capability())) or (None,) * 3)[size]
+        kernel for kernel in DESCRIBED if tiles_of(kernel, level, case.head_dim, 2, described_rows=LEAST_DESCRIBED_ROWS).described
     }
     described: set[str] = set()
     launches = launch._launch

@@ -121,8 +121,8 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     tiles_of, launches = launch.tiles_of, launch._launch
     described: list[bool] = []
 
-    def described_tiles(*arguments: Any, described_rows: int = 0, **options: Any) -> Tiles:
-        return tiles_of(*arguments, **options)._replace(described=described_rows > 0)
+    def described_tiles(*arguments: Any, described_rows: int = 0) -> Tiles:
+        return tiles_of(*arguments)._replace(described=described_rows > 0)
 
     def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
         described.append(constants.get("DESCRIBED", False))
@@ -252,10 +252,11 @@ def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: 
 
 
 def test_rows_far_apart_are_addressed_in_64_bits() -> None:
+    same: dict[str, Any] = {"options": Options(False, 1.0), "tiles": Tiles(16, 16, 4, 2)}
     near = torch.empty(1, 8, 1, 16)
-    assert launch._constants(near, near, piece=PIECE, options=Options(False, 1.0))["WIDE"] is False
+    assert launch._constants(near, near, piece=PIECE, **same)["WIDE"] is False
     far = torch.empty_strided((1, 8, 1, 16), (0, 1 << 21, 0, 1), device="meta")
-    assert launch._constants(far, far, piece=PIECE._replace(row_stride=16), options=Options(False, 1.0))["WIDE"] is True
+    assert launch._constants(far, far, piece=PIECE._replace(row_stride=16), **same)["WIDE"] is True
 
 
 @pytest.mark.slow

@@ -20,12 +20,12 @@ def kept() -> list[dict[str, object]]:
 
 def test_kept_costs_are_those_of_the_tiles_that_are_chosen() -> None:
     for entry in kept():
-        config = cubins.Config(*(entry[name] for name in cubins.Config._fields))
+        config = cubins.config_of(entry)
         assert list(cubins.chosen_tiles(config)[:4]) == entry["tiles"], entry
 
 
 def test_whatever_is_compiled_is_kept() -> None:
-    found = [cubins.Config(*(entry[name] for name in cubins.Config._fields)) for entry in kept()]
+    found = [cubins.config_of(entry) for entry in kept()]
     assert len(set(found)) == len(found)
     assert set(found) == set(cubins.configs())
     for level, head_dim, kernel in itertools.product((80, 86, 89, 90, 100, 120), (32, 48, 64, 96, 128, 256), cubins.KERNELS):
@@ -35,7 +35,7 @@ def test_whatever_is_compiled_is_kept() -> None:
 
 def test_nothing_kept_is_at_fault() -> None:
     for entry in kept():
-        config = cubins.Config(*(entry[name] for name in cubins.Config._fields))
+        config = cubins.config_of(entry)
         cost = cubins.Cost(*(entry[name] for name in cubins.Cost._fields))
         assert not list(cubins.faults(config, cost, cost.spills))
 
@@ -70,5 +70,6 @@ def test_the_page_compares_pointers_with_descriptors() -> None:
     shown = cubins.PAGE.read_text().split(cubins.COMPARED[0])[1].split(cubins.COMPARED[1])[0]
     assert shown.strip() == cubins.comparison(kept())
     assert shown.count("sm_100") == shown.count("sm_120") == 6
+    assert shown.count("sm_90") == 11  # and what launches load by descriptors at other head dims
     described = [kernel for kernel, by in DESCRIBED.items() for tiles in by[90] if tiles is not None]
     assert shown.count("| descriptors | ") - 1 >= len(described) >= 5

@@ -15,11 +15,11 @@ from torch import Tensor
 from flexdilated.backends.hardware import ON_ROCM
 from flexdilated.backends.kernel import InPlace, Kernel, Options
 from flexdilated.backends.request import Request
+from flexdilated.backends.triton.tiles import ROW_BYTES, is_aligned
 
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)
 MOST_HEAD_DIM = 256
-ROW_BYTES = 16  # what one load takes
 
 # One module under several names: of releases, of torch's nightly builds, and of Windows.
 DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
@@ -75,7 +75,7 @@ def why_not_unasked(request: Request) -> str | None:
     """Why `backend="auto"` leaves this engine out where it can run a request, or None."""
     if UNBUILT is not None:
         return UNBUILT
-    if request.head_dim * request.dtype.itemsize % ROW_BYTES:
+    if not is_aligned(request.head_dim, request.dtype.itemsize):
         return f"rows of {request.head_dim} elements are no whole number of {ROW_BYTES} bytes, which it loads slowly"
     return None
 

@@ -19,14 +19,13 @@ from flexdilated.backends.merge import accumulated
 from flexdilated.backends.pieces import Piece
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
-from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
+from flexdilated.backends.triton.tiles import ROW_BYTES, Tiles, is_aligned, padded, tiles_of
 
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; which do, tiles.py says. `benchmarks.gpu` has an engine without.
 DESCRIBES = True
-DESCRIBED_BYTES = 16  # what a descriptor wants its first row and every step between rows to be a multiple of
 
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
@@ -94,7 +93,7 @@ def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
 
 def unit_of(x: Tensor) -> int:
     """Elements that every row of D is aligned to, if its memory is: what one load takes, 16 bytes at most."""
-    return math.gcd(x.shape[-1], 16 // min(16, x.element_size()))
+    return math.gcd(x.shape[-1], ROW_BYTES // min(ROW_BYTES, x.element_size()))
 
 
 def readable(x: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ def _attend(
         attend,
         count * lanes,
         (*arguments, *strides, *_numbers(piece, count), piece.zero_keys, options.scale * LOG2E),
-        {**_constants(q, k, v, out, piece=piece, options=options), "DESCRIBED": tiles.described, "END": end},
+        {**_constants(q, k, v, out, piece=piece, options=options, tiles=tiles), "END": end},
         tiles,
         q,
     )
@@ -167,11 +166,7 @@ def _differentiate(
         tiles = _tiles(kernel, q, piece, options, loaded)
         count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
         strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
-        constants = {
-            **_constants(q, k, v, dout, *into, piece=piece, options=options),
-            "DESCRIBED": tiles.described,
-            "ADDS": not piece.tiles,
-        }
+        constants = {**_constants(q, k, v, dout, *into, piece=piece, options=options, tiles=tiles), "ADDS": not piece.tiles}
         _launch(
             kernel, count * lanes, (*tensors, *into, *strides, *_numbers(piece, count), score_scale, scale), constants, tiles, q
         )
@@ -210,13 +205,12 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor]) -> Tiles:
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
-    is_aligned = unit_of(q) * q.element_size() == DESCRIBED_BYTES
-    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, is_aligned=is_aligned)
+    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows)
 
 
 def _describable(x: Tensor) -> bool:
     """Whether a descriptor takes the rows of a readable tensor: whole units of 16 bytes, none over another."""
-    return unit_of(x) * x.element_size() == DESCRIBED_BYTES and min(x.stride(1), x.stride(2)) >= x.shape[3]
+    return is_aligned(x.shape[3], x.element_size()) and min(x.stride(1), x.stride(2)) >= x.shape[3]
 
 
 def _level(x: Tensor) -> tuple[int, int]:
@@ -264,8 +258,8 @@ def _mask_strides(options: Options) -> tuple[int, int]:
     return (0, 0) if options.ignored is None else (options.ignored.stride(0), options.ignored.stride(1))
 
 
-def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Options) -> dict[str, Any]:
-    """What every launch over a piece is compiled for, but its tiles."""
+def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Options, tiles: Tiles) -> dict[str, Any]:
+    """What every launch over a piece is compiled for, but the sizes of its tiles."""
     widest = max(x.stride(1) for x in (q, k, *others))
     return {
         "GROUP": q.shape[2] // k.shape[2],
@@ -274,6 +268,7 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Opt
         "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
         "UNIT": unit_of(q),
         "WIDE": piece.row_stride * widest * 256 >= 1 << 31,
+        "DESCRIBED": tiles.described,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),
     }

@@ -48,6 +48,7 @@ DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
     "differentiate_keys": {90: (None, Tiles(64, 64, 4, 2, described=True), None)},
     "differentiate_queries": {90: (None, Tiles(128, 64, 8, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
 }
+ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
@@ -63,19 +64,22 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tiles_of(
-    kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, is_aligned: bool = True
-) -> Tiles:
+def is_aligned(head_dim: int, element: int) -> bool:
+    """Whether rows of so many elements of so many bytes are whole units of what one load takes."""
+    return head_dim * element % ROW_BYTES == 0
+
+
+def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0) -> Tiles:
     """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`.
 
-    `described_rows`: rows of a segment, where tensor descriptors can load them. `is_aligned`: whether rows are whole units of
-    16 bytes; others take registers of their own, and the tiles of a smaller level.
+    `described_rows`: rows of a segment, where tensor descriptors can load them.
     """
     if kernel == "prepare":
         return PREPARE
     size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
     if element > 2:
         return SINGLE[kernel][size]
-    family = family_of(level) if is_aligned or level < (9, 0) else 80
+    # Others take registers of their own: the tiles of a smaller level.
+    family = family_of(level) if is_aligned(head_dim, element) or level < (9, 0) else 80
     described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
     return HALF[kernel][family][size] if described is None else described
