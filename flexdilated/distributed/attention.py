@@ -6,45 +6,31 @@ Both directions are opaque custom operators, communication included: the compile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from flexdilated.backends import choose
 from flexdilated.backends.engines import attend as attend_whole
 from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.kernel import draw_seed
-from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.order import unknown
-from flexdilated.backends.recent import recent
 from flexdilated.backends.transforms import is_transformed
 from flexdilated.call import Call, check, documents, refuse_shards_of_torch
-from flexdilated.distributed import cost, functions
+from flexdilated.distributed import functions, traced
 from flexdilated.distributed.agreement import in_turn, withdraw
 from flexdilated.distributed.contract import Terms, contract_of
 from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.meshes import group_of
-from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.distributed.place import Place, exchange_of, made_by, plan_of, resolve
+from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths
-from flexdilated.distributed.telling import is_one_graph, tell, telling_call, traces_call
+from flexdilated.distributed.telling import is_one_graph, refuse_regions, tell, telling_call, traces_call
 
-UNCOMPILED = "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where they run uncompiled"
-
-
-class Place(NamedTuple):
-    """Where a call runs, as its operator takes it."""
-
-    group_name: str
-    rank: int
-    shard_lengths: Sequence[int]
-    exchange: str
-    differentiable: bool
-    keeps: bool  # whether the forward leaves the rows of other ranks to the backward
+UNCOMPILED = "fullgraph must be False with backend='flex' over several ranks, where it runs uncompiled"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -58,10 +44,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     group_name, rank, num_ranks = group_of(mesh)
     if torch.compiler.is_compiling() and num_ranks > 1:
         traces_call(group_name)
+        refuse_regions()
         if call.is_modified() or call.backend == "flex":
-            if is_one_graph():
+            if not is_one_graph():
+                return torch.compiler.disable(attend)(q, k, v, call)
+            if call.backend == "flex":
                 raise NotImplementedError(UNCOMPILED)
-            return torch.compiler.disable(attend)(q, k, v, call)
+            call = call._replace(backend="sdpa" if call.backend == "auto" else call.backend)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
         if num_ranks == 1:
@@ -80,15 +69,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 f"exchange must be 'auto', 'gather' or 'heads' with {asked}, got 'ring', which keeps no rows of other ranks: "
                 "autograd keeps them"
             )
+        made = made_by(call.exchange)
     except Exception as error:  # of a score or mask function too; no call has begun
         if not torch.compiler.is_compiling():
             tell(mesh, error)  # the other ranks would wait for this one
         raise
     if by_autograd:
-        return _by_autograd(q, k, v, call, Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True))
+        place = Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True, made)
+        return (traced.attend if torch.compiler.is_compiling() else _by_autograd)(q, k, v, call, place)
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
-    place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps)
+    place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps, made)
     seed = draw_seed(call.dropout_p, call.first_sequence)
     tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
     out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.flat(), *place)
@@ -102,13 +93,16 @@ def _shares_gradients(*tensors: Tensor) -> bool:
 
 def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[Tensor, Tensor]:
     """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
-    group = _resolve(place.group_name)
+    group = resolve(place.group_name)
     inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
     with telling_call(group):
         plan, chosen = _plan(inputs, flat, place)
-        functions.refuse_shifted(plan, call)
+        functions.refuse_shifted(plan, call.is_modified())
         terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
-            score_mod=call.score_mod is not None, mask_mod=call.mask_mod is not None, flex=call.backend == "flex"
+            score_mod=call.score_mod is not None,
+            mask_mod=call.mask_mod is not None,
+            score_mod_learns=call.learns,
+            flex=call.backend == "flex",
         )
         contract = contract_of(plan, terms)
         seed = draw_seed(call.dropout_p, call.first_sequence)
@@ -124,7 +118,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
 
 def withdraw_from(group_name: str, reason: str) -> None:
     """Tell the ranks of a group that this one takes no part, and why."""
-    withdraw(_resolve(group_name), reason)
+    withdraw(resolve(group_name), reason)
 
 
 def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[int, ...]:
@@ -143,24 +137,9 @@ def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[in
 def _plan(inputs: Inputs, flat: Flat, place: Place) -> tuple[ContextPlan, str]:
     """The plan of a call, and the exchange that runs it."""
     q, k, _, key_padding_mask, cu_seqlens, _ = inputs
-    lengths = tuple(int(n) for n in place.shard_lengths)
-    within, group = range(flat.first_head, flat.first_head + k.shape[2]), q.shape[2] // k.shape[2]
-    spans = documents(cu_seqlens, sum(lengths))
-    plan = context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
-    if place.exchange == "auto":
-        sizes = q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None
-        return plan, _choice(plan, *sizes, cost.speeds_of_environment())
-    return plan, place.exchange
-
-
-@recent(size=lambda choice, plan, *sizes: plan.nbytes)
-def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost.Speeds) -> str:
-    """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
-    if plan.is_local:
-        return "gather"
-    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
-    budget, lse_size = cost.default_budget(plan, **sizes), accumulated(dtype).itemsize
-    return cost.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
+    spans = documents(cu_seqlens, sum(int(n) for n in place.shard_lengths))
+    plan = plan_of(flat, place, k.shape[2], q.shape[2] // k.shape[2], spans)
+    return plan, exchange_of(plan, place, q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None)
 
 
 def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
@@ -171,7 +150,7 @@ def _read(options: Sequence[Any]) -> tuple[Flat, Place]:
 def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     flat, place = options
-    group, device = _resolve(place.group_name), inputs.q.device
+    group, device = resolve(place.group_name), inputs.q.device
     with telling_call(group):
         refuse_shards_of_torch(len(place.shard_lengths))
         plan, chosen = _plan(inputs, flat, place)
@@ -216,7 +195,7 @@ def _backward(
     plan, chosen = _plan(inputs, flat, place)
     share = _share(plan, chosen, inputs, flat, place)
     contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
-    group = _resolve(place.group_name)
+    group = resolve(place.group_name)
     transport = contract.transport(group, dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
     with telling_call(group, is_backward=True), without_autocast(dout.device):
@@ -237,7 +216,3 @@ CONTEXT_PARALLEL = operator(
     more_outputs=("received", "number"),
     over_ranks=True,
 )
-
-
-def _resolve(group_name: str) -> dist.ProcessGroup:
-    return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]

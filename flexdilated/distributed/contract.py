@@ -35,6 +35,7 @@ class Terms(NamedTuple):
     speeds: tuple[float, float] | None  # by which an exchange is chosen
     score_mod: bool = False  # whether there is one: functions cannot be compared
     mask_mod: bool = False
+    score_mod_learns: bool = False  # whether a gradient may be asked of what it holds: then there are backwards without that of q
     flex: bool = False  # whether it runs by flex_attention, whose backward sends other messages than a kernel's
 
     @classmethod

@@ -8,7 +8,7 @@ gradient: on each rank that of the pairs scored there. Their sum over the ranks 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draws_of_its_own, spread
+from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import Part, Scattered, mix
 from flexdilated.backends.operator import GRADIENT_MESSAGE, Inputs
-from flexdilated.backends.pieces import plan_pieces
-from flexdilated.call import Call, refuse_zero_keys
+from flexdilated.backends.pieces import Piece, plan_pieces
+from flexdilated.call import Call, call_mod, refuse_zero_keys
 from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.program import Job
+from flexdilated.distributed.program import Job, Program
 from flexdilated.distributed.rank import Share, return_keys, return_queries, rows_of_share, swap_keys, swap_outputs, swap_queries
 from flexdilated.distributed.rows import Grads, Rows
 from flexdilated.distributed.tasks import local_pieces
@@ -33,7 +34,7 @@ from flexdilated.distributed.tasks import local_pieces
 Open = Callable[[bool], Transport]  # of a forward, or of its backward
 
 
-def refuse_shifted(plan: ContextPlan, call: Call) -> None:
+def refuse_shifted(plan: ContextPlan, is_modified: bool) -> None:
     """Refuse torchscale's shifted positions, and its zero keys beside functions: alike on all ranks, whatever their parts hold.
 
     Raises:
@@ -41,7 +42,7 @@ def refuse_shifted(plan: ContextPlan, call: Call) -> None:
     """
     if plan.pattern.zero_padding:
         pieces = plan_pieces(plan.pattern, plan.documents, plan.num_heads, plan.is_causal, plan.within)
-        if call.is_modified() and not all(piece.holds_tokens_alone for piece in pieces):
+        if is_modified and not all(piece.holds_tokens_alone for piece in pieces):
             refuse_zero_keys(plan.num_tokens)
         flex.refuse_shifted(plan.pattern, pieces, plan.num_tokens)
 
@@ -52,43 +53,93 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, share: Share, transport:
     Every rank must call backward where q, k or v has a gradient on any. The functions get positions of the whole sequence, and
     heads as they are numbered here.
     """
-    plan, mask, detach = share.plan, call.key_padding_mask, call.pattern.detach_weights
-    attend_piece = flex.attend_piece if call.backend == "flex" else materialised.attend_piece
+    plan, mask = share.plan, call.key_padding_mask
     lent = rows_of_share(Inputs(q.detach(), k.detach(), v.detach(), mask, None, None), share)
     bare = lent.without_tokens()
     waits: list[Callable[[], None]] = []
     q, k, v, received, token = _Fetch.apply(q, k, v, lent, bare, transport, waits)
-    seed = None if share.seed is None else spread(share.seed, ((share.rank + 1) << 40) + plan.within.start)
-    with without_autocast(q.device), draws_of_its_own(seed, q.device):
-        own_k, own_v = k, v
-        if mask is not None:
-            # What ignored keys and values hold must not matter, and 0 times NaN would.
-            own_k, own_v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
-        layers: list[list[Part]] = []
-        for piece in local_pieces(plan, share.rank):  # while messages travel
-            out, lse = attend_piece(q, own_k, own_v, mask, plan.borders[share.rank], piece, call)
-            layers.append([(piece, out, lse)])
+    token = tied_to_function(token, first_score(q, call))
+
+    def arrive() -> Tensor:
         with torch.no_grad():
             for wait in waits:
                 wait()
-        rows = Rows(Inputs(q, own_k, own_v, mask, None, None), lent.program, keeps=True)
-        rows.take(received)
+        rows_received: Tensor = received
+        return rows_received
+
+    def deliver(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal token
+        out, lse, token = _Deliver.apply(out, lse, token, bare, transport)
+        return out, lse
+
+    seed = None if share.seed is None else spread(share.seed, ((share.rank + 1) << 40) + plan.within.start)
+    with draws_of_its_own(seed, q.device):
+        pieces = local_pieces(plan, share.rank)
+        out, lse = mixture(Inputs(q, k, v, mask, None, None), call, lent.program, pieces, plan.borders[share.rank], arrive, deliver)
+    tied: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
+    return tied
+
+
+def first_score(q: Tensor, call: Call) -> Tensor | None:
+    """The score of the first pair, if there is a score function: whether a gradient may be asked of what it holds."""
+    if call.score_mod is None:
+        return None
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+    score = torch.zeros((1, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device)
+    return call_mod("score_mod", call.score_mod, score, zero, zero, zero, zero)
+
+
+def tied_to_function(token: Tensor, first: Tensor | None) -> Tensor:
+    """A tensor without elements whose gradient is asked for where that of a score function is.
+
+    Outputs then have a backward on every rank, also on one that computes none for others.
+    """
+    return token if first is None or not first.requires_grad else token + first.flatten()[:0].to(token.dtype)
+
+
+def mixture(
+    inputs: Inputs,
+    call: Call,
+    program: Program,
+    pieces: Sequence[Piece],
+    start: int,
+    arrive: Callable[[], Tensor],
+    deliver: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """What a rank computes, between its messages.
+
+    Args:
+        inputs: Of this rank's shard.
+        call: Its options.
+        program: What it does of cut segments.
+        pieces: And inside its shard.
+        start: The first token of the shard.
+        arrive: Gives the rows of other ranks, flat as `Rows.take` reads them; called when the pieces are computed.
+        deliver: Sends `(E, B, group, D)` and `(E, B, group)` of the rows computed for others home, and gives those that come.
+    """
+    q, k, v, mask, *_ = inputs
+    attend_piece = flex.attend_piece if call.backend == "flex" else materialised.attend_piece
+    with without_autocast(q.device):
+        if mask is not None:
+            # What ignored keys and values hold must not matter, and 0 times NaN would.
+            k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
+        layers: list[list[Part]] = [[(piece, *attend_piece(q, k, v, mask, start, piece, call))] for piece in pieces]
+        rows = Rows(Inputs(q, k, v, mask, None, None), program, keeps=True)
+        rows.take(arrive())
         branches = len(call.pattern.branches)
         here: list[list[Part]] = [[] for _ in range(branches)]
         away: list[list[Part]] = [[] for _ in range(branches)]
-        for job in rows.program.jobs:
+        for job in program.jobs:
             _place(rows, job, *_task(rows, job, call), here[job.task.branch], away[job.task.branch])
         layers += here
-        via = rows.program.out
+        via = program.out
         if via:
             sent = q.new_empty(rows.batch, via.num_sent, rows.group, rows.head_dim)
-            out, lse = mix(away, sent, rows.group, detach_weights=detach)
-            out, lse, token = _Deliver.apply(out.transpose(0, 1), lse.permute(2, 0, 1), token, bare, transport)
+            out, lse = mix(away, sent, rows.group, detach_weights=call.pattern.detach_weights)
+            out, lse = deliver(out.transpose(0, 1), lse.permute(2, 0, 1))
             for peer, place in via.receives.items():
                 layers.append([(Scattered(*via.rows(peer)), out[place].transpose(0, 1), lse[place].transpose(0, 1))])
-        out, lse = mix(layers, q, rows.group, detach_weights=detach)
-    tied: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
-    return tied
+        return mix(layers, q, rows.group, detach_weights=call.pattern.detach_weights)
 
 
 def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
@@ -111,7 +162,7 @@ def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
     hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
     b = torch.arange(batch, device=device)[:, None, None, None, None]
     h = (job.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
-    first = torch.from_numpy(task.tokens).to(device)[None, :, None, None, None]
+    first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(job.keys[0].first, job.keys[-1].end, device=device)
     per_row = batch * group * k.shape[3]
@@ -153,6 +204,16 @@ def _place(rows: Rows, job: Job, out: Tensor, lse: Tensor, here: list[Part], awa
             away.append((Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span]))
 
 
+def return_rows(rows: Rows, received: Tensor, grads: Grads, transport: Transport) -> tuple[Tensor, ...]:
+    """Send the gradients of received rows home, and add what comes to those of this rank's q, k and v: all of these."""
+    rows.take(received.contiguous())
+    grads.kv_rows = {peer: grad[..., : 2 * rows.head_dim].contiguous() for peer, grad in rows.kv_rows.items()}
+    grads.q_rows = dict(rows.q_rows)
+    return_keys(rows, transport, grads, list(rows.program.kv.sends))()
+    return_queries(rows, transport, grads)
+    return tuple(x.to(rows.dtype) for x in (grads.dq, grads.dk, grads.dv))
+
+
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that refuses to be differentiated; torch's own `once_differentiable` drops that part where inputs are named."""
 
@@ -186,14 +247,8 @@ class _Fetch(torch.autograd.Function):
     @_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, received: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         rows: Rows = ctx.rows
-        rows.take(received.contiguous())
-        grads = Grads(rows, *(x.to(rows.sums, copy=True) for x in (dq, dk, dv)))
-        grads.kv_rows = {peer: grad[..., : 2 * rows.head_dim].contiguous() for peer, grad in rows.kv_rows.items()}
-        grads.q_rows = dict(rows.q_rows)
-        coming = ctx.transport(True)
-        return_keys(rows, coming, grads, list(rows.program.kv.sends))()
-        return_queries(rows, coming, grads)
-        return *(x.to(rows.dtype) for x in (grads.dq, grads.dk, grads.dv)), None, None, None, None
+        own = (x.to(rows.sums, copy=True) for x in (dq, dk, dv))
+        return *return_rows(rows, received, Grads(rows, *own), ctx.transport(True)), None, None, None, None
 
 
 class _Deliver(torch.autograd.Function):

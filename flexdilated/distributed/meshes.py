@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,28 @@ def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     rank, num_ranks = _place(mesh)
     return mesh.get_group().group_name, rank, num_ranks
+
+
+def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The first mesh that was given here over the same process group.
+
+    `axes["cp"]` is a new object each time, and graphs are guarded by the object: modules that hold one each would be compiled anew
+    for each. What is no axis, or not usable, comes back as it is; the calls refuse it.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        return mesh
+    try:
+        group = mesh.get_group()
+    except (RuntimeError, ValueError):  # of other ranks
+        return mesh
+    kept = _known.get(group, lambda: None)()
+    if kept is None or kept != mesh:
+        kept = mesh
+        _known[group] = ref(mesh)
+    return kept
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()
 
 
 def _place(mesh: DeviceMesh) -> tuple[int, int]:

@@ -82,6 +82,32 @@ def is_one_graph() -> bool:
     return tracer is not None and bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
+def refuse_regions() -> None:
+    """Refuse calls over ranks inside of `torch.compiler.nested_compile_region`, while a compiler traces.
+
+    Inductor knows of no order between what a region calls and what stands around it, and leaves out a region that gives nothing.
+
+    Raises:
+        NotImplementedError: If a region is traced.
+    """
+    if _is_in_region():
+        raise NotImplementedError(
+            "torch.compiler.nested_compile_region must hold no call over several ranks, got one: inductor does not keep the order "
+            "of its calls; compile the layers one by one instead, or the whole model without regions"
+        )
+
+
+def _is_in_region() -> bool:
+    """Whether a compiler traces a region; runs while it traces."""
+    tracer = _tracer()
+    scope = None if tracer is None else tracer.output.current_tracer
+    while scope is not None:
+        if str(getattr(scope, "source_target", None)) == "invoke_subgraph":
+            return True
+        scope = scope.parent
+    return False
+
+
 def traces_call(group_name: str) -> None:
     """Say that what a compiler traces calls ranks of a group: if it fails they hear of it. Runs while it traces.
 
@@ -130,7 +156,7 @@ def _reason(error: BaseException) -> str:
     return ": ".join([lines[0].removesuffix(":"), *(lines[1:2] if lines[0].endswith(":") else met[-1:])])
 
 
-for _at_once in (is_one_graph, traces_call):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
+for _at_once in (is_one_graph, traces_call, _is_in_region):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
     vars(_at_once)["_dynamo_marked_constant"] = True
 
 
@@ -202,6 +228,7 @@ def told(mesh: DeviceMesh, call: Callable[..., Result], *args: Any) -> Result:
     group_name, _, _ = group_of(mesh)
     if torch.compiler.is_compiling():
         traces_call(group_name)
+        refuse_regions()
         return call(*args)
     with telling(mesh):
         return call(*args)

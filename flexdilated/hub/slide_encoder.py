@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.backends.hardware import autocast_dtype
+from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
 from flexdilated.distributed.telling import tells_others
 from flexdilated.hub.encoder import LongNetEncoder
@@ -86,7 +87,7 @@ class LongNetViT(nn.Module):
             raise ValueError(f"order must be None or one of {ORDERS}, got {order!r}")
         if order is not None and mesh is not None:
             raise NotImplementedError(f"order must be None with mesh, got {order!r}: a rank holds a part of the slide alone")
-        self.order, self.mesh, self.drop_path_rate = order, mesh, drop_path_rate
+        self.order, self.mesh, self.drop_path_rate = order, one_of_equal(mesh), drop_path_rate
         self.in_chans, self.embed_dim, self.global_pool = in_chans, embed_dim, global_pool
         self.slide_ngrids, self.tile_size = slide_ngrids, tile_size
         self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Linear(in_chans, embed_dim)))

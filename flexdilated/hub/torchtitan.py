@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.hub.requires import require
 
 require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan")
@@ -74,7 +75,7 @@ class DilatedInnerAttention(Module):
         Raises:
             NotImplementedError: If the model shards the sequence in a way that is not known here.
         """
-        tp, self.mesh = parallel_dims.get_optional_mesh("tp"), parallel_dims.get_optional_mesh("cp")
+        tp, self.mesh = parallel_dims.get_optional_mesh("tp"), one_of_equal(parallel_dims.get_optional_mesh("cp"))
         if tp is not None:
             self.tp_rank, self.tp_size = tp.get_local_rank(), tp.size()
         if self.mesh is not None:

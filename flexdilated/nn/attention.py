@@ -16,7 +16,7 @@ from flexdilated.backends import BACKENDS
 from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.meshes import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.position import Rotation
@@ -64,7 +64,7 @@ class DilatedAttention(nn.Module):
         elif exchange != "auto":
             raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
         self.pattern, self.is_causal, self.scale, self.dropout_p, self.backend = pattern, is_causal, scale, dropout_p, backend
-        self.mesh, self.exchange = mesh, exchange
+        self.mesh, self.exchange = one_of_equal(mesh), exchange
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from flexdilated.backends.hardware import autocast_dtype, holds_values
 from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
+from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
 from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
@@ -129,7 +130,7 @@ class LongNetLM(nn.Module):
 
     def __init__(self, config: LongNetConfig, *, mesh: DeviceMesh | None = None, exchange: str = "auto") -> None:
         super().__init__()
-        self.config, self.mesh, self.exchange = config, mesh, exchange
+        self.config, self.mesh, self.exchange = config, one_of_equal(mesh), exchange
         head_dim = config.embed_dim // config.num_heads
         gamma = math.sqrt(math.log(2 * config.num_layers))
 

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
+
+EVERYTHING = DilatedPattern((1 << 40,), (1,))  # one segment, however long: a sum of lengths would be another graph each time
 
 
 class CrossAttention(nn.Module):
@@ -45,7 +48,7 @@ class CrossAttention(nn.Module):
         exchange: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, mesh, exchange
+        self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, one_of_equal(mesh), exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             gain = gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
@@ -102,7 +105,7 @@ class CrossAttention(nn.Module):
             q,
             k,
             v,
-            DilatedPattern((sum(lengths),), (1,)),
+            EVERYTHING,
             dropout_p=self.dropout_p if self.training else 0.0,
             key_padding_mask=ignored,
             mesh=self.mesh,
@@ -243,7 +246,7 @@ class LongNet(nn.Module):
             raise ValueError(f"cross_attention must be 'dilated' or 'dense', got {cross_attention!r}")
         if cross_attention == "dense" and cross_is_causal:
             raise ValueError("cross_is_causal must be False with cross_attention='dense', which has no positions, got True")
-        self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, mesh
+        self.d_model, self.cross_attention, self.mesh = d_model, cross_attention, one_of_equal(mesh)
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads)
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)

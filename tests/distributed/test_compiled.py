@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounter
 from torch._inductor import lowering
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, dilated_attention
+import flexdilated
+from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from flexdilated.backends import order
-from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
+from flexdilated.distributed import cost, even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
+from flexdilated.distributed.meshes import one_of_equal
 from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT
 
@@ -212,3 +215,75 @@ def check_order(rank: int, mesh: DeviceMesh) -> None:
 @exactly(2)
 def test_calls_keep_their_order(ranks: Ranks) -> None:
     ranks.run(check_order, deadline=400.0)
+
+
+def check_regions(rank: int, mesh: DeviceMesh) -> None:
+    """Inductor keeps no order of calls in regions, and leaves out regions that give nothing: refused, as every rank hears."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 13, 2, 8, dtype=torch.float64)
+
+    @torch.compiler.nested_compile_region
+    def attend(x: Tensor) -> Tensor:
+        out = dilated_attention(x, x, x, DilatedPattern((8, 26), (1, 2)), mesh=mesh)
+        assert isinstance(out, Tensor)
+        return out
+
+    @torch.compiler.nested_compile_region
+    def together(x: Tensor) -> Tensor:
+        return unshard_sequence(x, mesh)
+
+    for region in (attend, together):
+        with pytest.raises(Exception, match="nested_compile_region must hold no call over several ranks"):
+            torch.compile(lambda x, region=region: region(x.sin()), fullgraph=True, backend="eager")(x)
+
+
+@exactly(2)
+def test_calls_of_regions_are_refused(ranks: Ranks) -> None:
+    ranks.run(check_regions)
+
+
+def check_equal_meshes(rank: int, mesh: DeviceMesh) -> None:
+    """An axis is a new object each time it is asked for, and graphs are guarded by the object."""
+    torch._dynamo.reset()
+    axes = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
+    layers = [MultiheadDilatedAttention(16, 2, DilatedPattern((7, 24), (1, 2)), mesh=axes["cp"]) for _ in range(10)]
+    assert len({id(layer.attention.mesh) for layer in layers}) == 1
+    compilations = CompileCounter()
+    x = torch.randn(1, 32, 16)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=compilations)
+        x, _ = layer(x, x, x)
+    assert compilations.frame_count <= 2
+    others = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("other",))
+    assert one_of_equal(others) is others  # another group of the same ranks, whose calls are others
+    assert one_of_equal(axes) is axes
+    assert one_of_equal(None) is None
+
+
+@exactly(2)
+def test_modules_share_the_mesh_of_an_axis(ranks: Ranks) -> None:
+    ranks.run(check_equal_meshes)
+
+
+def check_made_by(rank: int, mesh: DeviceMesh) -> None:
+    """A graph of other speeds, or of another version, has other arguments: a compiler's cache on disk cannot take it."""
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(node.args for node in graph.graph.nodes if "context_parallel" in str(node.target))
+        return graph
+
+    x = torch.randn(1, 13, 2, 8)
+    for exchange in ("auto", "gather"):
+        torch._dynamo.reset()
+        torch.compile(dilated_attention, fullgraph=True, backend=backend)(
+            x, x, x, DilatedPattern((26,), (1,)), mesh=mesh, exchange=exchange
+        )
+    of_auto, of_gather = (args[-1] for args in found)
+    assert of_auto == f"flexdilated {flexdilated.__version__}, {cost.speeds_of_environment()}"
+    assert of_gather == f"flexdilated {flexdilated.__version__}"
+
+
+@exactly(2)
+def test_kept_graphs_are_of_a_version_and_speeds(ranks: Ranks) -> None:
+    ranks.run(check_made_by)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -209,6 +209,9 @@ def check_oracle(rank: int, mesh: DeviceMesh, case: ShardedCase, mods: Mods, exc
     elif way == "compiled":
         torch._dynamo.reset()
         out, lse = torch.compile(attend, backend="aot_eager")(q, k, v)
+    elif way.startswith("whole"):
+        torch._dynamo.reset()
+        out, lse = torch.compile(attend, backend=way.removeprefix("whole by "), fullgraph=True)(q, k, v)
     else:
         out, lse = attend(q, k, v)
     inputs = (q, k, v, table)
@@ -243,10 +246,42 @@ def test_checkpoints_change_nothing(ranks: Ranks, exchange: str) -> None:
 
 @pytest.mark.slow
 @exactly(3)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_compilers_change_nothing(ranks: Ranks, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "exchange"),
+    [*(("compiled", exchange) for exchange in EXCHANGES), ("whole by eager", "gather"), ("whole by aot_eager", "heads")],
+)
+def test_compilers_change_nothing(ranks: Ranks, way: str, exchange: str) -> None:
     """Three ranks, of which one holds no token."""
-    ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, "compiled")
+    ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, way, deadline=300.0)
+
+
+def check_table_alone(rank: int, mesh: DeviceMesh, exchange: str, asks: str) -> None:
+    """A table learns where nothing else does, or is asked for alone; one segment, of which the longest shards compute most."""
+    lengths = (5, 26, 31, 2)[: mesh.size()]
+    tokens, pattern = sum(lengths), DilatedPattern((sum(lengths),), (1,))
+    generator = torch.Generator().manual_seed(7)
+    whole = [torch.randn(1, tokens, 1, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
+    table = torch.randn(1, 2 * tokens, dtype=torch.float64, generator=generator).requires_grad_()
+    given = {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + tokens]}
+    expected = torch.autograd.grad(dilated_attention(*whole, pattern, **given).sum(), table)
+    shards = shard_sequence([x.clone().requires_grad_(asks == "table of all") for x in whole], mesh, shard_lengths=lengths)
+    out = dilated_attention(*shards, pattern, mesh=mesh, shard_lengths=lengths, exchange=exchange, **given)
+    if asks == "backward":
+        out.sum().backward()
+        mine = table.grad
+    else:
+        (mine,) = torch.autograd.grad(out.sum(), table)
+    dist.all_reduce(mine, group=mesh.get_group())
+    torch.testing.assert_close(mine, expected[0], **EXACT)
+    with torch.no_grad():
+        assert not dilated_attention(*shards, pattern, mesh=mesh, shard_lengths=lengths, exchange=exchange, **given).requires_grad
+
+
+@several
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("asks", ["backward", "table", "table of all"])
+def test_a_table_learns_alone(ranks: Ranks, exchange: str, asks: str) -> None:
+    ranks.run(check_table_alone, exchange, asks, deadline=120.0)
 
 
 class Biased(nn.Module):
@@ -356,6 +391,31 @@ def test_ranks_that_are_seeded_alike_drop_differently(ranks: Ranks) -> None:
     assert all(not torch.equal(outs[0], out) for out in outs[1:])
 
 
+def check_refused_whole(mesh: DeviceMesh, case: ShardedCase, inputs: tuple[Tensor, ...], mods: dict[str, Any]) -> None:
+    """What one graph cannot be, each in the words of this library, and on every rank."""
+    given = {"shard_lengths": case.shard_lengths, "mesh": mesh}
+
+    def refuses(match: str, pattern: DilatedPattern = case.pattern, dynamic: bool = False, **options: Any) -> None:
+        attend = torch.compile(partial(dilated_attention, **given, **options), backend="eager", fullgraph=True, dynamic=dynamic)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=match):
+            attend(*inputs, pattern)
+
+    refuses("fullgraph must be False with backend='flex' over several ranks", backend="flex")
+    refuses("fullgraph must be False with backend='flex' over several ranks", **mods, backend="flex")
+    refuses(
+        "dropout_p must be 0 with score_mod and mask_mod over several ranks under fullgraph=True, got 0.5", **mods, dropout_p=0.5
+    )
+    refuses("q must have a static batch size for score_mod and mask_mod over several ranks", dynamic=True, **mods)
+    refuses("must come with a pattern that adds no zero keys", DilatedPattern.torchscale((7, 16), (3, 5)), **mods)
+    refuses("exchange must be 'auto', 'gather' or 'heads' with score_mod and mask_mod", exchange="ring", **mods)
+    inputs = tuple(x[:1] for x in inputs)
+    refuses(
+        "cu_seqlens must come without score_mod and mask_mod in compiled code",
+        cu_seqlens=torch.tensor([0, sum(case.shard_lengths)]),
+        **mods,
+    )
+
+
 def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     case = cut(mesh.size())
     q, k, v, _ = shards(case, rank)
@@ -394,9 +454,7 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     refuses(ValueError, r"ranks must agree on score_mod, got True on rank 0 and False on rank", **alone)
     wrong = {"mask_mod": (lambda b, h, i, j: i) if rank == 0 else mods["mask_mod"]}
     refuses(*((TypeError, "must return a bool") if rank == 0 else (ValueError, "rank 0 refused: mask_mod must return")), **wrong)
-    whole = torch.compile(lambda *x: dilated_attention(*x, case.pattern, mesh=mesh, **mods), backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False with score_mod, mask_mod or backend='flex'"):
-        whole(q, k, v)
+    check_refused_whole(mesh, case, (q, k, v), mods)
     for exchange in EXCHANGES:  # by the inputs' names too, where torch would leave the second part out
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = dilated_attention(*leaves, case.pattern, mesh=mesh, exchange=exchange, shard_lengths=case.shard_lengths, **mods)

@@ -368,6 +368,28 @@ def test_encoder_and_decoder_over_ranks_equal_one_process(ranks: Ranks, options:
     ranks.run(check_pair, options, exchange)
 
 
+def check_compiled_pair(rank: int, mesh: DeviceMesh) -> None:
+    """One graph serves several lengths, of which either side is the longer."""
+    torch._dynamo.reset()
+    options = {"cross_attention": "dense"}
+    whole, model = build_pair(**options), build_pair(mesh, **options)
+    forward = torch.compile(model, fullgraph=True, backend="eager")
+    for src_lengths, tgt_lengths in (((9, 5), (9, 5)), ((8, 7), (4, 13)), ((3, 12), (9, 11))):
+        src, tgt = (torch.randn(2, sum(n), 12, dtype=torch.float64) for n in (src_lengths, tgt_lengths))
+        dist.broadcast(src, 0, group=mesh.get_group())
+        dist.broadcast(tgt, 0, group=mesh.get_group())
+        expected = shard_sequence(whole(src, tgt), mesh, shard_lengths=tgt_lengths)
+        shards = (shard_sequence(x, mesh, shard_lengths=n) for x, n in ((src, src_lengths), (tgt, tgt_lengths)))
+        actual = forward(*shards, shard_lengths=src_lengths, tgt_shard_lengths=tgt_lengths)
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.slow
+@exactly(2)
+def test_encoder_and_decoder_compile_for_several_lengths(ranks: Ranks) -> None:
+    ranks.run(check_compiled_pair, deadline=300.0)
+
+
 def check_other_lengths(rank: int, mesh: DeviceMesh) -> None:
     """Dense cross-attention: a side may be the longer on one rank and the shorter on another, or have no tokens there."""
     size, dense = mesh.size(), {"cross_attention": "dense"}

@@ -1,0 +1,70 @@
+"""Where a call over ranks runs, its plan, and the exchange that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from flexdilated.backends.merge import accumulated
+from flexdilated.backends.operator import Flat
+from flexdilated.backends.recent import recent
+from flexdilated.distributed import cost
+from flexdilated.distributed.plan import ContextPlan, context_plan
+
+
+class Place(NamedTuple):
+    """Where a call runs, as its operator takes it."""
+
+    group_name: str
+    rank: int
+    shard_lengths: Sequence[int]
+    exchange: str
+    differentiable: bool
+    keeps: bool  # whether the forward leaves the rows of other ranks to the backward
+    made_by: str  # as `made_by`
+
+
+def made_by(exchange: str) -> str:
+    """What the sizes of a call's tensors depend on beside its arguments; runs while a compiler traces.
+
+    It is an argument, so that a graph that was kept on disk is not taken under another version of this library or other speeds.
+    """
+    from flexdilated import __version__
+
+    return f"flexdilated {__version__}" + (f", {cost.speeds_of_environment()}" if exchange == "auto" else "")
+
+
+vars(made_by)["_dynamo_marked_constant"] = True  # as `torch.compiler.assume_constant_result` does, which loads dynamo
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The process group of a name."""
+    return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
+
+
+def plan_of(flat: Flat, place: Place, kv_heads: int, group: int, spans: tuple[tuple[int, int], ...]) -> ContextPlan:
+    """The plan of a call on tensors of some key/value heads, with the documents at `spans`."""
+    lengths = tuple(int(n) for n in place.shard_lengths)
+    within = range(flat.first_head, flat.first_head + kv_heads)
+    return context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
+
+
+def exchange_of(plan: ContextPlan, place: Place, head_dim: int, dtype: torch.dtype, batch: int, masked: bool) -> str:
+    """The exchange that a call asks for, or that `"auto"` takes."""
+    if place.exchange != "auto":
+        return place.exchange
+    return _choice(plan, head_dim, dtype, batch, masked, cost.speeds_of_environment())
+
+
+@recent(size=lambda choice, plan, *sizes: plan.nbytes)
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost.Speeds) -> str:
+    """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
+    if plan.is_local:
+        return "gather"
+    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
+    budget, lse_size = cost.default_budget(plan, **sizes), accumulated(dtype).itemsize
+    return cost.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
