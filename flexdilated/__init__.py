@@ -1,4 +1,4 @@
-"""Dilated attention (LongNet) for PyTorch: exact, differentiable, on any device."""
+"""Dilated attention (LongNet) for PyTorch: exact and differentiable, on CPUs and NVIDIA GPUs."""
 
 from flexdilated.analysis import choose_pattern as choose_pattern
 from flexdilated.attention import dilated_attention as dilated_attention

@@ -1,4 +1,4 @@
-"""Patterns that meet named goals under a budget: which there are, in order, and why each is shown."""
+"""Patterns that meet named goals under a budget. Long: which there are, in order, and why each is shown, in words of one kind."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Choices:
     budget: int
     budget_of: str | None  # whose cost the budget is; None is the caller's
     measure: Measure
+    dense_pairs: int  # of dense attention, over all heads
     goals: tuple[Goal, ...]
     shown: tuple[Choice, ...]  # best first; patterns of the caller at their place
     # Hundreds: all that meet the goals, within the budget or not, for the trade-off; where none is, what misses "cover" alone too.
@@ -85,7 +86,9 @@ def choose_pattern(
     """Patterns that meet named goals under a budget, each with the reason why it is shown. Counts alone: nothing about quality.
 
     Tried are patterns whose segments grow by one factor from an undilated one, with rates that grow by another, up to five
-    branches, `heads="all"`, blocked offsets: powers of two, and the number of heads with segments that it divides. Better is: fewer
+    branches, `heads="all"`, blocked offsets: powers of two, and the number of heads with segments that it divides. What scores as
+    many pairs as dense attention is left out, and a lone window under a causal mask, beyond which nothing is ever seen, but where
+    nothing else is left. Better is: fewer
     layers until every token has seen every other, then a longer span (the longest segment), then a longer undilated segment, then a
     lower cost. Shown are the best of each number of layers and span, and the cheapest. Where nothing meets the goals within the
     budget, what comes nearest to it is shown, and behind it what misses `"cover"` alone.
@@ -162,15 +165,19 @@ def choose_pattern(
         spent = found.pairs if measure == "pairs" else cost(found.pattern)
         return replace(found, cost=spent, within_budget=spent <= budget)
 
+    dense_pairs = DilatedPattern((num_tokens,), (1,)).count_pairs(num_tokens, num_heads, is_causal=is_causal)
     known = [judged(pattern) for pattern in family(num_tokens, num_heads) if pattern not in given]
+    known = [each for each in known if each.pairs < dense_pairs] or known
+    if is_causal:
+        known = [each for each in known if len(each.pattern.branches) > 1] or known
     meeting = sorted((paid(each) for each in known if not each.unmet), key=_order)
     if not any(each.within_budget for each in meeting):
         meeting = sorted([*meeting, *(paid(each) for each in known if each.unmet == ("cover",))], key=_order)
-    shown = _shown(meeting, budget, measure, most)
+    shown = _shown(meeting, budget, measure, most, is_causal)
     mine = [replace(paid(judged(pattern)), is_given=True) for pattern in given]
     shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure) for each in mine]
     ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
-    return Choices(num_tokens, num_heads, is_causal, budget, budget_of, measure, asked, ordered, tuple(meeting))
+    return Choices(num_tokens, num_heads, is_causal, budget, budget_of, measure, dense_pairs, asked, ordered, tuple(meeting))
 
 
 def _several(name: str, values: Iterable[T]) -> tuple[T, ...]:
@@ -225,7 +232,7 @@ def _order(each: Choice) -> tuple[float, int, int, int, int]:
     return (layers, -each.span, -each.window, each.cost, len(each.pattern.branches))
 
 
-def _shown(meeting: list[Choice], budget: int, measure: Measure, most: int) -> list[Choice]:
+def _shown(meeting: list[Choice], budget: int, measure: Measure, most: int, is_causal: bool) -> list[Choice]:
     """The best of each number of layers and span, then the cheapest."""
     fitting = [each for each in meeting if each.within_budget]
     nearest: list[Choice] = []
@@ -237,7 +244,8 @@ def _shown(meeting: list[Choice], budget: int, measure: Measure, most: int) -> l
     shown: list[Choice] = []
     for each in fitting:
         if not any((other.layers, other.span) == (each.layers, each.span) for other in shown):
-            why = f"{_layers(each)} Of such patterns within the budget it has the longest undilated segment, {each.window:,} tokens"
+            layers, window = _layers(each, is_causal), f"{each.window:,} tokens"
+            why = f"{layers} Of such patterns within the budget it has the longest undilated segment, {window}"
             shown.append(replace(each, why=f"{why}, for {100 * each.cost / budget:.3g} % of the budget.{_left_out(each)}"))
     places = most - len(nearest)
     cheapest = min(fitting, key=lambda each: (each.cost, *_order(each)), default=None)
@@ -282,10 +290,12 @@ def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure) 
     return replace(mine, why=why)
 
 
-def _layers(each: Choice) -> str:
+def _layers(each: Choice, is_causal: bool) -> str:
     if each.layers is None:
         return f"Segments of up to {each.span:,} tokens."
-    return f"Every token has seen every other after {each.layers} layer{'s' * (each.layers != 1)}."
+    return (
+        f"Every token has seen every {'earlier one' if is_causal else 'other'} after {each.layers} layer{'s' * (each.layers != 1)}."
+    )
 
 
 def _times(ratio: float) -> str:

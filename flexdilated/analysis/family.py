@@ -13,7 +13,7 @@ MOST_KINDS = 2048  # kinds of tokens to look at, of each pattern
 
 
 def family(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
-    """Segments `w, w f, w f^2, ...` at rates `1, g, g^2, ...`, until one holds the sequence, or before.
+    """Segments `w, w f, w f^2, ...` at rates `1, g, g^2, ...`, g at least 2, until one holds the sequence, or before.
 
     Rates grow up to a limit, or up to the number of heads, which leaves no row out; where that is no power of two, segments are
     multiples of its odd part, so that the rates divide them.
@@ -27,7 +27,7 @@ def family(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
         shortest = unit << (SHORTEST // unit - 1).bit_length()
         for first in _powers(min(shortest, whole), whole):
             for factor in _powers(2, max(2, whole // first)):
-                for growth in _powers(1, factor):
+                for growth in _powers(2, factor):
                     lengths, rates = [first], [1]
                     while True:
                         kinds = math.lcm(*rates) * 3 ** (len(rates) - 1)

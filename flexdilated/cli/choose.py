@@ -21,9 +21,14 @@ from flexdilated.draw.choices import draw_choices
 LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
 EXPLANATION = """\
 rows: whether each branch keeps all of its rows in some head, or only some: rates beyond the heads leave rows out
-layers: after which every token has seen every other, all heads together; - is never
+of dense: the pairs of queries and keys that are scored, forward, beside those of dense attention
+{reach}
 undilated: the longest segment at rate 1, in which a token sees all its neighbours; span: the longest segment
 These are counts. They do not say how well a model learns: train to know."""
+REACH = "layers: after which every token has seen every other, all heads together; - is never"
+CAUSAL = (
+    "No causal pattern lets a token know of every earlier one, in any number of layers; nothing is known beyond the span's border"
+)
 
 
 class GoalName(str, Enum):
@@ -157,16 +162,17 @@ def _print(console: Console, found: Choices) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for name in ("", "segment lengths", "rates", "rows"):
         table.add_column(name, no_wrap=True)
-    for name in (UNITS[found.measure], "of budget", "layers", "undilated", "span"):
+    for name in (UNITS[found.measure], "of budget", "of dense", *([] if found.is_causal else ["layers"]), "undilated", "span"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, each in enumerate(found.shown, 1):
         lengths, rates = (", ".join(map(str, x)) for x in (each.pattern.segment_lengths, each.pattern.dilation_rates))
-        share, layers = f"{100 * each.cost / found.budget:.3g} %", "-" if each.layers is None else str(each.layers)
+        shares = (f"{100 * value / of:.3g} %" for value, of in ((each.cost, found.budget), (each.pairs, found.dense_pairs)))
+        layers = [] if found.is_causal else ["-" if each.layers is None else str(each.layers)]
         rows = "some" if each.partial else "all"
-        row = (f"{number} ", lengths, rates, rows, f"{each.cost:,}", share, layers, f"{each.window:,}", f"{each.span:,}")
+        row = (f"{number} ", lengths, rates, rows, f"{each.cost:,}", *shares, *layers, f"{each.window:,}", f"{each.span:,}")
         table.add_row(*row, style="bold" if each.is_given else "")
     options.print_table(console, table)
     console.print()
     for number, each in enumerate(found.shown, 1):
         console.print(Text(f"{number} {each.why}"), soft_wrap=True)
-    console.print(Text(f"\n{EXPLANATION}"), soft_wrap=True)
+    console.print(Text("\n" + EXPLANATION.format(reach=CAUSAL if found.is_causal else REACH)), soft_wrap=True)

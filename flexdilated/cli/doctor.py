@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flexdilated import __version__
 from flexdilated.backends import Request, choose, why_not
-from flexdilated.backends.crossovers import DEFAULT, KEPT, device_class, is_measured
+from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, device_class, is_measured
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
@@ -53,7 +53,8 @@ def doctor(
         console.print(_machine_table(machine))
         console.print(_engine_table(hardware))
         console.print(Text(_preference(hardware), "italic"))
-        console.print(_layout_table())
+        if hardware.device_type == "cuda":
+            console.print(_layout_table())
     reports = self_check(place, hardware)
     if as_json:
         typer.echo(json.dumps(_as_json(machine, hardware, reports), indent=2, allow_nan=False))
@@ -114,7 +115,7 @@ def _worded(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
+def _request(hardware: Hardware, dtype: torch.dtype, call: str, *, trains: bool = True) -> Request:
     return Request(
         hardware=hardware,
         dtype=dtype,
@@ -122,15 +123,18 @@ def _request(hardware: Hardware, dtype: torch.dtype, call: str) -> Request:
         masked=call == "masked",
         dropout=call == "dropout",
         modified=call == "functions",  # score_mod, mask_mod
-        differentiable=True,
-        wants_lse=True,
+        differentiable=trains,
+        wants_lse=trains,
     )
 
 
 def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` goes by on this device."""
     if is_measured(hardware):
-        return f"auto takes the engine that was measured to be the fastest on this class of device: {_measured_choice(hardware)}"
+        kept = json.loads(FILE.read_text())["provenance"]
+        (about,) = (entry for entry in kept if entry["device"] == device_class(hardware))
+        where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
+        return f"auto takes the engine that was the fastest on one device of this class ({where}): {_measured_choice(hardware)}"
     text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
         text += (
@@ -171,6 +175,8 @@ def _engine_table(hardware: Hardware) -> Table:
         cells = []
         for dtype in DTYPES.values():
             able = [call for call in CALLS if reasons[dtype, call] is None]
+            if not able and engine.why_not(_request(hardware, dtype, "plain", trains=False)) is None:
+                able = ["inference"]
             cells.append(
                 Text("yes", "green") if len(able) == len(CALLS) else Text("\n".join(able) or "no", "yellow" if able else "dim")
             )
@@ -208,7 +214,7 @@ def _layouts() -> list[dict[str, Any]]:
 def _layout_table() -> Table:
     table = _table(
         "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16); "
-        "estimates for this choice alone, --roofline counts all"
+        "estimates for the choice between these two; for all engines see --roofline"
     )
     for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
         table.add_column(column, justify="left" if column == "choice" else "right")

@@ -48,7 +48,8 @@ rows per head: what the busiest rank receives forward, in rows of K and V, per k
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
 auto takes the least time at the busiest rank among those whose messages fit the memory budget; if none fits, the least messages
-time: both at the speed of the link, then {FORWARD + BACKWARD} operations per pair and element of a head; nothing hides the other
+time: an estimate of one layer, both passes: what is received at the speed of the link, then {FORWARD + BACKWARD} operations per
+pair and element of a head at that of computing; nothing hides the other. The default speeds are those of a GPU of a DGX H100
 ring of everything: K and V pass every rank; backward once more, with dK and dV; its work and that of all-gather are this pattern's
 all-gather: K and V of all ranks are kept for the backward, which only reduces dK and dV
 Ulysses: two all-to-alls turn shards of the sequence into shards of heads and back"""
@@ -288,7 +289,8 @@ def _times(report: dict[str, Any]) -> str:
             total, receiving, computing = (f"{1e3 * row['seconds'][part]:.3g}" for part in ("total", "receiving", "computing"))
             told.append(f"{row['name']} {total} ms ({receiving} receiving, {computing} computing)")
     link, compute = report["speeds"]["link"] / 1e9, report["speeds"]["compute"] / 1e12
-    return f"\ntime of the busiest rank at {link:g} GB/s and {compute:g} Tflop/s: {'; '.join(told)}"
+    of = f"one layer, forward and backward, at {link:g} GB/s and {compute:g} Tflop/s"
+    return f"\nestimated time of the busiest rank, {of}: {'; '.join(told)}"
 
 
 def _table(report: dict[str, Any]) -> Table:

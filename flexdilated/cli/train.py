@@ -59,7 +59,10 @@ def train(
     segment_lengths: Annotated[
         str, typer.Option(help="Tokens per segment of each branch, comma separated.", show_default="256, 512, 1024, 2048, 4096")
     ] = "256,512,1024,2048,4096",
-    dilation_rates: Annotated[str, typer.Option(help="Dilation rate of each branch, comma separated.")] = "1,2,4,6,12",
+    dilation_rates: Annotated[
+        str,
+        typer.Option(help="Dilation rate of each branch, comma separated; best divisors of --heads.", show_default="1, 2, 3, 6, 6"),
+    ] = "1,2,3,6,6",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,

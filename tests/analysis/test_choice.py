@@ -10,7 +10,7 @@ import pytest
 
 from flexdilated import DilatedPattern
 from flexdilated.analysis import balance, choose_pattern, count_rank_costs, count_uncovered, missing_residues, reachable
-from flexdilated.analysis.choice import Goal, Measure
+from flexdilated.analysis.choice import MEASURES, Goal, Measure
 from flexdilated.draw.choices import draw_choices
 
 
@@ -117,6 +117,20 @@ def test_causal_patterns_are_ordered_by_their_span() -> None:
     spans = [each.span for each in found.shown if each.layers is None and "cheapest" not in each.why]
     assert all(a > b for a, b in pairwise(spans))
     assert spans[0] == 1021
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_as_dear_as_dense_attention_is_shown(measure: Measure, is_causal: bool) -> None:
+    found = choose_pattern(4099, 6, measure=measure, is_causal=is_causal, num_ranks=4)
+    assert found.dense_pairs == 6 * (4099 * 4100 // 2 if is_causal else 4099**2)
+    assert found.tried
+    for each in found.tried:
+        assert each.pairs < found.dense_pairs
+        assert len(each.pattern.branches) > 1 or not is_causal  # a lone window sees nothing beyond itself
+    given = DilatedPattern((4099,), (1,))  # of the caller's all the same
+    mine = choose_pattern(4099, 6, measure=measure, is_causal=is_causal, num_ranks=4, patterns=[given])
+    assert given in [each.pattern for each in mine.shown]
 
 
 def test_one_token_and_one_head_have_an_answer() -> None:

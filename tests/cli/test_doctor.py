@@ -102,9 +102,10 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_engine, "UNBUILT", None)  # whatever this machine lacks
     measured, hopper, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
-    said = "auto takes the engine that was measured to be the fastest on this class of device: "
-    assert measured == said + "sdpa in float32, bfloat16, float16, float64"
-    assert hopper == said + "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
+    said = "auto takes the engine that was the fastest on one device of this class ("
+    assert measured == said + "cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20): sdpa in float32, bfloat16, float16, float64"
+    where = "NVIDIA H200, torch 2.11.0+cu130, 2026-11-26"
+    assert hopper == f"{said}{where}): triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
     assert unmeasured.startswith(
         "auto takes sdpa, then flex: nothing has been measured on this class of device. By published rates triton"
     )

@@ -191,8 +191,8 @@ def test_plan_prints_what_it_chooses_by(budget: int, speeds: tuple[int, int]) ->
     assert {"time", "messages"} <= set(text.split())
     row = next(line for line in text.splitlines() if line.startswith(f"{best} (auto)"))
     assert _bytes(rows[best]["message_bytes"]) in row
-    said = f"time of the busiest rank at {speeds[0]} GB/s and {speeds[1]} Tflop/s: gather {1e3 * times['gather']:.3g} ms ("
-    assert said in text
+    assert f"forward and backward, at {speeds[0]} GB/s and {speeds[1]} Tflop/s: gather {1e3 * times['gather']:.3g} ms (" in text
+    assert "\nestimated time of the busiest rank, one layer, forward" in text
     for name in EXCHANGES:
         seconds, pairs = rows[name]["seconds"], rows[name]["pairs"]["busiest"]
         assert seconds["total"] == pytest.approx(seconds["receiving"] + seconds["computing"])
