@@ -100,8 +100,10 @@ def convert(
         seen = [f"{paths[0]!r} of {_named(other)}" for other, paths in others.items()]
         got = f"none but {', '.join(seen[:3])}{', ...' if seen[3:] else ''}" if seen else "none"
         of_library = any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
-        remedy = "; models of the transformers library take a pattern by flexdilated.hub.transformers" if of_library else ""
-        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}{remedy}")
+        remedy = "models of the transformers library take a pattern by flexdilated.hub.transformers"
+        if not of_library:
+            remedy = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
+        raise ValueError(f"model must hold {WANTED}, not skipped, got {got}; {remedy}")
     for other, paths in others.items():
         if type(other).__module__.partition(".")[0] in PACKAGES and not set(paths) & set(skip):
             raise ValueError(

@@ -277,9 +277,9 @@ class OtherAttention(nn.Module):
 
 
 def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none$"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; where a model calls scaled_dot"):
         convert(nn.Linear(2, 3), PATTERN)
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none$"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; where a model calls scaled_dot"):
         convert(nn.Sequential(attention()), PATTERN, skip=["0"])
     with pytest.raises(ValueError, match=r"^skip must hold paths of attention layers, \['0'\], got '1'$"):
         convert(nn.Sequential(attention()), PATTERN, skip=["1"])
@@ -288,7 +288,9 @@ def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
 def test_convert_names_what_looks_like_attention_and_is_not_known() -> None:
     model = nn.Sequential(*(nn.ModuleDict({"attn": OtherAttention()}) for _ in range(5)))
     seen = r", ".join(rf"'{i}.attn' of \S+\.OtherAttention" for i in range(3))
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.; where a model calls"
+    ):
         convert(model, PATTERN)
     model.append(attention())
     convert(model, PATTERN)  # what is not torch's or timm's is left

@@ -541,7 +541,12 @@ def test_attend_rejects_wrong_tensors() -> None:
     for arguments, error, message in (
         ((q[0], k, v), ValueError, "q must have shape (B, T, H, D), got (2, 10, 3)"),
         ((q[:2], k, v), ValueError, "q must match the cache in B and D=(3, 3), got (2, 2, 10, 3)"),
-        ((q, k.float(), v), TypeError, "k must have the dtype of the cache=torch.float64, got torch.float32"),
+        (
+            (q, k.float(), v),
+            TypeError,
+            "k must have the dtype of the cache=torch.float64, got torch.float32; DilatedKVCache(dtype=) says it, under "
+            "torch.autocast that of autocast",
+        ),
         ((q[:, :, :7], k, v), ValueError, "q must have a multiple of num_kv_heads=5 heads, got 7"),
         ((q, k, v[:, :1]), ValueError, "v must have T=2 tokens of 5 heads, got (3, 1, 5, 3)"),
         ((q[:, :0], k, v), ValueError, "q must have at least one token, got shape (3, 0, 10, 3)"),

@@ -27,8 +27,8 @@ HEAD_DIMS = (64, 128)
 DIRECTIONS = ("forward", "backward")
 
 EXPLANATION = """\
-device: the least ms / the most useful TFLOP/s at published rates: per launch the longer of its products and its memory; caches and
-  the time that a launch itself takes are left out, so small calls are slower; kernels reach a share of it
+each cell of a device: a lower bound in ms / an upper bound in useful TFLOP/s, from published peaks. A launch counts as the
+  longer of its arithmetic and its memory traffic; caches and the launch itself are left out. Real kernels are slower
 useful: 4 D operations per (query, key) pair of the pattern forward, 10 D backward
 launches: a kernel of a library, or an operation of torch, is one
 not causal, one sequence, 12 heads; bfloat16, and float16 on T4"""

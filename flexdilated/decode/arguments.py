@@ -93,7 +93,10 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
         if (x.shape[0], x.shape[3]) != (cache.batch_size, cache.head_dim):
             raise ValueError(f"{name} must match the cache in B and D={(cache.batch_size, cache.head_dim)}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:
-            raise TypeError(f"{name} must have the dtype of the cache={cache.dtype}, got {x.dtype}")
+            raise TypeError(
+                f"{name} must have the dtype of the cache={cache.dtype}, got {x.dtype}; DilatedKVCache(dtype=) says it, under "
+                "torch.autocast that of autocast"
+            )
         if x.device != cache.device:
             raise ValueError(f"{name} must be on the device of the cache={cache.device}, got {x.device}")
         if x.requires_grad and torch.is_grad_enabled():

@@ -54,7 +54,7 @@ def read_new(
     num_tokens = k.shape[1] if num_tokens is None else num_tokens
     added = torch.full_like(held, num_tokens) if lengths is None else lengths
     if max_length is not None:
-        torch._assert_async((held + added <= max_length).all(), f"lengths must stay within max_length={max_length}")
+        torch._assert_async((held + added <= max_length).all(), f"lengths must stay within max_length={max_length} of the cache")
     if lengths is None:
         return marked(k, v), added, None
     is_real = torch.arange(start, start + k.shape[1], device=k.device) < lengths[:, None]

@@ -44,7 +44,7 @@ class ContextPlan(CutSegments):
             "num_kv_heads": self.num_heads,
             "kv_heads_held": [self.within.start, self.within.stop],
             "query_heads_per_kv_head": self.group,
-            "documents": _shown(self.documents),
+            "documents": "none" if self.documents == ((0, self.num_tokens),) else _shown(self.documents),
             "is_causal": self.is_causal,
         }
 

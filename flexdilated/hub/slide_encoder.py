@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.backends.hardware import autocast_dtype
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, autocast_dtype
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
 from flexdilated.distributed.telling import tells_others
@@ -356,11 +356,16 @@ def tile_positions(cells: Tensor, embed_dim: int) -> Tensor:
         embed_dim: A multiple of 4.
     """
     exact = torch.float32 if cells.device.type == "mps" else torch.float64  # MPS has no float64
-    values, index = cells.unique(return_inverse=True)
     frequencies = 10000.0 ** (torch.arange(embed_dim // 4, dtype=exact, device=cells.device) / (-embed_dim / 4))
-    angles = values.to(exact)[:, None] * frequencies
-    halves = torch.cat([angles.sin(), angles.cos()], dim=-1).float()  # (values, embed_dim / 2)
-    return halves[index.flip(-1)].flatten(-2)
+
+    def halves_of(values: Tensor) -> Tensor:  # (..., embed_dim / 2)
+        angles = values.to(exact)[..., None] * frequencies
+        return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
+
+    if torch.compiler.is_compiling() and not TRACES_UNKNOWN_SIZES:
+        return halves_of(cells.flip(-1)).flatten(-2)
+    values, index = cells.unique(return_inverse=True)
+    return halves_of(values)[index.flip(-1)].flatten(-2)
 
 
 def _spread(tokens: Tensor, kept: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ def test_roofline_tells_every_engine_on_every_device() -> None:
     assert code == 0
     for name in (*(engine.name for engine in ENGINES), *(device.source for device in DEVICES), "longnet", "gigapath"):
         assert name in text
-    assert text.startswith("device: the least ms / the most useful TFLOP/s")  # before the cells that it explains
+    assert text.startswith("each cell of a device: a lower bound in ms / an upper bound in useful TFLOP/s")
     tables = text[text.index("\nlongnet, ") : text.index("H100: ")]
     assert max(map(len, tables.splitlines())) <= 80
 

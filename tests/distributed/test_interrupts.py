@@ -271,7 +271,7 @@ def silent(rank: int, mesh: DeviceMesh, stride: int, fails: bool) -> None:
         stride: From one question to the next that is tried.
         fails: Whether a step comes first in which this rank fails, which may be silent too.
     """
-    group, told, size = mesh.get_group(), Told(mesh, "silence"), mesh.size()
+    group, told, size = mesh.get_group(), Told(mesh, f"silence {stride}"), mesh.size()
     store = agreement._ledger(group).store
     assert isinstance(store, AnsweringStore)
     at, is_reached = 0, True
