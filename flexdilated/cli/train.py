@@ -41,7 +41,10 @@ PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 def train(
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Files or folders to learn, as bytes; repeatable. Default: the sources of Python's standard library."),
+        typer.Option(
+            metavar="PATH",
+            help="Files or folders to learn, as bytes; repeatable. Default: the sources of Python's standard library.",
+        ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoint, weights, picture and sample.")] = Path(
         "runs/longnet"
@@ -57,12 +60,11 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     segment_lengths: Annotated[
-        str, typer.Option(help="Tokens per segment of each branch, comma separated.", show_default="256, 512, 1024, 2048, 4096")
-    ] = "256,512,1024,2048,4096",
+        str, typer.Option(help="Tokens per segment of each branch, comma separated.")
+    ] = "256, 512, 1024, 2048, 4096",
     dilation_rates: Annotated[
-        str,
-        typer.Option(help="Dilation rate of each branch, comma separated; best divisors of --heads.", show_default="1, 2, 3, 6, 6"),
-    ] = "1,2,3,6,6",
+        str, typer.Option(help="Dilation rate of each branch, comma separated; best divisors of --heads.")
+    ] = "1, 2, 3, 6, 6",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,

@@ -134,7 +134,10 @@ class _TokenNorm(nn.LayerNorm):
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Multi-head dilated self-attention, a drop-in for `nn.MultiheadAttention(batch_first=True)`.
+    """Multi-head dilated self-attention, called as `nn.MultiheadAttention(batch_first=True)` is.
+
+    Unlike that, it has a LayerNorm before the output projection by default, draws other initial weights, and calls `dropout`
+    `dropout_p`; `from_torch` and `flexdilated.convert` keep the weights of one.
 
     `out_proj(inner_attn_ln(dilated_attention(q_proj(query), k_proj(key), v_proj(value))))`. Query, key and value have the same
     length. The projections are modules, and called: hooks, adapters, parametrizations and quantization act in the call.
@@ -321,7 +324,7 @@ class MultiheadDilatedAttention(nn.Module):
             value: As key.
             key_padding_mask: `(B, N)`, or `(N,)` without a batch: bool, True where a key is ignored; or a float mask of 0 and -inf.
             need_weights: Must be False: the weights are never formed.
-            attn_mask: Must be None, unless `is_causal=True` says that it is the causal mask.
+            attn_mask: Must be None, unless `is_causal=True` says that it is the causal mask; its values are not read, as in torch.
             average_attn_weights: Has no effect, since no weights are returned.
             is_causal: Whether a query sees only keys at its own position and before; a module made causal stays so.
             cu_seqlens: `(num_documents + 1,)` borders of packed documents, for B = 1.
