@@ -30,7 +30,7 @@ from flexdilated.distributed.rank import Given, Share, context_backward, context
 from flexdilated.distributed.sharding import declared_lengths
 from flexdilated.distributed.telling import is_one_graph, refuse_regions, tell, telling_call, traces_call
 
-UNCOMPILED = "fullgraph must be False with backend='flex' over several ranks, where it runs uncompiled"
+UNCOMPILED = "fullgraph must be False with {} over several ranks, where such calls run uncompiled"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -49,7 +49,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             if not is_one_graph():
                 return torch.compiler.disable(attend)(q, k, v, call)
             if call.backend == "flex":
-                raise NotImplementedError(UNCOMPILED)
+                raise NotImplementedError(UNCOMPILED.format("backend='flex'"))
+            if not TRACES_UNKNOWN_SIZES:
+                raise NotImplementedError(UNCOMPILED.format("score_mod and mask_mod under torch before 2.11"))
             call = call._replace(backend="sdpa" if call.backend == "auto" else call.backend)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)

@@ -189,7 +189,8 @@ class TracedProgram:
 def _job(lanes: _Lanes, reader: _Reader, first: _Reader) -> Job:
     heads: Any = range(lanes.lanes)  # how many there are
     tokens: Any = first.take(lanes.lanes)
-    task = Task(*lanes.task)._replace(heads=heads, tokens=tokens)
+    make: Any = Task
+    task = make(*lanes.task, heads, tokens, tokens)  # all of it: torch 2.9 cannot trace the defaults
     of_lanes = reader.take(lanes.lanes, 1)
     parts = []
     for group in (lanes.queries, lanes.keys, lanes.outputs):

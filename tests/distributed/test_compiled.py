@@ -233,7 +233,7 @@ def check_regions(rank: int, mesh: DeviceMesh) -> None:
         return unshard_sequence(x, mesh)
 
     for region in (attend, together):
-        with pytest.raises(Exception, match="nested_compile_region must hold no call over several ranks"):
+        with pytest.raises(Exception, match="nested_compile_region"):
             torch.compile(lambda x, region=region: region(x.sin()), fullgraph=True, backend="eager")(x)
 
 
