@@ -23,6 +23,7 @@ import flexdilated.backends.materialised
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import kernel as flex
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.call import Call
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.sharding import shard_sequence
@@ -252,6 +253,8 @@ def test_checkpoints_change_nothing(ranks: Ranks, exchange: str) -> None:
 )
 def test_compilers_change_nothing(ranks: Ranks, way: str, exchange: str) -> None:
     """Three ranks, of which one holds no token."""
+    if way.startswith("whole") and not TRACES_UNKNOWN_SIZES:
+        pytest.skip("needs torch 2.11, whose compiler traces what a rank computes")
     ranks.run(check_oracle, cut(3, ignored=0.3), Mods("table", "thirds"), exchange, way, deadline=300.0)
 
 
@@ -402,6 +405,9 @@ def check_refused_whole(mesh: DeviceMesh, case: ShardedCase, inputs: tuple[Tenso
 
     refuses("fullgraph must be False with backend='flex' over several ranks", backend="flex")
     refuses("fullgraph must be False with backend='flex' over several ranks", **mods, backend="flex")
+    if not TRACES_UNKNOWN_SIZES:
+        refuses("fullgraph must be False with score_mod and mask_mod under torch before 2.11", **mods)
+        return
     refuses(
         "dropout_p must be 0 with score_mod and mask_mod over several ranks under fullgraph=True, got 0.5", **mods, dropout_p=0.5
     )
