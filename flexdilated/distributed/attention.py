@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         traces_call(group_name)
         refuse_regions()
         if call.is_modified() or call.backend == "flex":
-            if not is_one_graph():
+            if not is_one_graph() and not torch.compiler.is_exporting():
                 return torch.compiler.disable(attend)(q, k, v, call)
             if call.backend == "flex":
                 raise NotImplementedError(UNCOMPILED.format("backend='flex'"))

@@ -2,7 +2,8 @@
 
 The compiler traces what a rank computes between its messages, functions included, and finds what they hold. What a rank does is an
 outline of integers to it, constants of its graph; messages, and the tables of rows, are opaque operators. They move what
-`functions` moves, under one contract with it: some ranks may be compiled, and others not.
+`functions` moves. All ranks of a call are compiled so, or none: a compiled backward runs whole, and computes a forward again
+where the compiler likes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from flexdilated.backends.hardware import is_symbolic, without_autocast
 from flexdilated.backends.operator import TENSORS, Flat, Inputs, Operator, declare, refuse, schema_of
 from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels, unknown
-from flexdilated.call import Call, refuse_shards_of_torch
+from flexdilated.call import Call, call_mod, refuse_shards_of_torch
 from flexdilated.distributed import functions
 from flexdilated.distributed.agreement import in_turn
 from flexdilated.distributed.contract import Contract, Terms, contract_of
@@ -38,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[T
         NotImplementedError: Where documents, dropout or sizes that change from call to call would need another graph each time, or
             functions a position of torchscale's zero keys.
     """
-    _refuse(q, call)
+    _refuse(q, call, place)
     first = functions.first_score(q, call)
     sizes = Sizes(
         q.shape[0],
@@ -90,7 +91,7 @@ class _Tie(torch.autograd.Function):
         return dx, token + dx[:0].flatten().to(token.dtype)
 
 
-def _refuse(q: Tensor, call: Call) -> None:
+def _refuse(q: Tensor, call: Call, place: Place) -> None:
     if call.cu_seqlens is not None:
         raise NotImplementedError(
             "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its "
@@ -106,6 +107,17 @@ def _refuse(q: Tensor, call: Call) -> None:
                 f"q must have a static {name} for score_mod and mask_mod over several ranks under fullgraph=True, got a "
                 f"dynamic one; use torch.compile(dynamic=False), or torch._dynamo.mark_static(q, {dim}) before the call"
             )
+    changing = [length for length in place.shard_lengths if is_symbolic(length)]
+    if changing:
+        raise NotImplementedError(
+            "shard_lengths must be static for score_mod and mask_mod over several ranks under fullgraph=True, got lengths that "
+            "change from call to call; use torch.compile(dynamic=False)"
+        )
+    if call.mask_mod is not None:
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+        seen = call_mod("mask_mod", call.mask_mod, zero, zero, zero, zero)
+        if seen.dtype != torch.bool:
+            raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
 
 
 # -- operators ------------------------------------------------------------------------------------------------------------------
@@ -142,7 +154,8 @@ class _Asked:
         bare = Inputs(rows.q, rows.k, rows.v, rows.mask, None, None)
         terms = Terms.of(bare, self.flat, self.place.exchange, differentiable=self.place.differentiable)
         _, _, _, _, _, score_mod, mask_mod, learns, _ = self.sizes
-        return contract_of(self.plan(), terms._replace(score_mod=score_mod, mask_mod=mask_mod, score_mod_learns=learns))
+        terms = terms._replace(score_mod=score_mod, mask_mod=mask_mod, score_mod_learns=learns, one_graph=True)
+        return contract_of(self.plan(), terms)
 
 
 def _tables(unknown: Tensor, num_places: int, num_lanes: int, *options: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Score and mask functions over ranks in one graph: layers, regions that are recomputed, ranks that are not compiled."""
+"""Score and mask functions over ranks in one graph: layers, regions that are recomputed, what is refused."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def exact(*arguments: Any, **options: Any) -> Tensor:
     return reference.dilated_attention(*arguments, **options)[0]
 
 
-def check_layers(rank: int, mesh: DeviceMesh, backend: str, compiled: tuple[int, ...], layers: int, recomputes: bool) -> None:
-    """Against the definition on the whole sequence; ranks that are not compiled make the same calls."""
+def check_layers(rank: int, mesh: DeviceMesh, backend: str, layers: int, recomputes: bool) -> None:
+    """Against the definition on the whole sequence."""
     torch._dynamo.reset()
     whole, table, weights = drawn(0, 2, 31, 4, 8), drawn(1, 4, 62), drawn(2, 2, 31, 4, 8)
     shard = partial(shard_sequence, mesh=mesh, shard_lengths=LENGTHS)
@@ -63,7 +63,7 @@ def check_layers(rank: int, mesh: DeviceMesh, backend: str, compiled: tuple[int,
     wanted = torch.autograd.grad((expected * weights).sum(), (x, learned))
 
     attend = partial(dilated_attention, mesh=mesh, shard_lengths=LENGTHS)
-    run = torch.compile(model, fullgraph=True, backend=backend, disable=rank not in compiled)
+    run = torch.compile(model, fullgraph=True, backend=backend)
     mine, learned = shard(whole).clone().requires_grad_(), table.clone().requires_grad_()
     for _ in range(2):  # the second call compiles nothing
         out = run(mine, learned, attend, layers, recomputes)
@@ -73,20 +73,69 @@ def check_layers(rank: int, mesh: DeviceMesh, backend: str, compiled: tuple[int,
             torch.testing.assert_close(value, other, **EXACT)
 
 
+def check_mixed(rank: int, mesh: DeviceMesh) -> None:
+    """A compiled backward runs whole and counts its own calls: ranks that are not compiled would wait."""
+    torch._dynamo.reset()
+    x, table = torch.randn(1, 13, 4, 8, dtype=torch.float64), torch.zeros(4, 62, dtype=torch.float64)
+
+    def attend(x: Tensor) -> Any:
+        return dilated_attention(x, x, x, PATTERN, mesh=mesh, **biased(table))
+
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match="ranks must agree on one_graph, got"):
+        torch.compile(attend, fullgraph=True, backend="eager", disable=rank == 1)(x)
+
+
+@exactly(2)
+def test_ranks_are_all_compiled_or_none(ranks: Ranks) -> None:
+    ranks.run(check_mixed, deadline=120.0)
+
+
+def check_wrong(rank: int, mesh: DeviceMesh) -> None:
+    """What would be an error inside the compiler is one of this library."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 17 if rank == 0 else 14, 4, 8, dtype=torch.float64)
+
+    def attend(x: Tensor, lengths: tuple[int, ...], mask_mod: Any) -> Any:
+        return dilated_attention(x, x, x, PATTERN, mesh=mesh, shard_lengths=lengths, mask_mod=mask_mod)
+
+    whole = torch.compile(attend, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"mask_mod must return a bool, True where the query sees the key, got torch\.int64"):
+        whole(x, LENGTHS, lambda b, h, i, j: i)
+    mask_mod = biased(x)["mask_mod"]
+    torch._dynamo.reset()
+    whole(x, LENGTHS, mask_mod)
+    other = (17, 20)
+    y = torch.randn(1, other[rank], 4, 8, dtype=torch.float64)
+    match = "shard_lengths must be static|number of tokens|rank [01] refused"
+    with pytest.raises(Exception, match=match):
+        whole(y, other, mask_mod)
+
+    class Attends(torch.nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return attend(x, LENGTHS, mask_mod)
+
+    torch._dynamo.reset()
+    program = torch.export.export(Attends(), (x,), strict=False)
+    torch.testing.assert_close(program.module()(x), attend(x, LENGTHS, mask_mod), **EXACT)
+
+
+@exactly(2)
+def test_what_cannot_be_traced_is_refused_in_words(ranks: Ranks) -> None:
+    ranks.run(check_wrong, deadline=120.0)
+
+
 @pytest.mark.slow
 @exactly(2)
 @pytest.mark.parametrize(
-    ("backend", "compiled", "layers", "recomputes"),
+    ("backend", "layers", "recomputes"),
     [
-        ("aot_eager", (0, 1), 2, True),
-        ("eager", (1,), 1, False),
-        pytest.param("inductor", (0, 1), 2, False, marks=pytest.mark.sweep),
+        ("aot_eager", 2, True),
+        ("eager", 1, False),
+        pytest.param("inductor", 2, False, marks=pytest.mark.sweep),
     ],
 )
-def test_layers_train_as_on_one_device(
-    ranks: Ranks, backend: str, compiled: tuple[int, ...], layers: int, recomputes: bool
-) -> None:
-    ranks.run(check_layers, backend, compiled, layers, recomputes, deadline=600.0)
+def test_layers_train_as_on_one_device(ranks: Ranks, backend: str, layers: int, recomputes: bool) -> None:
+    ranks.run(check_layers, backend, layers, recomputes, deadline=600.0)
 
 
 def check_table_alone(rank: int, mesh: DeviceMesh) -> None:
