@@ -83,7 +83,7 @@ def check_disagreement(rank: int, mesh: DeviceMesh, field: str, usual: str, othe
         ("batch", "1", "2"),
         ("dtype", "'torch.float64'", "'torch.float32'"),
         ("masked", "False", "True"),
-        ("documents", "none", "[[0, 3], [3, "),
+        ("documents", "'none'", "[[0, 3], [3, "),
         ("differentiable", "False", "True"),
         ("is_causal", "False", "True"),
         ("exchange", "'auto'", "'ring'"),
