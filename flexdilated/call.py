@@ -343,18 +343,31 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
     """
     learns = False
     if not torch.compiler.is_compiling():  # then the functions are traced, and the tracer says what is wrong with them
-        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+        score, *pair = first_pair(q)
         if score_mod is not None:
-            score = torch.zeros(zero.shape, dtype=accumulated(q.dtype), device=q.device)
-            result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, zero, zero, zero, zero)
+            result = _call("score_mod", score_mod, ("score", "b", "h", "q_idx", "kv_idx"), score, *pair)
             if not result.is_floating_point():
                 raise TypeError(f"score_mod must return a floating-point score, got {result.dtype}")
             learns = result.requires_grad
         if mask_mod is not None:
-            result = _call("mask_mod", mask_mod, ("b", "h", "q_idx", "kv_idx"), zero, zero, zero, zero)
-            if result.dtype != torch.bool:
-                raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {result.dtype}")
+            check_seen(_call("mask_mod", mask_mod, ("b", "h", "q_idx", "kv_idx"), *pair))
     return learns
+
+
+def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Score, sequence, head and positions of the first pair of q `(B, N, H, D)`, as score functions take them."""
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
+    return torch.zeros((1, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device), zero, zero, zero, zero
+
+
+def check_seen(seen: Tensor) -> None:
+    """Refuse what a mask function gives that is no bool.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if seen.dtype != torch.bool:
+        raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
 
 
 def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Tensor) -> Tensor:

@@ -270,6 +270,7 @@ def test_convert_rejects_a_model_itself_by_saying_so() -> None:
 
 
 LOOKED_FOR = r"an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's,"
+REMEDY = "where a model calls scaled_dot_product_attention itself, call flexdilated.dilated_attention in its place"
 
 
 class OtherAttention(nn.Module):
@@ -277,9 +278,9 @@ class OtherAttention(nn.Module):
 
 
 def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; where a model calls scaled_dot"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; {REMEDY}$"):
         convert(nn.Linear(2, 3), PATTERN)
-    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; where a model calls scaled_dot"):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none; {REMEDY}$"):
         convert(nn.Sequential(attention()), PATTERN, skip=["0"])
     with pytest.raises(ValueError, match=r"^skip must hold paths of attention layers, \['0'\], got '1'$"):
         convert(nn.Sequential(attention()), PATTERN, skip=["1"])
@@ -288,9 +289,7 @@ def test_convert_rejects_models_without_attention_and_unknown_paths() -> None:
 def test_convert_names_what_looks_like_attention_and_is_not_known() -> None:
     model = nn.Sequential(*(nn.ModuleDict({"attn": OtherAttention()}) for _ in range(5)))
     seen = r", ".join(rf"'{i}.attn' of \S+\.OtherAttention" for i in range(3))
-    with pytest.raises(
-        ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.; where a model calls"
-    ):
+    with pytest.raises(ValueError, match=rf"^model must hold {LOOKED_FOR} not skipped, got none but {seen}, \.\.\.; {REMEDY}$"):
         convert(model, PATTERN)
     model.append(attention())
     convert(model, PATTERN)  # what is not torch's or timm's is left

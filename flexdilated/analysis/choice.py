@@ -88,10 +88,9 @@ def choose_pattern(
     Tried are patterns whose segments grow by one factor from an undilated one, with rates that grow by another, up to five
     branches, `heads="all"`, blocked offsets: powers of two, and the number of heads with segments that it divides. What scores as
     many pairs as dense attention is left out, and a lone window under a causal mask, beyond which nothing is ever seen, but where
-    nothing else is left. Better is: fewer
-    layers until every token has seen every other, then a longer span (the longest segment), then a longer undilated segment, then a
-    lower cost. Shown are the best of each number of layers and span, and the cheapest. Where nothing meets the goals within the
-    budget, what comes nearest to it is shown, and behind it what misses `"cover"` alone.
+    nothing else is left. Better is: fewer layers until every token has seen every other, then a longer span (the longest segment),
+    then a longer undilated segment, then a lower cost. Shown are the best of each number of layers and span, and the cheapest.
+    Where nothing meets the goals within the budget, what comes nearest to it is shown, and behind it what misses `"cover"` alone.
 
     Args:
         num_tokens: Sequence length N, up to 2**40.

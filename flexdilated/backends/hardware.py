@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,18 @@ TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 ON_ROCM = torch.version.hip is not None
 
 AUTOCAST = frozenset(name for name in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(name))
+
+
+Answer = TypeVar("Answer", bound=Callable[..., object])
+
+
+def answers_while_traced(function: Answer) -> Answer:
+    """Mark a function that runs while a compiler traces, and whose answer is a constant of the graph.
+
+    As `torch.compiler.assume_constant_result` does; that loads dynamo, in seconds.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import answers_while_traced
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.call import Call
@@ -31,13 +32,9 @@ def writes_onnx() -> bool:
     return torch.compiler.is_compiling() and _in_onnx_export()
 
 
+@answers_while_traced  # dynamo would take the answer for False; the exporter tries dynamo after a refusal
 def _in_onnx_export() -> bool:
     return torch.onnx.is_in_onnx_export()
-
-
-# What torch.compiler.assume_constant_result sets, which would load dynamo with the package: dynamo asks, where it would take the
-# answer for False. The exporter tries dynamo after a refusal.
-_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from flexdilated.backends.kernel import draw_seed
 from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.backends.order import unknown
 from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import Call, check, documents, refuse_shards_of_torch
+from flexdilated.call import Call, check, refuse_shards_of_torch
 from flexdilated.distributed import functions, traced
 from flexdilated.distributed.agreement import in_turn, withdraw
 from flexdilated.distributed.contract import Terms, contract_of
@@ -139,8 +139,7 @@ def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[in
 def _plan(inputs: Inputs, flat: Flat, place: Place) -> tuple[ContextPlan, str]:
     """The plan of a call, and the exchange that runs it."""
     q, k, _, key_padding_mask, cu_seqlens, _ = inputs
-    spans = documents(cu_seqlens, sum(int(n) for n in place.shard_lengths))
-    plan = plan_of(flat, place, k.shape[2], q.shape[2] // k.shape[2], spans)
+    plan = plan_of(flat, place, k.shape[2], q.shape[2] // k.shape[2], cu_seqlens)
     return plan, exchange_of(plan, place, q.shape[3], q.dtype, q.shape[0], key_padding_mask is not None)
 
 

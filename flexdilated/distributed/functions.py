@@ -19,11 +19,10 @@ from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draws_of_its_own, spread
-from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import Part, Scattered, mix
 from flexdilated.backends.operator import GRADIENT_MESSAGE, Inputs
 from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.call import Call, call_mod, refuse_zero_keys
+from flexdilated.call import Call, call_mod, first_pair, refuse_zero_keys
 from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Job, Program
@@ -58,7 +57,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, share: Share, transport:
     bare = lent.without_tokens()
     waits: list[Callable[[], None]] = []
     q, k, v, received, token = _Fetch.apply(q, k, v, lent, bare, transport, waits)
-    token = tied_to_function(token, first_score(q, call))
+    if call.learns:
+        token = tied_to_function(token, first_score(q, call))
 
     def arrive() -> Tensor:
         with torch.no_grad():
@@ -84,9 +84,7 @@ def first_score(q: Tensor, call: Call) -> Tensor | None:
     """The score of the first pair, if there is a score function: whether a gradient may be asked of what it holds."""
     if call.score_mod is None:
         return None
-    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
-    score = torch.zeros((1, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device)
-    return call_mod("score_mod", call.score_mod, score, zero, zero, zero, zero)
+    return call_mod("score_mod", call.score_mod, *first_pair(q))
 
 
 def tied_to_function(token: Tensor, first: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.backends.hardware import answers_while_traced
+
 
 def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
     """The name of the process group of a 1-D mesh, this rank in it and its size; traces under `torch.compile(fullgraph=True)`.
@@ -44,14 +46,10 @@ def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:
 _known: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()
 
 
+@answers_while_traced  # it reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself
 def _place(mesh: DeviceMesh) -> tuple[int, int]:
     """This rank in a 1-D mesh, and the number of its ranks."""
     return _place_of(mesh, dist.get_rank())
-
-
-# Reads the tensor of ranks, which does not trace; dynamo guards on the mesh itself. The mark alone is what
-# `torch.compiler.assume_constant_result` sets, and that loads dynamo, in seconds.
-vars(_place)["_dynamo_marked_constant"] = True
 
 
 @lru_cache(maxsize=64)  # the tensor of ranks is made anew at each look, in 20 microseconds

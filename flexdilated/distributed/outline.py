@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.backends.hardware import answers_while_traced
 from flexdilated.backends.operator import Flat
 from flexdilated.backends.pieces import Piece
 from flexdilated.distributed import functions
@@ -86,10 +87,11 @@ def num_rows(places: Sequence[tuple[int, int, int]]) -> int:
     return max([end for _, _, end in places], default=0)
 
 
+@answers_while_traced
 def outline_of(flat: tuple[Any, ...], place: tuple[Any, ...], sizes: tuple[Any, ...], dtype: torch.dtype) -> Outline:
     """What this rank does; runs while a compiler traces."""
     where, size = Place(*place), Sizes(*sizes)
-    plan = plan_of(Flat(*flat), where, size.kv_heads, size.group, ((0, sum(where.shard_lengths)),))
+    plan = plan_of(Flat(*flat), where, size.kv_heads, size.group)
     try:
         functions.refuse_shifted(plan, is_modified=True)
     except NotImplementedError as refused:
@@ -103,9 +105,6 @@ def outline_of(flat: tuple[Any, ...], place: tuple[Any, ...], sizes: tuple[Any, 
     )
     start, pieces = plan.borders[where.rank], local_pieces(plan, where.rank)
     return Outline("", runs, pieces, start, tuple(_lanes(job) for job in found.jobs), *links)
-
-
-vars(outline_of)["_dynamo_marked_constant"] = True  # as `torch.compiler.assume_constant_result` does, which loads dynamo
 
 
 def _lanes(job: Job) -> _Lanes:

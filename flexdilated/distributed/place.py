@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from flexdilated.backends.hardware import answers_while_traced
 from flexdilated.backends.merge import accumulated
 from flexdilated.backends.operator import Flat
 from flexdilated.backends.recent import recent
+from flexdilated.call import documents
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import ContextPlan, context_plan
 
@@ -28,6 +31,7 @@ class Place(NamedTuple):
     made_by: str  # as `made_by`
 
 
+@answers_while_traced
 def made_by(exchange: str) -> str:
     """What the sizes of a call's tensors depend on beside its arguments; runs while a compiler traces.
 
@@ -38,17 +42,15 @@ def made_by(exchange: str) -> str:
     return f"flexdilated {__version__}" + (f", {cost.speeds_of_environment()}" if exchange == "auto" else "")
 
 
-vars(made_by)["_dynamo_marked_constant"] = True  # as `torch.compiler.assume_constant_result` does, which loads dynamo
-
-
 def resolve(group_name: str) -> dist.ProcessGroup:
     """The process group of a name."""
     return distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
 
 
-def plan_of(flat: Flat, place: Place, kv_heads: int, group: int, spans: tuple[tuple[int, int], ...]) -> ContextPlan:
-    """The plan of a call on tensors of some key/value heads, with the documents at `spans`."""
+def plan_of(flat: Flat, place: Place, kv_heads: int, group: int, cu_seqlens: Tensor | None = None) -> ContextPlan:
+    """The plan of a call on tensors of some key/value heads."""
     lengths = tuple(int(n) for n in place.shard_lengths)
+    spans = documents(cu_seqlens, sum(lengths))
     within = range(flat.first_head, flat.first_head + kv_heads)
     return context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
 

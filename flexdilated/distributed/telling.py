@@ -15,6 +15,7 @@ from torch._guards import CompileContext
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.backends.hardware import answers_while_traced
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
 from flexdilated.distributed.ledger import HEARD, IN_VAIN, LostError
@@ -76,6 +77,7 @@ def _tracer() -> Any:
         return None
 
 
+@answers_while_traced
 def is_one_graph() -> bool:
     """Whether a compiler traces that must take all or fail, as under fullgraph=True; runs while it traces."""
     tracer = _tracer()
@@ -97,6 +99,7 @@ def refuse_regions() -> None:
         )
 
 
+@answers_while_traced
 def _is_in_region() -> bool:
     """Whether a compiler traces a region; runs while it traces."""
     tracer = _tracer()
@@ -108,6 +111,7 @@ def _is_in_region() -> bool:
     return False
 
 
+@answers_while_traced
 def traces_call(group_name: str) -> None:
     """Say that what a compiler traces calls ranks of a group: if it fails they hear of it. Runs while it traces.
 
@@ -154,10 +158,6 @@ def _reason(error: BaseException) -> str:
     met = [line.partition(": ")[2] for line in lines if line.startswith(("Explanation: ", "Developer debug context: "))]
     # What a backend raised stands in the next line.
     return ": ".join([lines[0].removesuffix(":"), *(lines[1:2] if lines[0].endswith(":") else met[-1:])])
-
-
-for _at_once in (is_one_graph, traces_call, _is_in_region):  # as `torch.compiler.assume_constant_result` does, which loads dynamo
-    vars(_at_once)["_dynamo_marked_constant"] = True
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexdilated.backends.hardware import is_symbolic, without_autocast
 from flexdilated.backends.operator import TENSORS, Flat, Inputs, Operator, declare, refuse, schema_of
 from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels, unknown
-from flexdilated.call import Call, call_mod, refuse_shards_of_torch
+from flexdilated.call import Call, call_mod, check_seen, first_pair, refuse_shards_of_torch
 from flexdilated.distributed import functions
 from flexdilated.distributed.agreement import in_turn
 from flexdilated.distributed.contract import Contract, Terms, contract_of
@@ -58,7 +58,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> tuple[T
     mask, options = call.key_padding_mask, (*call.flat(), *place, *sizes._replace(runs=outline.runs))
     places, firsts = _TABLES(unknown(q.device), outline.num_places, outline.num_lanes, *options)
     received, token, number = _FETCH.forward(q, k, v, mask, unknown(q.device), outline.num_received(sizes), *options)
-
     token = functions.tied_to_function(token, first)
 
     def deliver(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,10 +113,7 @@ def _refuse(q: Tensor, call: Call, place: Place) -> None:
             "change from call to call; use torch.compile(dynamic=False)"
         )
     if call.mask_mod is not None:
-        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
-        seen = call_mod("mask_mod", call.mask_mod, zero, zero, zero, zero)
-        if seen.dtype != torch.bool:
-            raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
+        check_seen(call_mod("mask_mod", call.mask_mod, *first_pair(q)[1:]))
 
 
 # -- operators ------------------------------------------------------------------------------------------------------------------
@@ -135,7 +131,7 @@ class _Asked:
         return resolve(self.place.group_name)
 
     def plan(self) -> ContextPlan:
-        return plan_of(self.flat, self.place, self.sizes.kv_heads, self.sizes.group, ((0, sum(self.place.shard_lengths)),))
+        return plan_of(self.flat, self.place, self.sizes.kv_heads, self.sizes.group)
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
         """Of q, k and v."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import flexdilated
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from flexdilated.backends import order
+from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import cost, even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.meshes import one_of_equal
 from tests.distributed.processes import Ranks, exactly, several
@@ -233,7 +234,8 @@ def check_regions(rank: int, mesh: DeviceMesh) -> None:
         return unshard_sequence(x, mesh)
 
     for region in (attend, together):
-        with pytest.raises(Exception, match="nested_compile_region"):
+        said = "nested_compile_region must hold no call over several ranks" if TRACES_UNKNOWN_SIZES else "nested_compile_region"
+        with pytest.raises(Exception, match=said):  # torch 2.9 names the region and not the reason
             torch.compile(lambda x, region=region: region(x.sin()), fullgraph=True, backend="eager")(x)
 
 

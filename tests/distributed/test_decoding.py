@@ -496,7 +496,8 @@ def check_faults(rank: int, mesh: DeviceMesh) -> None:
     shards = even_shard_lengths(20, mesh.size())
     here = [x.split(list(shards), dim=1)[rank] for x in inputs_of(inputs, 20)]
     own = TypeError if rank == last else ValueError
-    with pytest.raises(own, match=r"^(rank \d refused: )?k must have the dtype of the cache=torch.float64, got torch.float32; "):
+    said = r"k must have the dtype of the cache=torch.float64, got torch.float32; DilatedKVCache\(dtype=\) says it, "
+    with pytest.raises(own, match=rf"^(rank \d refused: )?{said}under torch.autocast that of autocast$"):
         cache.attend(here[0], here[1].float() if rank == last else here[1], here[2], shard_lengths=shards)
     with pytest.raises(ValueError, match=r"^ranks must agree on scale, got "):
         cache.attend(*here, shard_lengths=shards, scale=1.0 + rank)
