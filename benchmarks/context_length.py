@@ -188,6 +188,7 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path, device: st
         num_layers=settings.layers,
         num_heads=settings.heads,
         pattern=pattern,
+        scale_base=max(512.0, cell.length / 64),  # longer segments need a slower decay of positions
     )
     dtype = recommended_dtype(detect(device))
     options = TrainOptions(

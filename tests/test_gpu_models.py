@@ -52,14 +52,14 @@ def skip_unless_it_runs(backend: str, dtype: torch.dtype = torch.float32, **what
         pytest.skip(reason)
 
 
-def assert_same_on_both(model: nn.Module, loss: Callable[[nn.Module, str, torch.dtype], Tensor]) -> None:
-    """Loss and gradients in float32 on the device equal those in float64 on a CPU."""
-    exact, model = copy.deepcopy(model).double(), model.to(DEVICE)
+def assert_same_on_both(model: nn.Module, loss: Callable[[nn.Module, str, torch.dtype], Tensor], other: str = "cpu") -> None:
+    """Loss and gradients in float32 on the device equal those in float64 on another."""
+    exact, model = copy.deepcopy(model).double().to(other), model.to(DEVICE)
     for module in exact.modules():
         if isinstance(module, DilatedAttention):
             module.backend = "auto"
-    expected, actual = loss(exact, "cpu", torch.float64), loss(model, DEVICE, torch.float32)
-    torch.testing.assert_close(actual.detach().cpu().double(), expected.detach(), **MODEL)
+    expected, actual = loss(exact, other, torch.float64), loss(model, DEVICE, torch.float32)
+    torch.testing.assert_close(actual.detach().cpu().double(), expected.detach().cpu(), **MODEL)
     expected.backward()
     actual.backward()
     largest = max(p.grad.abs().max().item() for p in exact.parameters() if p.grad is not None)
@@ -68,7 +68,7 @@ def assert_same_on_both(model: nn.Module, loss: Callable[[nn.Module, str, torch.
         assert e.grad is not None, name
         unit = max(e.grad.abs().max().item(), 1e-2 * largest)  # a bias of keys changes no softmax: its gradient is rounding
         torch.testing.assert_close(
-            a.grad.cpu().double() / unit, e.grad / unit, **MODEL, msg=lambda text, name=name: f"{name}: {text}"
+            a.grad.cpu().double() / unit, e.grad.cpu() / unit, **MODEL, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -110,6 +110,26 @@ def test_slide_encoder_learns_what_it_learns_on_a_cpu() -> None:
         return (out * weights.to(device, dtype)).mean()
 
     assert_same_on_both(model.eval(), loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("num_tiles", [50_000, 100_000])
+def test_slides_of_many_tiles_equal_double_precision(num_tiles: int, backend: Any) -> None:
+    """Two layers of GigaPath's width and branches, with its zero keys and constant mixing weights."""
+    skip_unless_it_runs(backend, differentiable=True)
+    needed = 16 * (num_tiles / 8) ** 2 * 8 * 5  # of the widest branch in double precision: scores, weights and their gradients
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free memory")
+    model = LongNetViT(in_chans=64, embed_dim=768, depth=2, num_heads=16, backend=backend).eval()
+    tiles, coords = torch.randn(1, num_tiles, 64, dtype=torch.float64), torch.randint(0, 1000 * 256, (1, num_tiles, 2)).double()
+    weights = torch.randn(1, 768, dtype=torch.float64)
+
+    def loss(model: nn.Module, device: str, dtype: torch.dtype) -> Tensor:
+        (out,) = model(tiles.to(device, dtype), coords.to(device))
+        return (out * weights.to(device, dtype)).mean()
+
+    assert_same_on_both(model, loss, other=DEVICE)
 
 
 def test_decoding_equals_the_full_forward() -> None:

@@ -116,7 +116,14 @@ def train(
         )
         patterns = {"dilated": pattern} | ({"dense": _dense(pattern, sequence_length)} if dense_too else {})
         configs = {
-            name: LongNetConfig(vocab_size=BYTES, embed_dim=embed_dim, num_layers=layers, num_heads=heads, pattern=each)
+            name: LongNetConfig(
+                vocab_size=BYTES,
+                embed_dim=embed_dim,
+                num_layers=layers,
+                num_heads=heads,
+                pattern=each,
+                scale_base=max(512.0, sequence_length / 64),  # long segments need a slower decay
+            )
             for name, each in patterns.items()
         }
         corpus = load_corpus(text or [], sequence_length)

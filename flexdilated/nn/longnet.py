@@ -46,6 +46,8 @@ class LongNetConfig:
         num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
         ffn_dim: Elements inside the feed-forward network. Default: `4 * embed_dim`.
         position: `"xpos"` or `"rotary"`.
+        scale_base: Tokens over which xPos lets scores decay (`flexdilated.nn.XPos`). Segments of more than 65,391 tokens need more
+            than the default: the error of the first forward says how much.
         tie_embeddings: Whether the output head shares the weights of the embedding.
         dropout_p: Probability of dropping an element of a residual branch in training.
         attention_dropout_p: Probability of dropping an attention weight in training.
@@ -65,6 +67,7 @@ class LongNetConfig:
     num_kv_heads: int | None = None
     ffn_dim: int | None = None
     position: Literal["xpos", "rotary"] = "xpos"
+    scale_base: float = 512.0
     tie_embeddings: bool = True
     dropout_p: float = 0.0
     attention_dropout_p: float = 0.0
@@ -84,6 +87,10 @@ class LongNetConfig:
         self.pattern.check_heads(self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         if self.position not in ("xpos", "rotary"):
             raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
+        if not is_number(self.scale_base):
+            raise TypeError(f"scale_base must be a number, got {self.scale_base!r}")
+        if not self.scale_base > 0.0:
+            raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
         for name in ("dropout_p", "attention_dropout_p"):
             if not is_number(getattr(self, name)):
                 raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
@@ -151,7 +158,9 @@ class LongNetLM(nn.Module):
             return self.block_class(attention, ffn, dropout_p=config.dropout_p)
 
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.position = Rotary(head_dim) if config.position == "rotary" else XPos(head_dim, config.pattern)
+        self.position = Rotary(head_dim)
+        if config.position == "xpos":
+            self.position = XPos(head_dim, config.pattern, scale_base=config.scale_base)
         self.layers = nn.ModuleList(block() for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)

@@ -25,6 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank may compile for minutes while another waits
 # Descending: pytest gathers the tests of a process set by the place of its parameter, which `at_least` must not move.
 WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
+# NCCL refuses two ranks of one host on one GPU: each is a host of its own then, which sockets connect.
+ALONE = {
+    **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+    **{"NCCL_MNNVL_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"},
+}
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 
 # Ranks are forked from a process that has imported this and done nothing: to import it takes each of them more than a second.
@@ -72,7 +77,7 @@ class Ranks:
         world_size: Processes.
         folder: For the ranks to find each other.
         timeout: Of the group. None: no group, and cases get None for a mesh.
-        device: Of the mesh: "cuda" gives each rank a GPU of its own, and a group of NCCL.
+        device: Of the mesh: "cuda" gives each rank a GPU of its own, if there are as many, and a group of NCCL.
     """
 
     def __init__(self, world_size: int, folder: Path, timeout: timedelta | None = TIMEOUT, device: str = "cpu") -> None:
@@ -178,7 +183,9 @@ def _serve(
             store.set(f"rank {rank}", "")
             store.wait([f"rank {other}" for other in range(world_size)], TIMEOUT)  # the group's own may be short
             if device == "cuda":
-                torch.cuda.set_device(rank)
+                if torch.cuda.device_count() < world_size:
+                    os.environ.update(ALONE, NCCL_HOSTID=f"rank {rank}")
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             backend = "nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("cp",))

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from flexdilated import DilatedPattern, dilated_attention
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
 from flexdilated.backends import Request, why_not
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.hardware import detect
 from flexdilated.distributed import exchange as exchanging
+from flexdilated.distributed import shard_sequence, shared_failures
 from flexdilated.distributed.plan import EXCHANGES
 from tests.backends.test_mods import Mods
 from tests.distributed import test_functions, test_parallel
 from tests.distributed.cases import ShardedCase
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import Ranks, each_size
 from tests.tolerances import SINGLE
 
 # What the compiler warns about differs by version and device (TF32 among it) and is not what is tested: shown, no failure.
@@ -84,32 +93,41 @@ def test_flex_on_shards_gives_what_one_rank_gives(exchange: str, mods: Mods, mon
 
 # -- processes ------------------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Two processes with a GPU each."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices: NCCL gives each rank one of its own")
-    ranks = Ranks(2, tmp_path, device=DEVICE)
-    yield ranks
-    ranks.kill()
+# By ranks, one of three without a token.
+PROCESSES = {
+    size: ShardedCase(DilatedPattern((64, 250), (1, 3)), shard_lengths=lengths, kv_heads=2, group=2, head_dim=64, ignored=0.2)
+    for size, lengths in ((2, (150, 131)), (3, (150, 0, 131)))
+}
 
 
-PROCESSES = ShardedCase(DilatedPattern((64, 300), (1, 3)), shard_lengths=(200, 151), kv_heads=2, group=2, head_dim=64)
+@pytest.fixture(scope="module", params=[each_size(size) for size in PROCESSES])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes of a group of NCCL, on a GPU each if there are as many, else on one."""
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks"), timeout=timedelta(seconds=120), device=DEVICE) as ranks:
+        yield ranks
+
+
+def leaves(case: ShardedCase, rank: int, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    """This rank's q, k and v, and the options of a call."""
+    given, here, mask = case.named(dtype), case.shard(rank), case.mask()
+    options = {"shard_lengths": case.shard_lengths, "scale": case.scale, "return_lse": True}
+    if mask is not None:
+        options["key_padding_mask"] = mask[:, here].to(DEVICE)
+    return [given[name][:, here].to(DEVICE, copy=True).requires_grad_() for name in "qkv"], options
 
 
 def check_step(rank: int, mesh: DeviceMesh, exchange: str, is_compiled: bool) -> None:
     """Two steps, the second of a plan that is known."""
-    case = PROCESSES
+    case = PROCESSES[mesh.size()]
     attend = torch.compile(dilated_attention, fullgraph=True) if is_compiled else dilated_attention
-    given, expected, here = case.named(torch.float32), case.expected(), case.shard(rank)
+    expected, here = case.expected(), case.shard(rank)
     for _ in range(2):
-        q, k, v = (given[name][:, here].to(DEVICE, copy=True).requires_grad_() for name in "qkv")
-        out, lse = attend(
-            q, k, v, case.pattern, mesh=mesh, exchange=exchange, shard_lengths=case.shard_lengths, scale=case.scale, return_lse=True
-        )
-        total = (out * given["dout"][:, here].to(DEVICE)).sum() + (lse * given["dlse"][:, :, here].to(DEVICE)).sum()
-        grads = torch.autograd.grad(total, (q, k, v))
+        x, options = leaves(case, rank, torch.float32)
+        out, lse = attend(*x, case.pattern, mesh=mesh, exchange=exchange, **options)
+        wanted = [case.named()[name].to(DEVICE) for name in ("dout", "dlse")]
+        wanted[1] = wanted[1].masked_fill(expected["lse"].to(DEVICE) == -torch.inf, 0.0)
+        reached = torch.where(lse > -torch.inf, lse.double(), 0.0)
+        grads = torch.autograd.grad((out * wanted[0][:, here]).sum() + (reached * wanted[1][:, :, here]).sum(), x)
         for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads)):
             assert_same(name, value.detach().cpu(), expected[name][:, here])
         assert_same("lse", lse.detach().cpu(), expected["lse"][:, :, here])
@@ -121,24 +139,132 @@ def test_ranks_over_nccl_give_what_one_gives(ranks: Ranks, exchange: str, is_com
     ranks.run(check_step, exchange, is_compiled)
 
 
+def check_functions(rank: int, mesh: DeviceMesh, exchange: str, engine: str, is_compiled: bool) -> None:
+    """A table that learns on all ranks, and a mask."""
+    case = replace(PROCESSES[mesh.size()], ignored=None, is_causal=True)
+    mods, dtype = Mods("table", "thirds"), torch.float32 if engine == "flex" else torch.float64
+    expected, here = test_functions.expected_of(case, mods), case.shard(rank)
+    x, options = leaves(case, rank, dtype)
+    table = mods.table(x[0].shape[2]).detach().to(DEVICE, dtype).requires_grad_()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        options["is_causal"] = True
+        given = options | mods.functions(table)
+        return dilated_attention(q, k, v, case.pattern, mesh=mesh, exchange=exchange, backend=engine, **given)
+
+    out, lse = (torch.compile(attend, fullgraph=True) if is_compiled else attend)(*x)
+    grads = torch.autograd.grad(test_functions.weighed(case, rank, mods, out, lse), (*x, table), allow_unused=True)
+    found = [torch.zeros_like(to) if g is None else g for g, to in zip(grads, (*x, table))]
+    dist.all_reduce(found[-1], group=mesh.get_group())
+    parts = [expected[0][:, here], expected[1][:, :, here], *(e[:, here] for e in expected[2:5]), expected[5]]
+    for name, value, part in zip(test_functions.NAMES, (out, lse, *found), parts, strict=True):
+        assert_same(name, value.detach().cpu(), part)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "flex", "sdpa compiled"])
+@pytest.mark.parametrize("exchange", test_functions.EXCHANGES)
+def test_functions_over_nccl_give_what_one_rank_gives(ranks: Ranks, exchange: str, way: str) -> None:
+    engine, _, compiled = way.partition(" ")
+    ranks.run(check_functions, exchange, engine, bool(compiled))
+
+
+def check_models(rank: int, mesh: DeviceMesh) -> None:
+    """Sharded parameters, checkpointed layers: what one process learns in double precision."""
+    torch.manual_seed(0)
+    config = LongNetConfig(vocab_size=61, embed_dim=64, num_layers=2, num_heads=4, pattern=DilatedPattern((32, 128), (1, 4)))
+    whole = LongNetLM(config).double()
+    model = LongNetLM(config, mesh=mesh).to(DEVICE)
+    model.load_state_dict(whole.state_dict())
+    tokens = torch.randint(61, (2, 120 * mesh.size() + 1))
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x, y = shard_sequence((tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)), mesh)
+    F.cross_entropy(whole(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)
+    for (name, mine), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor), name
+        difference = (mine.grad.full_tensor().cpu().double() - other.grad).abs().max().item()
+        assert difference < 1e-5 * largest, f"{name}: {difference}, of {largest}"
+
+
+def test_models_over_nccl_learn_what_one_process_learns(ranks: Ranks) -> None:
+    ranks.run(check_models)
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_left_steps(rank: int, mesh: DeviceMesh) -> None:
+    """Errors before the first attention, and behind the last: all leave the step at once, and the next one is right."""
+    case = PROCESSES[mesh.size()]
+    expected, failing = case.expected(), mesh.size() - 1
+    for number, place in enumerate(("before", "behind", "before", "")):
+        caught = ""
+        try:
+            with shared_failures(mesh):
+                if place == "before" and rank == failing:
+                    raise KeyError("labels")
+                x, options = leaves(case, rank, torch.float32)
+                options["scale"] = case.scale if number in (1, 3) else case.scale + 0.1 * (number + 1)  # new to all ranks
+                out = dilated_attention(*x, case.pattern, mesh=mesh, **options)[0]
+                if place == "behind" and rank == failing:
+                    raise KeyError("labels")
+        except (KeyError, ValueError) as error:
+            caught = f"{type(error).__name__}: {error}"
+        kind = "KeyError" if rank == failing else "ValueError: rank"
+        assert bool(caught) == bool(place), caught
+        assert caught.startswith(kind if place else "")
+        assert ("labels" in caught) == bool(place), caught
+    assert_same("out", out.detach().cpu(), expected["out"][:, case.shard(rank)])
+
+
+def test_steps_that_fail_where_ranks_meet_are_left_by_all_over_nccl(ranks: Ranks) -> None:
+    ranks.run(check_left_steps, deadline=60.0)
+
+
 def check_order(rank: int, mesh: DeviceMesh) -> None:
     """Two calls of known plans whose backwards ranks run in another order: NCCL has no tags, and headers tell."""
     assert DEVICE == "cpu" or not exchanging.has_tags(mesh.get_group(), torch.device(DEVICE))
-    here = PROCESSES.shard(rank)
-    given = PROCESSES.named(torch.float32)
-    outs = []
+    case, outs = PROCESSES[mesh.size()], []
     for scale in (0.1, 0.2):
-        q, k, v = (given[name][:, here].to(DEVICE, copy=True).requires_grad_() for name in "qkv")
-        outs.append(dilated_attention(q, k, v, PROCESSES.pattern, mesh=mesh, shard_lengths=PROCESSES.shard_lengths, scale=scale))
+        x, options = leaves(case, rank, torch.float32)
+        outs.append(dilated_attention(*x, case.pattern, mesh=mesh, **options | {"scale": scale})[0])
 
-    def differentiate() -> None:
-        outs[rank].sum().backward()
+    if not case.shard_lengths[rank]:
+        return
+    try:
+        outs[min(rank, 1)].sum().backward()
         torch.cuda.synchronize()
-
-    with pytest.raises(RuntimeError, match=r"(?i)assert|another call"):
-        differentiate()
+    except RuntimeError as error:
+        if not re.search(r"(?i)assert|another call", str(error)):
+            raise
+        os._exit(1)
 
 
 def test_another_order_is_an_error_over_nccl(ranks: Ranks) -> None:
-    """An assertion on a device ends what its process can do there."""
-    ranks.run(check_order)
+    """An assertion on a device ends what its process can do there, and torch may end the process itself."""
+    with_rows = [rank for rank, length in enumerate(PROCESSES[ranks.world_size].shard_lengths) if length]
+    ranks.run(check_order, deadline=60.0, ending=with_rows)
+
+
+def check_lost(rank: int, mesh: DeviceMesh) -> None:
+    """A rank that ends: the others end within the timeout of the group, by an error of the call or by NCCL's own watch."""
+    mesh.get_group().set_timeout(timedelta(seconds=5))
+    case = PROCESSES[mesh.size()]
+    for number in range(2):
+        if number and rank == 0:
+            os._exit(0)
+        x, options = leaves(case, rank, torch.float32)
+        dilated_attention(*x, case.pattern, mesh=mesh, **options)[0].sum().backward()
+        torch.cuda.synchronize()
+    assert not case.shard_lengths[rank], "the rows of a rank that has ended came"
+    os._exit(1)
+
+
+def test_a_rank_that_ends_over_nccl_ends_the_others(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError) as caught:
+        ranks.run(check_lost, deadline=60.0)
+    assert "not done within" not in str(caught.value)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from flexdilated.backends.hardware import answers_while_traced
 from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.masks.blocks import head_branches
 from flexdilated.pattern import DilatedPattern
 
 Layout = Literal["packed", "fused"]
 BLOCK = 128
+FIELDS = ("segment_lengths", "dilation_rates", "heads", "offsets", "zero_padding")  # of a pattern: what costs depend on
 
 # Estimates for a recent data-centre GPU, from its published rates at about half of their peak: a tile of 128 x 128 pairs takes
 # 4 * 128 * 128 floating-point operations per element of the head at 400 TFLOP/s, memory moves 2 TB/s, a launch with its bookkeeping
@@ -70,13 +72,19 @@ def fused_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
     tiles = 0
     for head in range(shape.num_kv_heads):
         branches = head_branches(pattern, head, shape.num_kv_heads, shape.num_tokens)
-        tiles += max((_diagonal_tiles(b.length, shape.num_tokens, shape.is_causal) for b in branches if b.rate <= BLOCK), default=0)
+        tiles += max([0, *(_diagonal_tiles(b.length, shape.num_tokens, shape.is_causal) for b in branches if b.rate <= BLOCK)])
     tiles *= shape.batch * (shape.num_heads // shape.num_kv_heads)
     return Cost(tiles, 1, 4 * shape.batch * shape.num_tokens * shape.num_heads * shape.head_dim * shape.element)
 
 
 def choose_layout(pattern: DilatedPattern, shape: Shape) -> Layout:
     """The layout of the lower estimate."""
+    return _choose_layout(tuple(shape), *(getattr(pattern, name) for name in FIELDS))
+
+
+@answers_while_traced  # a compiler would trace loops over all blocks
+def _choose_layout(sizes: tuple[Any, ...], *fields: Any) -> Layout:
+    pattern, shape = DilatedPattern(**dict(zip(FIELDS, fields, strict=True))), Shape(*sizes)
     packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
     return "fused" if fused.picoseconds(shape.head_dim) < packed.picoseconds(shape.head_dim) else "packed"
 

@@ -249,6 +249,7 @@ def _lanes(
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     positioned = user_score is not None or user_mask is not None or ignored is not None
+    batch_of = token_of = head_of = begin = length  # a compiler reads all that a function holds, unused too
     if positioned:
         batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, batch, group, device))
         begin = torch.full((), start, dtype=torch.int32, device=device)
