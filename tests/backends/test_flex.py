@@ -16,11 +16,11 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
-from flexdilated.backends import Request, choose, crossovers, why_not
+from flexdilated.backends import BACKENDS, Request, choose, crossovers, why_not
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex import rows, tiles
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
@@ -349,6 +349,60 @@ def test_the_choice_is_obeyed(monkeypatch: pytest.MonkeyPatch, layout: str) -> N
     # What one call cannot do goes to pieces, whatever it costs.
     dilated_attention(x, x, x, DilatedPattern((6, 12), (2, 3), detach_weights=True), backend="flex")
     assert ran == [f"_{layout}", "_packed"]
+
+
+# -- in compiled code -----------------------------------------------------------------------------------------------------------
+
+
+def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, kind: object, want_lse: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """The operator that the kernel is the code of, in its dense form, which has gradients and lse on a CPU too."""
+    out, aux = flex_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True), **options)
+    return out, aux.lse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["plain", "padding", "functions"])
+@pytest.mark.parametrize("layout", [None, "packed", "fused"])
+def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of a layout, both layouts, masks and functions, down to the operator; on a CPU only the fused one runs."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "call", dense_flex)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
+    if layout is not None:
+        monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, shape: layout)
+    model = MultiheadDilatedAttention(32, 4, DilatedPattern((32, 64, 128), (1, 2, 4)), is_causal=True, backend="flex")
+    table = torch.randn(4, 300, requires_grad=True)
+    options: dict[str, Any] = {}
+    if what == "padding":
+        options["key_padding_mask"] = torch.rand(2, 150) < 0.3
+    elif what == "functions":
+        options["score_mod"] = lambda s, b, h, i, j: s + table[h, i - j + 150]
+        options["mask_mod"] = lambda b, h, i, j: (i + j) % 3 > 0
+    x = torch.randn(2, 150, 32)
+    found = []
+    for module, backend in ((torch.compile(model, fullgraph=True, backend="aot_eager"), "flex"), (model, "sdpa")):
+        model.attention.backend = backend
+        y = module(x, x, x, need_weights=False, **options)[0]
+        found.append([y, *torch.autograd.grad(y.square().mean(), [*model.parameters(), table], allow_unused=True)])
+    for a, e in zip(*found, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a, e, **SINGLE)
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 1 << 20])
+def test_compilers_ask_for_the_layout_once(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens have thousands of blocks: to trace how they are counted would take minutes."""
+    torch._dynamo.reset()
+    engine = flexdilated.backends.flex.engine
+    monkeypatch.setattr(engine, "_on_cpu", lambda q: False)
+    for factor, name in ((2, "_packed"), (3, "_fused")):
+        monkeypatch.setattr(engine, name, lambda q, *_, factor=factor: (factor * q, None))
+    run = torch.compile(lambda q: engine.attend(q, q, q, Call(LONGNET, True, 1.0))[0], fullgraph=True, backend="eager")
+    chosen = choose_layout(LONGNET, Shape(1, num_tokens, 12, 12, 1, 4, True))
+    assert run(torch.ones(1, num_tokens, 12, 1)).mean() == {"packed": 2, "fused": 3}[chosen]
 
 
 # -- guards ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +94,36 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
     assert described == chosen
 
 
-def test_runs_are_equal_in_every_bit() -> None:
-    case = replace(CASES["gqa"], is_causal=True)
-    skip_unless_it_runs(case, torch.bfloat16)
-    for a, b in zip(*(run_engine(case, "triton", torch.bfloat16, "cuda") for _ in range(2))):
-        assert torch.equal(a, b)
+BUSY = """
+import torch
+x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+print("begun", flush=True)
+while True:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("name", ["gqa", "described", "described_128"])
+def test_runs_are_equal_in_every_bit(name: str) -> None:
+    """Also beside another process, whose turns on the device delay what is on its way to shared memory."""
+    case = MORE[name]
+    skip_unless_it_runs(case, torch.float16)
+    q, k, v, dout, _ = case.tensors(torch.float16, "cuda")
+    run = lambda q, k, v: dilated_attention(  # noqa: E731
+        q, k, v, case.pattern, return_lse=True, backend="triton", **case.options()
+    )
+    expected = differentiate(run, q, k, v, dout)
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as busy:
+        try:
+            assert busy.stdout is not None
+            assert busy.stdout.readline() == b"begun\n"
+            for _ in range(300):
+                for a, e in zip(differentiate(run, q, k, v, dout), expected, strict=True):
+                    assert torch.equal(a, e)
+        finally:
+            busy.kill()
 
 
 def test_rows_that_share_memory_are_read_as_any_others() -> None:
@@ -107,7 +134,7 @@ def test_rows_that_share_memory_are_read_as_any_others() -> None:
     run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, backend="triton")  # noqa: E731
     for one in (k[:, :1].expand_as(k), k[:, :, :1].expand_as(k)):
         for a, e in zip(differentiate(run, q, one, v, dout), differentiate(run, q, one.contiguous(), v, dout)):
-            torch.testing.assert_close(a, e)
+            torch.testing.assert_close(a, e, atol=2**-7 * e.abs().max().item(), rtol=0.0)  # other tiles add up in another order
 
 
 def test_strides_of_two_gigabytes_are_addressed() -> None:

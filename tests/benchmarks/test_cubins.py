@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -59,6 +62,35 @@ def test_spills_are_counted_in_loops_with_products_of_any_kind() -> None:
         )
         assert cubins._spilled_in_loops(code) == 1
     assert cubins._spilled_in_loops("/*0020*/ LDL R3, [R1] ; /*0030*/ IADD3 R4, R3, 1, RZ ; /*0040*/ @P0 BRA 0x20 ;") == 0
+
+
+LOOP = """
+    %c1 = arith.constant 1 : i32
+    %free = arith.divsi %a, %b : i32
+    %some = arith.maxsi %b, %c1 : i32
+    %out:2 = scf.for %i = %c0 to %b step %c1 iter_args(%x = %a) -> (i32) {
+      %g = arith.divsi %i, DIVISOR : i32
+      scf.if %p {
+        %h = arith.remsi %i, DIVISOR : i32
+      }
+    }
+    %also = arith.remui %a, %b : i32
+"""
+
+
+@pytest.mark.parametrize(("divisor", "number"), [("%some", 0), ("%c1", 0), ("%b", 2), ("%x", 2)])
+def test_divisions_by_what_may_be_0_are_found_in_loops(divisor: str, number: int) -> None:
+    assert len(cubins.zero_divisors(LOOP.replace("DIVISOR", divisor))) == number
+
+
+def test_no_loop_of_the_kernels_divides_by_what_may_be_0() -> None:
+    """Under grouped heads; by the compiler itself, which conftest.py has replaced by an interpreter here."""
+    asked = ["--levels", "90", "--head-dims", "128", "--dtypes", "bf16", "--asked", cubins.SHARING]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.cubins", *asked, "--kernels", "differentiate_keys", "attend"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert "AssertionError" not in done.stderr, done.stderr
+    assert done.stdout.count(cubins.SHARING) == 2, done.stderr
 
 
 def test_the_page_shows_what_is_kept() -> None:

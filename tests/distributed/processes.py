@@ -27,8 +27,11 @@ TIMEOUT = timedelta(seconds=600)  # of a collective: on a busy machine one rank 
 WORLD_SIZES = sorted((int(size) for size in os.environ.get("FLEXDILATED_WORLD_SIZES", "1,2,3,4").split(",")), reverse=True)
 # NCCL refuses two ranks of one host on one GPU: each is a host of its own then, which sockets connect.
 ALONE = {
-    **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
-    **{"NCCL_MNNVL_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"},
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
 }
 GRACE = 150.0  # seconds in which a busy machine starts processes, or they tell why they are late
 

@@ -30,6 +30,7 @@ from flexdilated.distributed.sharding import shard_sequence
 from flexdilated.distributed.tasks import tasks_of
 from tests.backends import flex_emulation
 from tests.backends.test_mods import Mods, run
+from tests.distributed import simulation
 from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
 from tests.distributed.processes import Ranks, exactly, several
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
@@ -95,10 +96,10 @@ def simulate(
         )
         share = share_of(plan, exchange, rank, case.scale)
         out, lse = functions.attend(q, k, v, call, share, lambda backward: SimulatedTransport(rank, mail))
-        if ahead.wait(60.0) == 0:
+        if ahead.wait(simulation.TIMEOUT) == 0:
             moved.append(mail.bytes)
             mail.bytes = Counter()
-        ahead.wait(60.0)
+        ahead.wait(simulation.TIMEOUT)
         inputs = (q, k, v, table)
         grads = torch.autograd.grad(weighed(case, rank, mods, out, lse), inputs, allow_unused=True)
         grads = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))

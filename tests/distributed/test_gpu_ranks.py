@@ -30,7 +30,7 @@ from flexdilated.distributed import exchange as exchanging
 from flexdilated.distributed import shard_sequence, shared_failures
 from flexdilated.distributed.plan import EXCHANGES
 from tests.backends.test_mods import Mods
-from tests.distributed import test_functions, test_parallel
+from tests.distributed import simulation, test_functions, test_parallel
 from tests.distributed.cases import ShardedCase
 from tests.distributed.processes import Ranks, each_size
 from tests.tolerances import SINGLE
@@ -77,6 +77,7 @@ def compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
             return call(*arguments, **options)
 
     monkeypatch.setattr(flex, "call", call_in_turn)
+    monkeypatch.setattr(simulation, "TIMEOUT", 900.0)
     if hasattr(functorch_config, "force_non_lazy_backward_lowering"):  # torch 2.9 has none
         monkeypatch.setattr(functorch_config, "force_non_lazy_backward_lowering", True)
 

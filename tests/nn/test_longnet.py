@@ -564,6 +564,26 @@ def test_config_rejects_unknown_position(position: object) -> None:
         config(position=position)
 
 
+@pytest.mark.parametrize(("value", "error"), [(0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("x", TypeError)])
+def test_a_scale_base_that_is_not_positive_is_refused(value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^scale_base must be (above 0|a number), got "):
+        config(scale_base=value)
+
+
+def test_segments_of_any_length_have_a_scale_base() -> None:
+    """The default's decay over a segment of 131,072 tokens leaves float32."""
+    long: dict[str, object] = {"pattern": DilatedPattern((131072,), (64,)), "num_layers": 1}
+    tokens = torch.zeros(1, 131072, dtype=torch.int64)
+    with torch.no_grad():
+        with pytest.raises(
+            ValueError, match=r"^scale_base must be at least 1027 where segments reach over 131072 tokens, got 512.0$"
+        ):
+            LongNetLM(config(**long))(tokens)
+        model = LongNetLM(config(**long, scale_base=1027.0))
+        assert model(tokens).isfinite().all()
+    assert LongNetConfig.from_dict(model.config.to_dict()) == model.config
+
+
 @pytest.mark.parametrize("name", ["dropout_p", "attention_dropout_p"])
 @pytest.mark.parametrize("value", ["0.1", False, None])
 def test_dropout_that_is_no_number_is_refused_by_name(name: str, value: object) -> None:

@@ -152,16 +152,19 @@ def differentiate_keys(
     if IGNORES:
         any_seen = tl.max(seen.to(tl.int32))
         wholes, masked = wholes * any_seen, masked * any_seen
+    # The first tile of a loop is loaded ahead of it if there is one, and what leads to it is computed in any case: by a division by
+    # 0 the compiler would conclude that there is one, and the load would arrive in shared memory that is used again by then.
+    some_wholes, some_masked = tl.maximum(wholes, 1), tl.maximum(masked, 1)
     for i in range(GROUP * wholes):
-        g = (i // wholes).to(tl.int64) if GROUP > 1 else 0
-        j = middle + (i % wholes if GROUP > 1 else i) * BLOCK_M
+        g = (i // some_wholes).to(tl.int64) if GROUP > 1 else 0
+        j = middle + (i % some_wholes if GROUP > 1 else i) * BLOCK_M
         dk, dv = keys_tile(
             dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
             real_queries, score_scale, in_row, CAUSAL, False, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     for i in range(GROUP * masked):
-        g = (i // masked).to(tl.int64) if GROUP > 1 else 0
-        t = i % masked if GROUP > 1 else i
+        g = (i // some_masked).to(tl.int64) if GROUP > 1 else 0
+        t = i % some_masked if GROUP > 1 else i
         j = tl.where(t < edges, begin + t * BLOCK_M, last)
         dk, dv = keys_tile(
             dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
