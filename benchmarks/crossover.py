@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = device_class(detect(options.device))
     measured = []
     for dtype in dtypes[:1] if options.quick else dtypes:
-        for head_dim in (64,) if options.quick or not on_gpu else (64, 128):
+        for head_dim in (64,) if options.quick or not on_gpu else (64, 128, 256):
             for training in (False, True) if on_gpu else (False,):
                 for tokens in lengths:
                     name = str(dtype).removeprefix("torch.")
