@@ -36,6 +36,10 @@ def doctor(
         typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Check engines that compile on all cases: many minutes on a GPU, else one or two."),
+    ] = False,
     model: Annotated[
         bool,
         typer.Option("--roofline", help="Only tell what every engine for GPUs moves and launches, and the least time of that."),
@@ -55,7 +59,8 @@ def doctor(
         console.print(Text(_preference(hardware), "italic"))
         if hardware.device_type == "cuda":
             console.print(_layout_table())
-    reports = self_check(place, hardware)
+    with Console(stderr=True).status("checking kernels") as status:
+        reports = self_check(place, hardware, every=every, tell=lambda what: status.update(f"checking {what}"))
     if as_json:
         typer.echo(json.dumps(_as_json(machine, hardware, reports), indent=2, allow_nan=False))
     else:
@@ -234,7 +239,8 @@ def _print_reports(console: Console, reports: list[Report]) -> None:
         errors = [f"{report.worst[name]:.0e}" for name in QUANTITIES]
         result = Text("pass", "green") if report.passed else Text("FAIL", "bold red")
         dtype = spelled(report.dtype)
-        table.add_row(str(report.engine), dtype, str(len(report.checks)), *errors, f"{report.tolerance:.0e}", result)
+        cases = f"{len(report.checks)}" if len(report.checks) == report.accepted else f"{len(report.checks)} of {report.accepted}"
+        table.add_row(str(report.engine), dtype, cases, *errors, f"{report.tolerance:.0e}", result)
     console.print(table)
     for report in reports:
         for check in report.checks:
@@ -269,6 +275,7 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
             "tolerance": report.tolerance,
             "worst": {name: _finite(error) for name, error in report.worst.items()},
             "passed": report.passed,
+            "accepted": report.accepted,
             "cases": [
                 {**asdict(check), "errors": {name: _finite(error) for name, error in check.errors.items()}}
                 for check in report.checks

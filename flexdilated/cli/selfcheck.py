@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS, Request, why_not
 from flexdilated.backends.hardware import Hardware
 from flexdilated.backends.sdpa import KERNELS
-from flexdilated.cli.options import DTYPES
+from flexdilated.cli.options import DTYPES, spelled
 from flexdilated.cli.refusal import first_line
 from flexdilated.pattern import HEADS, OFFSETS, DilatedPattern
 
@@ -27,6 +27,9 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # The largest error allowed in a tensor, as a share of its largest element. In low precision sixteen roundings of one number, in
 # float32 and float64 the rounding of sums of some hundred terms.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 16 * 2.0**-11, torch.bfloat16: 16 * 2.0**-8}
+
+# Cases in each dtype for engines that compile kernels of their own for most of them, seconds to half a minute each.
+COMPILED = {"flex": 2, "triton": 6}
 
 # The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa engine as the only choice.
 SWITCHES = {
@@ -104,12 +107,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All cases by one engine in one dtype."""
+    """Cases by one engine in one dtype: all of those that it accepts, or some."""
 
     engine: Engine
     dtype: torch.dtype
     tolerance: float
     checks: tuple[Check, ...]
+    accepted: int
 
     @property
     def passed(self) -> bool:
@@ -186,8 +190,17 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
-def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
-    """Every engine that can run, in every dtype, on every case that it accepts."""
+def self_check(
+    device: torch.device, hardware: Hardware, *, every: bool = False, tell: Callable[[str], None] = lambda what: None
+) -> list[Report]:
+    """Every engine that can run, in every dtype, on the cases that it accepts.
+
+    Args:
+        device: Where to compute.
+        hardware: What the device is.
+        every: Whether engines that compile (`COMPILED`) take all of them, too.
+        tell: Is told what comes next.
+    """
     cases = _cases()
     reports = []
     for dtype in DTYPES.values():
@@ -195,18 +208,26 @@ def self_check(device: torch.device, hardware: Hardware) -> list[Report]:
         for engine in engines():
             if engine.backend == "reference":
                 continue
+            accepted = [case for case in cases if engine.why_not(_request(case, dtype, hardware)) is None]
+            chosen = accepted if every else _some(accepted, COMPILED.get(engine.backend, len(cases)))
             checks = []
-            for case in cases:
-                masked = case.ignored is not None
-                request = Request(hardware, dtype, case.head_dim, case.group, masked, differentiable=True, wants_lse=True)
-                if engine.why_not(request) is not None:
-                    continue
+            for number, case in enumerate(chosen, 1):
+                tell(f"{engine} in {spelled(dtype)}: {number} of {len(chosen)}")
                 if case.name not in expected:
                     expected[case.name] = _differentiate(case, dtype, torch.device("cpu"), "reference")
                 checks.append(_check(case, dtype, device, engine, expected[case.name]))
             if checks:
-                reports.append(Report(engine, dtype, TOLERANCES[dtype], tuple(checks)))
+                reports.append(Report(engine, dtype, TOLERANCES[dtype], tuple(checks), len(accepted)))
     return reports
+
+
+def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> Request:
+    return Request(hardware, dtype, case.head_dim, case.group, case.ignored is not None, differentiable=True, wants_lse=True)
+
+
+def _some(cases: list[Case], count: int) -> list[Case]:
+    """So many of them, evenly spread over all kinds."""
+    return [cases[i * len(cases) // count] for i in range(count)] if count < len(cases) else cases
 
 
 def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:

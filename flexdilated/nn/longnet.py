@@ -46,8 +46,7 @@ class LongNetConfig:
         num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
         ffn_dim: Elements inside the feed-forward network. Default: `4 * embed_dim`.
         position: `"xpos"` or `"rotary"`.
-        scale_base: Tokens over which xPos lets scores decay (`flexdilated.nn.XPos`). Segments of more than 65,391 tokens need more
-            than the default: the error of the first forward says how much.
+        scale_base: Of `XPos`. Segments of more than 65,391 tokens need more: the error of the first forward says how much.
         tie_embeddings: Whether the output head shares the weights of the embedding.
         dropout_p: Probability of dropping an element of a residual branch in training.
         attention_dropout_p: Probability of dropping an attention weight in training.
@@ -87,14 +86,12 @@ class LongNetConfig:
         self.pattern.check_heads(self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         if self.position not in ("xpos", "rotary"):
             raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
-        if not is_number(self.scale_base):
-            raise TypeError(f"scale_base must be a number, got {self.scale_base!r}")
-        if not self.scale_base > 0.0:
-            raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
-        for name in ("dropout_p", "attention_dropout_p"):
+        for name in ("dropout_p", "attention_dropout_p", "scale_base"):
             if not is_number(getattr(self, name)):
                 raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if name == "scale_base" and not self.scale_base > 0.0:
+                raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
+            if name != "scale_base" and not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,9 +155,8 @@ class LongNetLM(nn.Module):
             return self.block_class(attention, ffn, dropout_p=config.dropout_p)
 
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.position = Rotary(head_dim)
-        if config.position == "xpos":
-            self.position = XPos(head_dim, config.pattern, scale_base=config.scale_base)
+        xpos = XPos(head_dim, config.pattern, scale_base=config.scale_base)
+        self.position = Rotary(head_dim) if config.position == "rotary" else xpos
         self.layers = nn.ModuleList(block() for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
@@ -202,6 +198,8 @@ class LongNetLM(nn.Module):
         else:
             rotation = self._rotation_of_decoding(tokens, x.dtype, caches[0], shard_lengths)
             caches[0].expect(tokens if shard_lengths is None else None)
+        if cu_seqlens is not None and cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+            cu_seqlens = cu_seqlens.cpu()  # one wait for the device instead of two in each layer
         for i, layer in enumerate(self.layers):
             decoding = {} if caches is None else {"cache": caches[i], "lengths": lengths}
             x = layer(

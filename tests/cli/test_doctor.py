@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex.cost import Shape
+from flexdilated.backends.hardware import detect
 from flexdilated.backends.roofline import DEVICES, ENGINES, seconds, useful_flops, work
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
@@ -116,8 +117,26 @@ def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> No
     assert torch.get_num_threads() == report["machine"]["threads"]
 
 
+def test_engines_that_compile_take_some_cases_unless_all_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("sdpa", "cpu_flash"), Engine("sdpa", "math")])
+    hardware, told = detect("cpu"), []
+
+    def numbers(**options: Any) -> list[tuple[int, int]]:
+        reports = selfcheck.self_check(torch.device("cpu"), hardware, **options)
+        assert selfcheck.all_passed(reports)
+        return [(len(report.checks), report.accepted) for report in reports]
+
+    (flash, accepted), (_, cases) = numbers()
+    assert flash == accepted > 6
+    monkeypatch.setattr(selfcheck, "COMPILED", {"sdpa": 3})
+    assert numbers(tell=told.append) == [(3, accepted), (3, cases)]
+    assert told[2:4] == ["sdpa cpu_flash in float32: 3 of 3", "sdpa math in float32: 1 of 3"]
+    assert numbers(every=True) == [(accepted, accepted), (cases, cases)]
+
+
 @pytest.mark.gpu
-def test_doctor_passes_every_check_on_cuda() -> None:
+def test_doctor_passes_its_checks_on_cuda() -> None:
     code, text, _ = run("--device", "cuda", "--json")
     assert code == 0, text
     assert {"efficient", "math"} <= {row["kernel"] for row in json.loads(text)["checks"]}
