@@ -20,7 +20,7 @@ from flexdilated.cli.options import CudaDeviceOption, device_named, integers
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
-from flexdilated.nn.longnet import LongNetConfig
+from flexdilated.nn.config import LongNetConfig
 from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus

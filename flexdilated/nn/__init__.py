@@ -2,7 +2,7 @@
 
 from flexdilated.nn.attention import DilatedAttention as DilatedAttention
 from flexdilated.nn.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
-from flexdilated.nn.longnet import LongNetConfig as LongNetConfig
+from flexdilated.nn.config import LongNetConfig as LongNetConfig
 from flexdilated.nn.longnet import LongNetLM as LongNetLM
 from flexdilated.nn.position import Rotary as Rotary
 from flexdilated.nn.position import Rotation as Rotation

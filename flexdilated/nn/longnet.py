@@ -1,14 +1,13 @@
-"""LongNet as a language model, `head(norm(blocks(embedding(tokens))))`. Long: the model, its configuration and its files."""
+"""LongNet as a language model, `head(norm(blocks(embedding(tokens))))`. Long: the model and its files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,99 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.backends.hardware import autocast_dtype, holds_values
-from flexdilated.call import is_number
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
 from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import INDICES, Sampler, lengths_of_prompts
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import DilatedPattern, as_integer, is_integer
+from flexdilated.pattern import as_integer
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongNetConfig:
-    """Everything that determines a `LongNetLM`, as plain data.
-
-    Args:
-        vocab_size: Token ids lie in `[0, vocab_size)`.
-        embed_dim: Elements of a token.
-        num_layers: Blocks.
-        num_heads: Query heads; must divide `embed_dim`.
-        pattern: The dilated pattern of every layer.
-        num_kv_heads: Key/value heads; must divide `num_heads`. Default: `num_heads`.
-        ffn_dim: Elements inside the feed-forward network. Default: `4 * embed_dim`.
-        position: `"xpos"` or `"rotary"`.
-        scale_base: Of `XPos`. Segments of more than 65,391 tokens need more: the error of the first forward says how much.
-        tie_embeddings: Whether the output head shares the weights of the embedding.
-        dropout_p: Probability of dropping an element of a residual branch in training.
-        attention_dropout_p: Probability of dropping an attention weight in training.
-        backend: Engine of the attention: `"auto"` or a name.
-
-    Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, the position is unknown, or there are
-            fewer key/value heads than the pattern groups.
-        TypeError: If the pattern is not a `DilatedPattern`.
-    """
-
-    vocab_size: int
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    pattern: DilatedPattern
-    num_kv_heads: int | None = None
-    ffn_dim: int | None = None
-    position: Literal["xpos", "rotary"] = "xpos"
-    scale_base: float = 512.0
-    tie_embeddings: bool = True
-    dropout_p: float = 0.0
-    attention_dropout_p: float = 0.0
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"):
-            value = getattr(self, name)
-            if value is not None and (not is_integer(value) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self.pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern, got {type(self.pattern).__name__}")
-        if self.embed_dim % (2 * self.num_heads):
-            raise ValueError(f"embed_dim must be a multiple of 2 * num_heads={2 * self.num_heads}, got {self.embed_dim}")
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
-        self.pattern.check_heads(self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
-        if self.position not in ("xpos", "rotary"):
-            raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
-        for name in ("dropout_p", "attention_dropout_p", "scale_base"):
-            if not is_number(getattr(self, name)):
-                raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
-            if name == "scale_base" and not self.scale_base > 0.0:
-                raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
-            if name != "scale_base" and not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON types; `from_dict` is the inverse."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"pattern": self.pattern.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LongNetConfig:
-        """The configuration that `to_dict` wrote.
-
-        Raises:
-            ValueError: If a key is unknown or missing.
-        """
-        known = {f.name for f in fields(cls)}
-        required = {"vocab_size", "embed_dim", "num_layers", "num_heads", "pattern"}
-        if set(values) - known or required - set(values):
-            raise ValueError(f"configuration keys must include {sorted(required)} and lie in {sorted(known)}, got {sorted(values)}")
-        return cls(**{**values, "pattern": DilatedPattern.from_dict(values["pattern"])})
 
 
 class LongNetLM(nn.Module):

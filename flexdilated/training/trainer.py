@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.nn.config import LongNetConfig
+from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.modes import evaluating
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus

@@ -22,7 +22,8 @@ from flexdilated.hub.transformers.context import check_sharded, context_of
 from flexdilated.hub.transformers.options import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
-from flexdilated.nn.longnet import LongNetConfig, LongNetLM
+from flexdilated.nn.config import LongNetConfig
+from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import XPos, token_positions
 from flexdilated.nn.transformer import Block
 from flexdilated.pattern import DilatedPattern, is_integer
