@@ -186,7 +186,9 @@ def _is_positive(name: str, made: dict[str, str]) -> bool:
 def chosen_tiles(config: Config) -> Tiles:
     """Those of a launch; by descriptors, too, where it takes none."""
     described = 1 << 20 if config.asked in (DESCRIBING, SHARING) else 0
-    return tiles_of(config.kernel, divmod(config.level, 10), config.head_dim, DTYPES[config.dtype], described_rows=described)
+    group = {**CONSTANTS, **ASKED[config.asked]}["GROUP"]
+    level, element = divmod(config.level, 10), DTYPES[config.dtype]
+    return tiles_of(config.kernel, level, config.head_dim, element, described_rows=described, group=group)
 
 
 def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:

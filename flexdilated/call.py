@@ -331,6 +331,19 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
     return tuple((a, b - a) for a, b in pairwise(borders))
 
 
+def refuse_compiled_borders(call: Call, what: str) -> None:
+    """Refuse documents where a graph would be one for their borders alone.
+
+    Raises:
+        NotImplementedError: In compiled code, if a call has borders.
+    """
+    if call.cu_seqlens is not None and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"cu_seqlens must come without {what} in compiled code, got both: the graph would depend on its values; call "
+            "dilated_attention outside of torch.compile, or once per document"
+        )
+
+
 def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
     """Refuse what is not a score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
 

@@ -175,7 +175,7 @@ class DilatedPattern:
         if self.heads == "all":
             return range(num_heads)
         self.check_heads(num_heads)
-        size, larger = divmod(num_heads, len(self.segment_lengths))
+        size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))
 

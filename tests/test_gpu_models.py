@@ -153,6 +153,17 @@ def test_generation_gives_the_tokens_of_a_cpu() -> None:
     assert torch.equal(model.to(DEVICE).generate(prompt.to(DEVICE), max_new_tokens=40, temperature=0.0).cpu(), expected)
 
 
+def test_sampling_by_top_p_runs_where_deterministic_algorithms_are_asked_for() -> None:
+    model = LongNetLM(LongNetConfig(vocab_size=61, embed_dim=64, num_layers=1, num_heads=4, pattern=PATTERN)).to(DEVICE)
+    prompt = torch.randint(61, (2, 50), device=DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [model.generate(prompt, max_new_tokens=8, top_p=0.9, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*found)
+
+
 def test_maps_equal_those_of_a_cpu() -> None:
     q, k = torch.randn(2, TOKENS, 4, 16), torch.randn(2, TOKENS, 2, 16)
     ignored = torch.rand(2, TOKENS) < 0.3

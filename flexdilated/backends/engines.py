@@ -9,7 +9,7 @@ from flexdilated import reference
 from flexdilated.backends import choose, materialised, mixture, portable
 from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.hardware import is_symbolic
-from flexdilated.call import Call, check, documents
+from flexdilated.call import Call, check, documents, refuse_compiled_borders
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -43,6 +43,7 @@ def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The definition, in the dtypes of the other engines."""
+    refuse_compiled_borders(call, "backend='reference'")
     documents(call.cu_seqlens, q.shape[1])  # refuses borders that do not tile the tokens
     out, lse = reference.dilated_attention(
         q,

@@ -25,7 +25,7 @@ from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
 from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.backends.transforms import is_transformed, may_draw, refuse_traced_derivatives
-from flexdilated.call import Call, call_mod, documents, refuse_zero_keys
+from flexdilated.call import Call, call_mod, documents, refuse_compiled_borders, refuse_zero_keys
 from flexdilated.reference import MaskMod, ScoreMod
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
@@ -50,11 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         with draws_of_its_own(spread(int(seed.item()), 1 + call.first_head), q.device):
             return _pieces(q, k, v, call)
     if call.cu_seqlens is not None:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "cu_seqlens must come without score_mod and mask_mod in compiled code, got both: the graph would depend on its "
-                "values; call dilated_attention outside of torch.compile, or once per document"
-            )
+        refuse_compiled_borders(call, "score_mod and mask_mod")
         # Where a caller has left its graph for this, each function below would become a graph of its own.
         return torch.compiler.disable(_pieces)(q, k, v, call)
     if torch.compiler.is_compiling() and is_symbolic(q.shape[1]):

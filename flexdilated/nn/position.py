@@ -240,6 +240,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float, is_double: bool) -> tuple[Tensor, Tensor]:
     """Cosine and sine, `(..., N, 1, D / 2)`, of `positions` `(..., N)` times the frequencies."""
+    positions = positions.contiguous()  # and so what becomes of them, as compilers are told
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device)
     angle = positions.to(exact)[..., None, None] * base ** (-pairs / head_dim)
@@ -249,7 +250,7 @@ def rotary_angles(positions: Tensor, head_dim: int, base: float, is_double: bool
 
 def xpos_decay(positions: Tensor, head_dim: int, scale_base: float, is_double: bool) -> Tensor:
     """`zeta ** (positions / scale_base)`, `(..., N, 1, D / 2)`."""
-    dtype = _dtype_of(is_double)
+    positions, dtype = positions.contiguous(), _dtype_of(is_double)
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
     zeta = (pairs / head_dim + 0.4) / 1.4
     return zeta ** (positions.to(dtype)[..., None, None] / scale_base)

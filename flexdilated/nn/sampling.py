@@ -70,7 +70,7 @@ class Sampler:
             return weights
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         # A token stays while those before it fall short of top_p.
-        stays = ordered.cumsum(-1) - ordered < self.top_p
+        stays = _sums(ordered) - ordered < self.top_p
         kept = torch.zeros_like(weights).scatter_(-1, order, torch.where(stays, ordered, 0.0))
         return kept / kept.sum(-1, keepdim=True)
 
@@ -109,3 +109,10 @@ def lengths_of_prompts(tokens: Tensor, max_new_tokens: int, lengths: Tensor | No
     if not bool(((lengths >= 1) & (lengths <= num_tokens)).all()):
         raise ValueError(f"lengths must be in [1, N={num_tokens}], got {lengths.tolist()}")
     return lengths.to(tokens.device, torch.int64)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """`x.cumsum(-1)`, which CUDA refuses where deterministic algorithms are asked for."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.cpu().cumsum(-1).to(x.device)
+    return x.cumsum(-1)

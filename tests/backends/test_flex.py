@@ -392,6 +392,18 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
             torch.testing.assert_close(a, e, **SINGLE)
 
 
+@pytest.mark.parametrize("backend", ["flex", "reference"])
+def test_documents_in_compiled_code_are_refused_by_name(backend: str) -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(partial(dilated_attention, pattern=PATTERN, backend=backend), fullgraph=True, backend="eager")
+    x, borders = torch.randn(1, 300, 2, 16), torch.tensor([0, 120, 300], dtype=torch.int32)
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match=rf"cu_seqlens must come without backend='{backend}' in compiled code, got both"),
+    ):
+        attend(x, x, x, cu_seqlens=borders)
+
+
 @pytest.mark.parametrize("num_tokens", [2048, 1 << 20])
 def test_compilers_ask_for_the_layout_once(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens have thousands of blocks: to trace how they are counted would take minutes."""

@@ -80,7 +80,9 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
     skip_unless_it_runs(case, torch.bfloat16)
     level = torch.cuda.get_device_capability()
     chosen = {
-        kernel for kernel in DESCRIBED if tiles_of(kernel, level, case.head_dim, 2, described_rows=LEAST_DESCRIBED_ROWS).described
+        kernel
+        for kernel in DESCRIBED
+        if tiles_of(kernel, level, case.head_dim, 2, described_rows=LEAST_DESCRIBED_ROWS, group=case.group).described
     }
     described: set[str] = set()
     launches = launch._launch

@@ -121,7 +121,7 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     tiles_of, launches = launch.tiles_of, launch._launch
     described: list[bool] = []
 
-    def described_tiles(*arguments: Any, described_rows: int = 0) -> Tiles:
+    def described_tiles(*arguments: Any, described_rows: int = 0, group: int = 1) -> Tiles:
         return tiles_of(*arguments)._replace(described=described_rows > 0)
 
     def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
@@ -571,3 +571,21 @@ def test_a_cpu_needs_the_interpreter_which_has_no_bfloat16(monkeypatch: pytest.M
 
 def test_rows_are_padded_to_what_tensor_cores_take() -> None:
     assert [padded(d) for d in (1, 16, 17, 64, 96, 128, 129, 256)] == [16, 16, 32, 64, 128, 128, 256, 256]
+
+
+def test_masks_whose_columns_lie_far_apart_are_read_right() -> None:
+    """A column of a matrix of 8 GB, of which no more than that column is touched."""
+    tokens, far = 64, 1 << 27
+    try:
+        matrix = torch.empty_strided((1, tokens, far), (tokens * far, far, 1), dtype=torch.bool)
+    except RuntimeError:
+        pytest.skip("needs 8 GB of address space")
+    mask = matrix[:, :, 0].copy_(torch.arange(tokens)[None] % 3 == 2)
+    pattern = DilatedPattern((tokens,), (tokens // 2,), offsets="interleaved")
+    q, k, v = (torch.randn(1, tokens, 1, 16).requires_grad_() for _ in range(3))
+    found = []
+    for ignored in (mask, mask.clone(memory_format=torch.contiguous_format)):
+        out = dilated_attention(q, k, v, pattern, key_padding_mask=ignored, backend="triton")
+        found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    for a, e in zip(*found):
+        assert torch.equal(a, e)

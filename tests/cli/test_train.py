@@ -40,7 +40,14 @@ def test_train_writes_model_picture_and_sample(tmp_path: Path, text: Path) -> No
 def test_sequences_longer_than_the_default_decay_of_positions_allows_are_learnt(tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_bytes(b"abc " * 350_000)
-    sizes = ["--tokens=66000", "--segment-lengths=66000", "--dilation-rates=64", "--batch-size=1", "--steps=1", "--eval-sequences=1"]
+    sizes = [
+        "--tokens=66000",
+        "--segment-lengths=66000",
+        "--dilation-rates=64",
+        "--batch-size=1",
+        "--steps=1",
+        "--eval-sequences=1",
+    ]
     code, _, err = train(tmp_path / "run", text, *sizes)
     assert code == 0, err
     assert LongNetLM.from_pretrained(tmp_path / "run" / "dilated").config.scale_base == 66000 / 64

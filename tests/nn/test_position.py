@@ -325,3 +325,14 @@ def test_token_positions_begin_anew_in_every_document(borders: tuple[int, ...], 
     for start in range(8):
         shard = token_positions(7 - start, torch.tensor(borders, dtype=dtype), torch.device("cpu"), start)
         assert torch.equal(shard, torch.tensor(expected[start:], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("operator", ["rotary_angles", "xpos_decay"])
+@pytest.mark.parametrize("view", ["transposed", "expanded", "sliced"])
+def test_operators_give_the_strides_that_compilers_are_told(operator: str, view: str) -> None:
+    positions = {
+        "transposed": torch.arange(12).view(4, 3).T,
+        "expanded": torch.arange(4).expand(3, 4),
+        "sliced": torch.arange(40).view(4, 10)[:, ::2],
+    }[view]
+    torch.library.opcheck(getattr(torch.ops.flexdilated, operator), (positions, 8, 100.0, False))

@@ -19,7 +19,7 @@ from flexdilated.backends.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
 from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.call import Call, documents, refuse_zero_keys
+from flexdilated.call import Call, documents, refuse_compiled_borders, refuse_zero_keys
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
 from flexdilated.pattern import DilatedPattern
@@ -96,8 +96,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
     Raises:
         NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
-            where there is no lse. If users' functions cannot be compiled, or hold ever new floats.
+            where there is no lse. If users' functions cannot be compiled, or hold ever new floats. For documents in compiled code.
     """
+    refuse_compiled_borders(call, "backend='flex'")
     if call.key_padding_mask is not None:
         k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]

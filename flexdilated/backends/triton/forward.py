@@ -62,6 +62,7 @@ def merge(OUT, LSE, acc, lse, stored, in_row):
     share = 1.0 / both
     before = load_rows(OUT, stored, in_row, True, True).to(tl.float32)
     merged = before * (keep * share)[:, None] + acc * (add * share)[:, None]
+    tl.debug_barrier()  # warps that hold the same rows have all read them
     tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
     tl.store(LSE, tl.where(reached, base + tl.log(both), -INFINITY), mask=stored)
 

@@ -31,7 +31,7 @@ DESCRIBES = True
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
     """Merge pieces into `out` `(B, N, H, D)` and `lse` `(B, H, N)`, contiguous, one launch each."""
     q, options, _ = with_positive_scale(q, options)
-    q, k, v = readable(q), readable(k), readable(v)
+    q, k, v, options = readable(q), readable(k), readable(v), _with_readable_mask(options)
     for piece in pieces:
         _attend(out, lse, q, k, v, piece, options, "write" if piece.tiles else "merge")
 
@@ -57,6 +57,7 @@ def backward(
     """
     q, options, factor = with_positive_scale(q, options)
     q, k, v, out, dout = (readable(x) for x in (q, k, v, out, dout))
+    options = _with_readable_mask(options)
     rows = _prepare(out, dout, lse, dlse, detaches)
     for piece in pieces:
         own = rows
@@ -109,7 +110,7 @@ def _attend(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, options: Options, end: str, own: Tensor | None = None
 ) -> None:
     """One launch of `attend`; for `"delta"`, `out` is dout and `lse` the prepared rows."""
-    tiles = _tiles(attend, q, piece, options, (k, v))
+    tiles = _tiles(attend, q, piece, options, (k, v), q.shape[2] // k.shape[2])
     is_delta = own is not None
     arguments = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
     strides = (*_strides(q, k, v, out), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
@@ -163,7 +164,7 @@ def _differentiate(
         (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
         (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
     ):
-        tiles = _tiles(kernel, q, piece, options, loaded)
+        tiles = _tiles(kernel, q, piece, options, loaded, q.shape[2] // k.shape[2])
         count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
         strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
         constants = {**_constants(q, k, v, dout, *into, piece=piece, options=options, tiles=tiles), "ADDS": not piece.tiles}
@@ -203,9 +204,9 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor]) -> Tiles:
+def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int) -> Tiles:
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
-    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows)
+    return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, group=group)
 
 
 def _describable(x: Tensor) -> bool:
@@ -248,6 +249,13 @@ def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     unit = unit_of(tensors[0])
     return tuple(stride // unit for x in tensors for stride in x.stride()[:3])
+
+
+def _with_readable_mask(options: Options) -> Options:
+    """With a mask whose columns lie one behind another: the kernels count their places in 32 bits."""
+    if options.ignored is None or options.ignored.stride(1) == 1:
+        return options
+    return options._replace(ignored=options.ignored.contiguous())
 
 
 def _mask(options: Options) -> Tensor | None:

@@ -69,10 +69,10 @@ def is_aligned(head_dim: int, element: int) -> bool:
     return head_dim * element % ROW_BYTES == 0
 
 
-def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0) -> Tiles:
+def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, group: int = 1) -> Tiles:
     """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`.
 
-    `described_rows`: rows of a segment, where tensor descriptors can load them.
+    `described_rows`: rows of a segment, where tensor descriptors can load them. `group`: query heads that share a key head.
     """
     if kernel == "prepare":
         return PREPARE
@@ -81,5 +81,7 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
         return SINGLE[kernel][size]
     # Others take registers of their own: the tiles of a smaller level.
     family = family_of(level) if is_aligned(head_dim, element) or level < (9, 0) else 80
+    if kernel == "differentiate_keys" and group > 1:  # by descriptors it spills in its loops, and has not run since it was mended
+        described_rows = 0
     described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
     return HALF[kernel][family][size] if described is None else described
