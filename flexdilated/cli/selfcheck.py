@@ -28,7 +28,8 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # float32 and float64 the rounding of sums of some hundred terms.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 16 * 2.0**-11, torch.bfloat16: 16 * 2.0**-8}
 
-# Cases in each dtype for engines that compile kernels of their own for most of them, seconds to half a minute each.
+# Cases in each dtype for engines that compile kernels of their own for most of them, seconds to half a minute each: the long ones
+# first.
 COMPILED = {"flex": 2, "triton": 6}
 
 # The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa engine as the only choice.
@@ -175,7 +176,14 @@ def _cases() -> list[Case]:
                         seed=draw.randint(0, 2**31),
                     )
                 )
-    return cases
+    return [*_long_cases(), *cases]
+
+
+def _long_cases() -> list[Case]:
+    """Several tiles of rows as models have them, and segments of as many as descriptors load: language models', and slides'."""
+    pattern = DilatedPattern((640, 1100), (1, 2))
+    causal = Case("long, causal, grouped-query heads", pattern, 1, 1200, 2, 2, 64, True, None, None, 11)
+    return [causal, Case("long, not causal", pattern, 1, 1200, 2, 1, 128, False, None, None, 12)]
 
 
 @contextmanager
@@ -226,8 +234,13 @@ def _request(case: Case, dtype: torch.dtype, hardware: Hardware) -> Request:
 
 
 def _some(cases: list[Case], count: int) -> list[Case]:
-    """So many of them, evenly spread over all kinds."""
-    return [cases[i * len(cases) // count] for i in range(count)] if count < len(cases) else cases
+    """So many of them: the long ones, as far as they go, and others of all kinds, causal and not, by both rules of offsets."""
+    if count >= len(cases):
+        return cases
+    long = [case for case in cases if case.name.startswith("long")][: max(1, count // 2)]
+    others = [case for case in cases if not case.name.startswith("long")]
+    wanted = count - len(long)
+    return [*long, *(others[(i * len(others) // wanted + i + 1) % len(others)] for i in range(wanted))]
 
 
 def _check(case: Case, dtype: torch.dtype, device: torch.device, engine: Engine, expected: dict[str, Tensor]) -> Check:

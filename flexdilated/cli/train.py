@@ -135,6 +135,8 @@ def train(
                 f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
                 f"{place} in {options.dtype}{ranks}, torch {torch.__version__}"
             )
+            if (reach := max(pattern.segment_lengths)) < sequence_length:
+                console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
             trainers = {
                 name: _train(Trainer(config, options, corpus, output / name, place, mesh=mesh), name, resume, console, store)
                 for name, config in configs.items()

@@ -76,7 +76,7 @@ def test_doctor_passes_every_check_on_cpu(report: dict[str, Any]) -> None:
 
 def test_doctor_checks_every_kind_of_call(report: dict[str, Any]) -> None:
     names = [case["case"] for case in report["checks"][0]["cases"]]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 26
     for kind in ("plain", "grouped-query", "grouped by branch", "key padding", "documents", "torchscale"):
         for rule in ("blocked", "interleaved"):
             assert sum(kind in name and f"{rule} offsets" in name for name in names) == 2
@@ -135,6 +135,18 @@ def test_engines_that_compile_take_some_cases_unless_all_are_asked_for(monkeypat
     assert numbers(every=True) == [(accepted, accepted), (cases, cases)]
 
 
+def test_some_cases_are_of_both_kinds() -> None:
+    cases = selfcheck._cases()
+    for count in (2, 6):
+        some = selfcheck._some(cases, count)
+        assert len({case.name for case in some}) == count
+        assert any(case.is_causal for case in some)
+        assert some[0].num_tokens > 1000
+    assert {case.is_causal for case in some} == {True, False}
+    assert {case.pattern.offsets for case in some} == {"blocked", "interleaved"}
+    assert {64, 128} <= {case.head_dim for case in some}
+
+
 @pytest.mark.gpu
 def test_doctor_passes_its_checks_on_cuda() -> None:
     code, text, _ = run("--device", "cuda", "--json")
@@ -190,7 +202,7 @@ def test_doctor_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     code, text, _ = run("--device", "cpu")
     assert code == 1
     assert "FAIL sdpa math float32, packed documents, blocked offsets, causal: out 1.0e-03" in text
-    assert "0 of 48 checks pass, 48 FAIL" in text
+    assert "0 of 52 checks pass, 52 FAIL" in text
 
 
 def test_doctor_reports_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
