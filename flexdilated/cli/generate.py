@@ -52,7 +52,8 @@ def _model(folder: Path, device: torch.device) -> LongNetLM:
     try:
         model = LongNetLM.from_pretrained(folder, device=device)
     except FileNotFoundError as error:
-        raise UserError(f"--model must be a folder that `flexdilated train` wrote: {error}") from None
+        inside = next((f"; {path.parent} holds a model" for path in sorted(folder.glob("*/config.json"))), "")
+        raise UserError(f"--model must be a folder that `flexdilated train` wrote: {error}{inside}") from None
     except (OSError, ValueError, TypeError, SafetensorError, RuntimeError) as error:
         raise UserError(f"--model must hold a whole model, got {folder}: {first_line(error)}") from None
     if model.config.vocab_size != BYTES:

@@ -76,6 +76,7 @@ def test_command_refuses_models_it_cannot_read(folder: Path, tmp_path: Path) -> 
         code, _, err = generate("--model", where, "--prompt", "a")
         assert (code, err.count("\n")) == (2, 1)
         assert err.startswith(f"error: {message}")
+        assert err.endswith(f"; {folder} holds a model\n") == (where == tmp_path)
     config = (folder / "config.json").read_text()
     for text in ("{", config.replace('"num_layers": 2', '"num_layers": 3')):
         (folder / "config.json").write_text(text)
