@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,7 +247,9 @@ class Trainer:
             raise UserError(f"--resume must find a checkpoint, none in {self.folder}")
         try:
             state = checkpoint.read_state(path)
-            identity = dict(state["identity"])
+            # A checkpoint of before has no field that came later: its run had the default.
+            defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
+            identity = {**defaults, **state["identity"]}
             step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
             mine = json.loads(json.dumps(self._identity()))
             for name, value in mine.items():
