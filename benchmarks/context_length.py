@@ -33,6 +33,7 @@ import torch
 from benchmarks.environment import commit, describe, driver
 from flexdilated import DilatedPattern, LongNetConfig
 from flexdilated.backends.hardware import detect, recommended_dtype
+from flexdilated.nn.position import scale_base_for
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.trainer import Trainer
@@ -188,7 +189,7 @@ def run(cell: Cell, settings: Settings, corpus: Corpus, folder: Path, device: st
         num_layers=settings.layers,
         num_heads=settings.heads,
         pattern=pattern,
-        scale_base=max(512.0, cell.length / 64),  # longer segments need a slower decay of positions
+        scale_base=scale_base_for(cell.length),
     )
     dtype = recommended_dtype(detect(device))
     options = TrainOptions(

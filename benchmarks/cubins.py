@@ -185,7 +185,7 @@ def _is_positive(name: str, made: dict[str, str]) -> bool:
 
 def chosen_tiles(config: Config) -> Tiles:
     """Those of a launch; by descriptors, too, where it takes none."""
-    described = 1 << 20 if config.asked in (DESCRIBING, SHARING) else 0
+    described = 1 << 20 if _asks_descriptors(config.asked) else 0
     group = {**CONSTANTS, **ASKED[config.asked]}["GROUP"]
     level, element = divmod(config.level, 10), DTYPES[config.dtype]
     return tiles_of(config.kernel, level, config.head_dim, element, described_rows=described, group=group)
@@ -296,7 +296,11 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def _is_launched(e: dict[str, Any]) -> bool:
     """Whether a launch may take an entry, and not only a comparison."""
-    return e["asked"] not in (DESCRIBING, SHARING) or chosen_tiles(config_of(e)).described
+    return not _asks_descriptors(e["asked"]) or chosen_tiles(config_of(e)).described
+
+
+def _asks_descriptors(asked: str) -> bool:
+    return "DESCRIBED" in ASKED[asked]
 
 
 def _row(e: dict[str, Any]) -> str:

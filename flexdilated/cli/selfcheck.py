@@ -75,6 +75,11 @@ class Case:
     borders: tuple[int, ...] | None  # cu_seqlens
     seed: int
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it has more than one tile of rows."""
+        return self.num_tokens > 128
+
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, dout and dlse on the CPU, rounded to `dtype`."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -237,8 +242,8 @@ def _some(cases: list[Case], count: int) -> list[Case]:
     """So many of them: the long ones, as far as they go, and others of all kinds, causal and not, by both rules of offsets."""
     if count >= len(cases):
         return cases
-    long = [case for case in cases if case.name.startswith("long")][: max(1, count // 2)]
-    others = [case for case in cases if not case.name.startswith("long")]
+    long = [case for case in cases if case.is_long][: max(1, count // 2)]
+    others = [case for case in cases if not case.is_long]
     wanted = count - len(long)
     return [*long, *(others[(i * len(others) // wanted + i + 1) % len(others)] for i in range(wanted))]
 

@@ -21,6 +21,7 @@ from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
 from flexdilated.nn.config import LongNetConfig
+from flexdilated.nn.position import scale_base_for
 from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
@@ -122,7 +123,7 @@ def train(
                 num_layers=layers,
                 num_heads=heads,
                 pattern=each,
-                scale_base=max(512.0, sequence_length / 64),  # long segments need a slower decay
+                scale_base=scale_base_for(sequence_length),
             )
             for name, each in patterns.items()
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from flexdilated.call import is_number
+from flexdilated.nn.position import SCALE_BASE
 from flexdilated.pattern import DilatedPattern, is_integer
 
 
@@ -43,7 +44,7 @@ class LongNetConfig:
     num_kv_heads: int | None = None
     ffn_dim: int | None = None
     position: Literal["xpos", "rotary"] = "xpos"
-    scale_base: float = 512.0
+    scale_base: float = SCALE_BASE
     tie_embeddings: bool = True
     dropout_p: float = 0.0
     attention_dropout_p: float = 0.0
@@ -66,10 +67,11 @@ class LongNetConfig:
         for name in ("dropout_p", "attention_dropout_p", "scale_base"):
             if not is_number(getattr(self, name)):
                 raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
-            if name == "scale_base" and not self.scale_base > 0.0:
-                raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
-            if name != "scale_base" and not 0.0 <= getattr(self, name) < 1.0:
+        for name in ("dropout_p", "attention_dropout_p"):
+            if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not self.scale_base > 0.0:
+            raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON types; `from_dict` is the inverse."""

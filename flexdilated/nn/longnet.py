@@ -75,8 +75,9 @@ class LongNetLM(nn.Module):
             return self.block_class(attention, ffn, dropout_p=config.dropout_p)
 
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        xpos = XPos(head_dim, config.pattern, scale_base=config.scale_base)
-        self.position = Rotary(head_dim) if config.position == "rotary" else xpos
+        self.position = (
+            Rotary(head_dim) if config.position == "rotary" else XPos(head_dim, config.pattern, scale_base=config.scale_base)
+        )
         self.layers = nn.ModuleList(block() for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)

@@ -18,6 +18,12 @@ FLOAT16_LOG_GROWTH = 6.0
 MAX_LOG_GROWTH = 80.0
 # -log(zeta) of the pair that decays fastest, the first.
 LOG_LARGEST_DECAY = math.log(1.4 / 0.4)
+SCALE_BASE = 512.0  # the default of xPos, which serves segments of up to some 65,000 tokens
+
+
+def scale_base_for(num_tokens: int) -> float:
+    """The default, or the slower decay that segments as long as a longer sequence need."""
+    return max(SCALE_BASE, num_tokens / 64)
 
 
 class Rotation(NamedTuple):
@@ -116,7 +122,7 @@ class XPos(Rotary):
         TypeError: If the pattern is no `DilatedPattern`.
     """
 
-    def __init__(self, head_dim: int, pattern: DilatedPattern, *, base: float = 10000.0, scale_base: float = 512.0) -> None:
+    def __init__(self, head_dim: int, pattern: DilatedPattern, *, base: float = 10000.0, scale_base: float = SCALE_BASE) -> None:
         super().__init__(head_dim, base=base)
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
