@@ -56,15 +56,17 @@ DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 LOADED = re.compile(r"\b(STL|LDL)\b")
 
 DESCRIBING = "descriptors"
-SHARING = "descriptors, group of 4"
+FOR_DESCRIPTORS = SHARING, MANY = "descriptors, group of 4", "descriptors, many pieces"
 # What a kernel can be asked for, in its dearest form: added to what earlier branches gave.
 ASKED: dict[str, dict[str, Any]] = {
     "causal": {},
     "mask, group of 4": {"IGNORES": True, "GROUP": 4},
     "rows far apart": {"WIDE": True},
+    "many pieces": {"TABLED": True},
     "delta alone": {"END": "delta"},
     DESCRIBING: {"DESCRIBED": True},
     SHARING: {"DESCRIBED": True, "GROUP": 4},
+    MANY: {"DESCRIBED": True, "TABLED": True},
 }
 CONSTANTS = {
     "CAUSAL": True,
@@ -73,11 +75,12 @@ CONSTANTS = {
     "END": "merge",
     "ADDS": True,
     "WIDE": False,
+    "TABLED": False,
     "DESCRIBED": False,
     "HAS_DLSE": True,
     "DETACHED": False,
 }
-POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8"}
+POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8", "TABLE": "i64", "OWNERS": "i32"}
 
 
 class Config(NamedTuple):
@@ -136,6 +139,8 @@ def compiled(config: Config, tiles: Tiles) -> Any:
     }
     if not constants["IGNORES"]:
         constants["IGNORED"] = None
+    if not constants["TABLED"]:
+        constants |= {"TABLE": None, "OWNERS": None}
     if config.kernel == "attend":
         constants |= {"LSE": None} if constants["END"] == "delta" else {"ROWS": None, "OWN": None}
     signature, fixed = {}, {}
@@ -269,7 +274,7 @@ def configs(
             config = Config(kernel, level, head_dim, dtype, asked)
             takes = kernel == "attend" or "END" not in constants
             describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
-            if constants and takes and ((usual and describes and asked != SHARING) or chosen_tiles(config).described):
+            if constants and takes and ((usual and describes and asked not in FOR_DESCRIPTORS) or chosen_tiles(config).described):
                 yield config
 
 

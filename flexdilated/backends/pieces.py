@@ -37,6 +37,7 @@ class Piece(NamedTuple):
     zero_row: bool  # one row of zeros, query and key, follows the real rows (torchscale's second padding)
     zero_keys: int  # zero keys that take part in every softmax, beside `zero_row`
     tiles: bool  # belongs to the pieces that come first and, together, hold every position of every head once
+    branch: int  # whose it is: outputs of one branch's pieces never meet
 
     @property
     def moved(self) -> bool:
@@ -156,6 +157,7 @@ def segment_pieces(
                 zero_row=rows.zero_row,
                 zero_keys=rows.zero_keys,
                 tiles=tiles,
+                branch=branch,
             )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
 from flexdilated.backends.pieces import Piece, plan_pieces
+from flexdilated.backends.triton.groups import together
 from flexdilated.pattern import DilatedPattern
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
@@ -341,18 +342,26 @@ def in_place_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     """One kernel that reads rows in place and merges as it writes."""
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
-    for rows in _rows(pattern, shape):
-        merged = 1 if rows.piece.tiles else 2  # out and lse are written, or read and written
-        yield Step(rows.flops(FORWARD_PRODUCTS), rows.q + 2 * rows.k + merged * (rows.q + rows.lse))
+    for some in _launches(pattern, shape):
+        merged = 1 if some[0].piece.tiles else 2  # out and lse are written, or read and written
+        moved = sum(rows.q + 2 * rows.k + merged * (rows.q + rows.lse) for rows in some)
+        yield Step(sum(rows.flops(FORWARD_PRODUCTS) for rows in some), moved)
 
 
 def in_place_backward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
-    """`delta` once, then per piece dk and dv in one launch and dq in another: two products are computed in both."""
+    """`delta` once, then dk and dv of pieces in one launch and dq in another: two products are computed in both."""
     q, k, lse = _whole(shape)
     yield Step(0, 2 * q + 3 * lse)  # out, dout and lse in; lse and delta out
     yield from _starts(pattern, q, k, k)
-    for rows in _rows(pattern, shape):
-        added = 1 if rows.piece.tiles else 2
-        read = 2 * rows.q + 2 * rows.k + 2 * rows.lse  # q, dout, k, v, lse and delta
-        yield Step(rows.flops(4), read + added * 2 * rows.k)
-        yield Step(rows.flops(SPLIT_BACKWARD_PRODUCTS - 4), read + added * rows.q)
+    for some in _launches(pattern, shape):
+        added = 1 if some[0].piece.tiles else 2
+        queries, keys = sum(rows.q for rows in some), sum(rows.k for rows in some)
+        read = 2 * queries + 2 * keys + 2 * sum(rows.lse for rows in some)  # q, dout, k, v, lse and delta
+        yield Step(sum(rows.flops(4) for rows in some), read + added * 2 * keys)
+        yield Step(sum(rows.flops(SPLIT_BACKWARD_PRODUCTS - 4) for rows in some), read + added * queries)
+
+
+def _launches(pattern: DilatedPattern, shape: Shape) -> Iterator[list[_Rows]]:
+    """The pieces of each launch of the kernels that read in place."""
+    for pieces in together([rows.piece for rows in _rows(pattern, shape)]):
+        yield [_Rows(piece, shape) for piece in pieces]

@@ -13,6 +13,7 @@ import torch
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import Request, why_not
 from flexdilated.backends.hardware import detect
+from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
 from tests.backends.test_gpu import CASES
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
@@ -20,12 +21,13 @@ from tests.tolerances import SINGLE, assert_twice_naive
 
 pytest.importorskip("triton")
 
-from flexdilated.backends.triton import launch
+from flexdilated.backends.triton import groups, launch
 
 pytestmark = pytest.mark.gpu
 
 PATTERN = DilatedPattern((31, 101, 257), (1, 3, 7))
 LONG = DilatedPattern((1024, 2100), (1, 3))
+BORDERS = (0, 7, 560, 565, 565, 1165, 1230, 1800, 2300)
 MORE = {
     **CASES,
     "detached": replace(CASES["gqa"], pattern=replace(PATTERN, detach_weights=True)),
@@ -39,6 +41,8 @@ MORE = {
     "described_detached": Case(replace(LONG, detach_weights=True), num_tokens=2300, kv_heads=2, head_dim=128),
     "described_zero_keys": Case(DilatedPattern.torchscale((1024, 2100), (1, 3)), num_tokens=2300, kv_heads=2, head_dim=128),
     "described_256": Case(LONG, num_tokens=2300, kv_heads=1, group=2, head_dim=256),
+    "many_documents": Case(LONG, num_tokens=2300, kv_heads=2, group=2, head_dim=64, borders=BORDERS),
+    "described_documents": Case(LONG, num_tokens=2300, kv_heads=2, head_dim=128, borders=BORDERS),
     "full_tiles": Case(DilatedPattern((256, 512), (1, 2)), num_tokens=1024, kv_heads=2, group=2, head_dim=64),
 }
 
@@ -94,6 +98,50 @@ def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "_launch", noted)
     run_engine(case, "triton", torch.bfloat16, "cuda")
     assert described == chosen
+
+
+@pytest.mark.parametrize("name", ["many_documents", "described_documents"])
+def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = MORE[name]
+    skip_unless_it_runs(case, torch.bfloat16)
+    found, tabled = [], set[bool]()
+    launches = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        tabled.update([constants["TABLED"]] if "TABLED" in constants else [])
+        launches(kernel, programs, arguments, constants, *more)
+
+    monkeypatch.setattr(launch, "_launch", noted)
+    for least in (2, 1 << 20):
+        monkeypatch.setattr(groups, "LEAST", least)
+        groups._groups.cache_clear()
+        tabled.clear()
+        found.append(run_engine(case, "triton", torch.bfloat16, "cuda"))
+        assert (True in tabled) == (least == 2)
+    groups._groups.cache_clear()
+    for together, alone in zip(*found):
+        assert torch.equal(together, alone)
+
+
+def test_many_pieces_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one sequence: a captured graph cannot read the borders of documents."""
+    monkeypatch.setattr(groups, "LEAST", 2)
+    groups._groups.cache_clear()
+    case = Case(DilatedPattern.torchscale((301, 611), (3, 5)), num_tokens=1500, kv_heads=5, head_dim=64)
+    skip_unless_it_runs(case, torch.bfloat16)
+    pieces = plan_pieces(case.pattern, ((0, case.num_tokens),), case.kv_heads, False)
+    assert any(len(some) > 1 for some in groups.together(pieces))
+    q, k, v, *_ = case.tensors(torch.bfloat16, "cuda")
+    run = lambda: dilated_attention(q, k, v, case.pattern, backend="triton")  # noqa: E731
+    with torch.no_grad():
+        run()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        q.copy_(q.flip(1))
+        graph.replay()
+        assert torch.equal(out, run())
+    groups._groups.cache_clear()
 
 
 BUSY = """

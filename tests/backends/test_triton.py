@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -19,7 +21,9 @@ from flexdilated.attention import attend
 from flexdilated.backends import Request
 from flexdilated.backends.kernel import Options
 from flexdilated.backends.math import MATH
+from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.triton import engine
+from flexdilated.backends.triton.groups import Group
 from flexdilated.backends.triton.tiles import Tiles, padded
 from flexdilated.call import Call
 from flexdilated.pattern import ceil_div
@@ -31,7 +35,7 @@ pytest.importorskip("triton")
 if not engine.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 
-from flexdilated.backends.triton import backward, forward, launch
+from flexdilated.backends.triton import backward, forward, groups, launch
 from tests.hardware import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of pairs that do not see each other
@@ -254,9 +258,9 @@ def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: 
 def test_rows_far_apart_are_addressed_in_64_bits() -> None:
     same: dict[str, Any] = {"options": Options(False, 1.0), "tiles": Tiles(16, 16, 4, 2)}
     near = torch.empty(1, 8, 1, 16)
-    assert launch._constants(near, near, piece=PIECE, **same)["WIDE"] is False
-    far = torch.empty_strided((1, 8, 1, 16), (0, 1 << 21, 0, 1), device="meta")
-    assert launch._constants(far, far, piece=PIECE._replace(row_stride=16), **same)["WIDE"] is True
+    assert launch._constants(near, near, group=Group(PIECE, PIECE), **same)["WIDE"] is False
+    far, wide = torch.empty_strided((1, 8, 1, 16), (0, 1 << 21, 0, 1), device="meta"), PIECE._replace(row_stride=16)
+    assert launch._constants(far, far, group=Group(wide, wide), **same)["WIDE"] is True
 
 
 @pytest.mark.slow
@@ -363,12 +367,120 @@ def test_memory_does_not_grow_with_branches() -> None:
 
 
 def launch_pieces(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> Any:
-    from flexdilated.backends.pieces import plan_pieces
-
     return plan_pieces(pattern, ((0, num_tokens),), num_heads, False)
 
 
 PIECE = launch_pieces(DilatedPattern((8,), (2,)), 8, 1)[0]
+
+
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Sets the number of pieces from which on they share a launch."""
+
+    def take(number: int) -> None:
+        monkeypatch.setattr(groups, "LEAST", number)
+        groups._groups.cache_clear()
+
+    yield take
+    groups._groups.cache_clear()
+
+
+def tables(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch over pieces has a table, as they come."""
+    tabled: list[bool] = []
+    run = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        tabled.extend([constants["TABLED"]] if "TABLED" in constants else [])
+        run(kernel, programs, arguments, constants, *more)
+
+    patch.setattr(launch, "_launch", noted)
+    return tabled
+
+
+BORDERS = (0, 3, 3, 10, 14, 30, 43)
+MANY = {
+    **{
+        name: replace(CASES[name], batch=1, borders=BORDERS)
+        for name in ("documents", "grouped_heads", "mask", "shifted", "head_dim_48")
+    },
+    "no_branch_keeps_all": CASES["no_branch_keeps_all"],
+    "detached": replace(CASES["negative_scale"], borders=BORDERS),
+    "zero_keys": replace(CASES["zero_keys"], borders=(0, 5, 18, 41)),
+    "shifted_alone": CASES["shifted"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("name", MANY)
+def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
+    name: str, described: bool, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles_of, tabled, found = launch.tiles_of, tables(monkeypatch), []
+    if described:  # some kernels of each launch, those of the longer segments
+        monkeypatch.setattr(groups, "LEAST_DESCRIBED_ROWS", 5)
+        monkeypatch.setattr(
+            launch,
+            "tiles_of",
+            lambda *arguments, described_rows=0, group=1: tiles_of(*arguments)._replace(described=described_rows >= 5),
+        )
+    for number in (1, 1 << 20):
+        least(number)
+        tabled.clear()
+        with poisoned_memory():
+            found.append(run_engine(MANY[name], "triton", torch.float32))
+        assert any(tabled) == (number == 1)
+    for together, alone in zip(*found):
+        assert torch.equal(together, alone)
+    for actual, expected in zip(found[0], run_reference(MANY[name], torch.float32)):
+        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+
+
+def test_launches_do_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    monkeypatch.setattr(launch, "_launch", lambda *arguments: counts.append(arguments[1]))
+    q, out, lse = (torch.empty(1, 512, 4, 16), torch.empty(1, 512, 4, 16), torch.empty(1, 4, 512))
+    programs, launches = [], []
+    for number in (16, 64):
+        borders = sorted(
+            {0, 512, *torch.randperm(511, generator=torch.Generator().manual_seed(number))[: number - 1].add(1).tolist()}
+        )
+        pieces = plan_pieces(PATTERN, tuple((a, b - a) for a, b in pairwise(borders)), 4, True)
+        counts.clear()
+        launch.forward(out, lse, q, q, q, pieces, Options(True, 0.3))
+        launches.append(len(counts))
+        programs.append(sum(counts))
+        tile = launch.tiles_of("attend", (8, 0), 16, 4).queries
+        assert programs[-1] == sum(
+            piece.segments * piece.offsets * piece.heads * ceil_div(piece.out_rows, tile) for piece in pieces
+        )
+    assert launches == [3, 3]
+
+
+def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays would copy them again from memory of the host that is long gone."""
+    pieces = plan_pieces(PATTERN, tuple((10 * i, 10) for i in range(9)), 2, False)
+    device = torch.device("cuda")
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        found = groups.groups(pieces, device)
+        assert all(group.each is group.one for group in found) == capturing
+    assert len(found) == len(pieces)
+
+
+def test_numbers_of_a_table_may_pass_32_bits() -> None:
+    """Tokens, and steps from segment to segment."""
+    far = PIECE._replace(token=3 << 31, out_token=5 << 31, segment_stride=7 << 31, out_segment_stride=9 << 31)
+    programs, (table, owners), _ = launch._numbers(
+        groups._group([far, PIECE]).each, *np.array([[2, 3], [5, 7]]), torch.device("cpu")
+    )
+    assert programs == len(owners) == 2 * 5 + 3 * 7
+    assert table is not None
+    assert owners.tolist() == [0] * 10 + [1] * 21
+    for row, piece, tiles, first in zip(table.tolist(), (far, PIECE), (2, 3), (0, 10)):
+        _, _, numbers = launch._numbers(piece, tiles, 1, torch.device("cpu"))
+        assert row == [*numbers, first]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from flexdilated.backends.triton.places import (
     load_described,
     load_rows,
     load_seen,
+    own_piece,
     place,
     row_pointers,
     rows_of,
@@ -100,23 +101,29 @@ def store(GRAD, grad, stored, in_row, ADDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv"), *ROWS_AND_MASK, *PIECE))
 def differentiate_keys(
-    Q, K, V, DOUT, ROWS, IGNORED, DK, DV,
+    Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DK, DV,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, rows_batch, rows_head, ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
-    row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
+    row_stride, queries, keys, real_queries, real_keys, zero_keys, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: one flat loop over its queries, tile after tile and head after head of the group.
 
     A loop inside a loop would keep pointers of both in registers. `score_scale` is `scale` in base 2.
     """
     PADDED: tl.constexpr = BLOCK_D != D
-    tile = tl.program_id(0) % tiles
+    program = tl.program_id(0)
+    if TABLED:
+        (
+            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
+            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, _,
+        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+    tile = program % tiles
     b, kv_head, _, first, first_out = place(
-        tl.program_id(0) // tiles, 1, heads, offsets, segments,
+        program // tiles, 1, heads, offsets, segments,
         token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     )  # fmt: skip
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -209,20 +216,26 @@ def queries_tile(
 
 @triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE))
 def differentiate_queries(
-    Q, K, V, DOUT, ROWS, IGNORED, DQ,
+    Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dq_batch, dq_token, dq_head, rows_batch, rows_head, ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
-    row_stride, queries, keys, real_queries, real_keys, score_scale, scale,
+    row_stride, queries, keys, real_queries, real_keys, zero_keys, score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries."""
     PADDED: tl.constexpr = BLOCK_D != D
-    tile = tiles - 1 - tl.program_id(0) % tiles  # where causal, the long ones first
+    program = tl.program_id(0)
+    if TABLED:
+        (
+            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
+            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, _,
+        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+    tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first, first_out = place(
-        tl.program_id(0) // tiles, GROUP, heads, offsets, segments,
+        program // tiles, GROUP, heads, offsets, segments,
         token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     )  # fmt: skip
     h = kv_head * GROUP + g

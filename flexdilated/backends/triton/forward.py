@@ -8,6 +8,7 @@ from flexdilated.backends.triton.places import (
     load_described,
     load_rows,
     load_seen,
+    own_piece,
     place,
     row_pointers,
     rows_of,
@@ -75,18 +76,17 @@ def merge(OUT, LSE, acc, lse, stored, in_row):
         "ignored_batch",
         "ignored_token",
         *PIECE,
-        "zero_keys",
     )
 )
 def attend(
-    Q, K, V, OUT, LSE, IGNORED, ROWS, OWN,
+    Q, K, V, OUT, LSE, IGNORED, ROWS, OWN, TABLE, OWNERS,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     lse_batch, lse_head, ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, zero_keys, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
 
@@ -95,9 +95,15 @@ def attend(
     compiler knows how far loads are aligned; `scale` is positive, in base 2.
     """
     PADDED: tl.constexpr = BLOCK_D != D
-    tile = tiles - 1 - tl.program_id(0) % tiles  # where causal, the long ones first
+    program = tl.program_id(0)
+    if TABLED:
+        (
+            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
+            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, zero_keys,
+        ) = own_piece(TABLE, OWNERS)  # fmt: skip
+    tile = tiles - 1 - program % tiles  # where causal, the long ones first
     b, kv_head, g, first, first_out = place(
-        tl.program_id(0) // tiles, GROUP, heads, offsets, segments,
+        program // tiles, GROUP, heads, offsets, segments,
         token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     )  # fmt: skip
     h = kv_head * GROUP + g

@@ -1,4 +1,4 @@
-"""Launches of the kernels: every piece of a walk where its rows lie, and dense boxes as other kernels take them."""
+"""Launches of the kernels: the pieces of a walk where their rows lie, and dense boxes as other kernels take them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from flexdilated.backends.merge import accumulated
 from flexdilated.backends.pieces import Piece
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
+from flexdilated.backends.triton.groups import Group, groups, table_of
 from flexdilated.backends.triton.tiles import ROW_BYTES, Tiles, is_aligned, padded, tiles_of
 
 LOG2E = math.log2(math.e)
@@ -29,11 +30,11 @@ DESCRIBES = True
 
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
-    """Merge pieces into `out` `(B, N, H, D)` and `lse` `(B, H, N)`, contiguous, one launch each."""
+    """Merge pieces into `out` `(B, N, H, D)` and `lse` `(B, H, N)`, contiguous, one launch for each group of them."""
     q, options, _ = with_positive_scale(q, options)
     q, k, v, options = readable(q), readable(k), readable(v), _with_readable_mask(options)
-    for piece in pieces:
-        _attend(out, lse, q, k, v, piece, options, "write" if piece.tiles else "merge")
+    for group in groups(pieces, q.device):
+        _attend(out, lse, q, k, v, group, options, "write" if group.one.tiles else "merge")
 
 
 def backward(
@@ -50,7 +51,7 @@ def backward(
     *,
     detaches: bool = False,
 ) -> None:
-    """Add the gradients of pieces to `dq, dk, dv`, contiguous: one pass over all rows, then two launches for each piece.
+    """Add the gradients of pieces to `dq, dk, dv`, contiguous: one pass over all rows, then two launches for each group.
 
     `detaches`: with constant mixing weights, and a third launch. A pair's gradient is then `p (dout v^T - rowsum(dout out_i))` with
     the output of the branch alone: no more than its delta is another.
@@ -59,12 +60,12 @@ def backward(
     q, k, v, out, dout = (readable(x) for x in (q, k, v, out, dout))
     options = _with_readable_mask(options)
     rows = _prepare(out, dout, lse, dlse, detaches)
-    for piece in pieces:
+    for group in groups(pieces, q.device):
         own = rows
         if detaches:
             own = torch.empty_like(rows)
-            _attend(dout, rows, q, k, v, piece, options, "delta", own)
-        _differentiate(grads, dout, own, q, k, v, piece, options, factor)
+            _attend(dout, rows, q, k, v, group, options, "delta", own)
+        _differentiate(grads, dout, own, q, k, v, group, options, factor)
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def dense_backward(
 
 def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
     """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`."""
-    one = Piece(0, 1, 0, 1, 0, 0, k.shape[2], 1, k.shape[1], 1, 0, 0, q.shape[1], False, 0, True)
+    one = Piece(0, 1, 0, 1, 0, 0, k.shape[2], 1, k.shape[1], 1, 0, 0, q.shape[1], False, 0, True, 0)
     return (one,)
 
 
@@ -107,19 +108,20 @@ def readable(x: Tensor) -> Tensor:
 
 
 def _attend(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, piece: Piece, options: Options, end: str, own: Tensor | None = None
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, group: Group, options: Options, end: str, own: Tensor | None = None
 ) -> None:
     """One launch of `attend`; for `"delta"`, `out` is dout and `lse` the prepared rows."""
-    tiles = _tiles(attend, q, piece, options, (k, v), q.shape[2] // k.shape[2])
+    tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2])
     is_delta = own is not None
-    arguments = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
+    tensors = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
     strides = (*_strides(q, k, v, out), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
-    count, lanes = -(-piece.out_rows // tiles.queries), _lanes(piece, q, k)
+    count = -(-group.each.out_rows // tiles.queries)
+    programs, table, numbers = _numbers(group.each, count, _lanes(group.each, q, k), q.device)
     _launch(
         attend,
-        count * lanes,
-        (*arguments, *strides, *_numbers(piece, count), piece.zero_keys, options.scale * LOG2E),
-        {**_constants(q, k, v, out, piece=piece, options=options, tiles=tiles), "END": end},
+        programs,
+        (*tensors, *table, *strides, *numbers, options.scale * LOG2E),
+        {**_constants(q, k, v, out, group=group, options=options, tiles=tiles), "END": end},
         tiles,
         q,
     )
@@ -152,25 +154,24 @@ def _differentiate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    piece: Piece,
+    group: Group,
     options: Options,
     factor: float,
 ) -> None:
-    """The two launches that differentiate a piece; queries were multiplied by `factor`."""
-    dq, dk, dv = grads
+    """The two launches that differentiate a group; queries were multiplied by `factor`."""
+    (dq, dk, dv), piece = grads, group.each
     tensors, mask = (q, k, v, dout, rows, _mask(options)), _mask_strides(options)
     row_strides, score_scale = (rows.shape[1] * rows.shape[2], rows.shape[2]), options.scale * LOG2E
     for kernel, loaded, into, length, lanes, scale in (
         (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
         (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
     ):
-        tiles = _tiles(kernel, q, piece, options, loaded, q.shape[2] // k.shape[2])
+        tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2])
         count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
+        programs, table, numbers = _numbers(piece, count, lanes, q.device)
         strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
-        constants = {**_constants(q, k, v, dout, *into, piece=piece, options=options, tiles=tiles), "ADDS": not piece.tiles}
-        _launch(
-            kernel, count * lanes, (*tensors, *into, *strides, *_numbers(piece, count), score_scale, scale), constants, tiles, q
-        )
+        constants = {**_constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles), "ADDS": not group.one.tiles}
+        _launch(kernel, programs, (*tensors, *table, *into, *strides, *numbers, score_scale, scale), constants, tiles, q)
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles, on: Tensor) -> None:
@@ -219,14 +220,16 @@ def _level(x: Tensor) -> tuple[int, int]:
 
 
 def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
-    """Independent softmaxes of a piece, by heads of q or k."""
+    """Independent softmaxes of a piece, by heads of q or k; of each piece, where its fields are arrays."""
     return x.shape[0] * piece.segments * piece.offsets * piece.heads * (x.shape[2] // k.shape[2])
 
 
-def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
-    """The integers `PIECE` of a launch."""
+def _numbers(
+    piece: Piece, tiles: int, lanes: int, device: torch.device
+) -> tuple[int, tuple[Tensor | None, Tensor | None], tuple[int, ...]]:
+    """Programs of a launch, its table and the integers `PIECE`: where there is a table, it has them."""
     real = piece.rows - piece.zero_row
-    return (
+    numbers = (
         tiles,
         piece.heads,
         piece.offsets,
@@ -241,9 +244,15 @@ def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
         piece.row_stride,
         piece.out_rows,
         piece.rows,
-        min(piece.out_rows, real) if piece.zero_row else piece.out_rows,
+        piece.out_rows - piece.zero_row * (piece.out_rows == piece.rows),
         real,
+        piece.zero_keys,
     )
+    programs = tiles * lanes
+    if isinstance(programs, int):
+        return programs, (None, None), numbers
+    table = table_of(numbers, programs, device)
+    return len(table[1]), table, (0,) * len(numbers)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -266,8 +275,8 @@ def _mask_strides(options: Options) -> tuple[int, int]:
     return (0, 0) if options.ignored is None else (options.ignored.stride(0), options.ignored.stride(1))
 
 
-def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Options, tiles: Tiles) -> dict[str, Any]:
-    """What every launch over a piece is compiled for, but the sizes of its tiles."""
+def _constants(q: Tensor, k: Tensor, *others: Tensor, group: Group, options: Options, tiles: Tiles) -> dict[str, Any]:
+    """What every launch over a group is compiled for, but the sizes of its tiles."""
     widest = max(x.stride(1) for x in (q, k, *others))
     return {
         "GROUP": q.shape[2] // k.shape[2],
@@ -275,7 +284,8 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, piece: Piece, options: Opt
         "IGNORES": options.ignored is not None,
         "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
         "UNIT": unit_of(q),
-        "WIDE": piece.row_stride * widest * 256 >= 1 << 31,
+        "WIDE": group.one.row_stride * widest * 256 >= 1 << 31,
+        "TABLED": group.each is not group.one,
         "DESCRIBED": tiles.described,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),

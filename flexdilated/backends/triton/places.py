@@ -6,8 +6,10 @@ import triton.language as tl
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
 PIECE = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "first_out", "out_segment_stride",
-    "head", "offset_head_step", "head_step", "row_stride", "queries", "keys", "real_queries", "real_keys",
+    "head", "offset_head_step", "head_step", "row_stride", "queries", "keys", "real_queries", "real_keys", "zero_keys",
 )  # fmt: skip
+# A row of a table of pieces: these, and the first of the programs that compute the piece.
+COLUMNS = tl.constexpr(len(PIECE) + 1)
 
 
 def strides(*tensors: str) -> tuple[str, ...]:
@@ -34,6 +36,26 @@ def place(
     b = (lane // segments).to(tl.int64)
     kv_head = (head + c * offset_head_step + j * head_step).to(tl.int64)
     return b, kv_head, g.to(tl.int64), token + s * segment_stride + c, out_token + s * out_segment_stride + c
+
+
+@triton.jit
+def narrow(row, column):
+    """A number of a table that fits 32 bits."""
+    return tl.load(row + column).to(tl.int32)
+
+
+@triton.jit
+def own_piece(TABLE, OWNERS):
+    """In a launch of many pieces: this program's number within its own, and that one's `PIECE`; `OWNERS` has the row of each."""
+    program = tl.program_id(0)
+    row = TABLE + tl.load(OWNERS + program).to(tl.int64) * COLUMNS
+    return (
+        program - narrow(row, COLUMNS - 1),
+        narrow(row, 0), narrow(row, 1), narrow(row, 2), narrow(row, 3),
+        tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7),
+        narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11),
+        narrow(row, 12), narrow(row, 13), narrow(row, 14), narrow(row, 15), narrow(row, 16),
+    )  # fmt: skip
 
 
 @triton.jit

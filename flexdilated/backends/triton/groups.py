@@ -1,0 +1,76 @@
+"""Pieces that share a launch: many of one branch, by a table from which each program reads where it works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexdilated.backends.pieces import Piece
+from flexdilated.backends.recent import PIECE, recent
+from flexdilated.backends.triton.tiles import LEAST_DESCRIBED_ROWS
+
+# Pieces of a branch, for a table that takes the host as long as some launches. One document of a published pattern has fewer.
+LEAST = 8
+
+
+class Group(NamedTuple):
+    """Pieces of one branch that one launch computes, in any order: their outputs never meet.
+
+    `one` of them tells what a kernel is compiled for, which is alike for all. The fields of `each` are those of `one` where it is
+    alone, else arrays `(P,)`: with them, too, a launch computes as it would with numbers.
+    """
+
+    one: Piece
+    each: Piece
+
+
+def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]:
+    """The launches of pieces, branch after branch.
+
+    While a CUDA graph is captured each piece has its own: replays would copy a table again from where it was in the host's memory.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return tuple(Group(piece, piece) for piece in pieces)
+    return _groups(pieces)
+
+
+@recent(size=lambda found, pieces: 2 * PIECE * len(pieces))
+def _groups(pieces: tuple[Piece, ...]) -> tuple[Group, ...]:
+    return tuple(_group(some) for some in together(pieces))
+
+
+def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces of each launch, those of the longest segments first: nothing is left to wait for them alone in the end."""
+    alike: dict[tuple[int, bool], list[Piece]] = {}
+    for piece in pieces:
+        alike.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)
+    found: list[list[Piece]] = []
+    for some in alike.values():
+        found += [sorted(some, key=lambda piece: -piece.rows)] if len(some) >= LEAST else [[piece] for piece in some]
+    return found
+
+
+def _group(pieces: list[Piece]) -> Group:
+    if len(pieces) == 1:
+        return Group(pieces[0], pieces[0])
+    columns: Any = np.array(pieces, dtype=np.int64).T
+    return Group(pieces[0], Piece(*columns))
+
+
+def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
+
+    Made anew for each launch, in its stream, so no other work can be given its memory too early.
+
+    Args:
+        numbers: Arrays `(P,)`.
+        programs: How many compute each piece, `(P,)`.
+        device: Of the launch.
+    """
+    rows = np.stack([*numbers, np.cumsum(programs) - programs], axis=1)
+    counts = torch.from_numpy(programs.astype(np.int32)).to(device)
+    return torch.from_numpy(rows).to(device), torch.repeat_interleave(counts, output_size=int(programs.sum()))
