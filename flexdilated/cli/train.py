@@ -29,6 +29,7 @@ from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.ranks import TIMEOUT_SECONDS, ensure_one_folder, place_of, started, wait_for_all
 from flexdilated.training.stopping import stop_deadline, stop_held
 from flexdilated.training.trainer import Trainer
+from flexdilated.training.weights import Weights, read_weights
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,14 @@ def train(
         typer.Option("--resume-if-any", help="Go on where --output holds a checkpoint, else start: for torchrun --max-restarts."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier run in --output.")] = False,
+    begin_with: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="FOLDER",
+            help="Begin with a saved model, as <output>/dilated of another run: same sizes, any pattern.",
+        ),
+    ] = None,
     dense_too: Annotated[bool, typer.Option("--dense", help="Then train the same model with dense attention, to compare.")] = False,
     sequence_length: Annotated[int, typer.Option("--tokens", min=2, help="Length of a sequence; a token is a byte.")] = 4096,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
@@ -115,6 +124,8 @@ def train(
             dtype=_dtype(dtype, place),
             compile=compiled,
         )
+        weights = None if begin_with is None else _weights(begin_with, output)
+        scale_base = max(scale_base_for(sequence_length), 0.0 if weights is None else weights.config.scale_base)
         patterns = {"dilated": pattern} | ({"dense": _dense(pattern, sequence_length)} if dense_too else {})
         configs = {
             name: LongNetConfig(
@@ -123,7 +134,7 @@ def train(
                 num_layers=layers,
                 num_heads=heads,
                 pattern=each,
-                scale_base=scale_base_for(sequence_length),
+                scale_base=scale_base,
             )
             for name, each in patterns.items()
         }
@@ -139,7 +150,9 @@ def train(
             if (reach := max(pattern.segment_lengths)) < sequence_length:
                 console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
             trainers = {
-                name: _train(Trainer(config, options, corpus, output / name, place, mesh=mesh), name, resume, console, store)
+                name: _train(
+                    Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights), name, resume, console, store
+                )
                 for name, config in configs.items()
             }
         if rank == 0:
@@ -224,6 +237,13 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
             _empty(output / name)
     wait_for_all(mesh)
     return False
+
+
+def _weights(folder: Path, output: Path) -> Weights:
+    """What a run begins with; it must still be there for --resume to compare, whatever the run writes or --overwrite empties."""
+    if any(folder.resolve().is_relative_to((output / name).resolve()) for name in RUNS):
+        raise UserError(f"--weights must lie outside of the run in --output, got {folder}; give the new run another --output")
+    return read_weights(folder)
 
 
 def _empty(folder: Path) -> None:

@@ -22,6 +22,7 @@ from flexdilated.training.corpus import Corpus
 from flexdilated.training.options import RankLostError, TrainOptions, UserError
 from flexdilated.training.ranks import ensure_alike, losses_of_ranks, mean, span
 from flexdilated.training.stopping import stop_requested
+from flexdilated.training.weights import Weights
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,11 +42,12 @@ class Trainer:
         folder: Where checkpoints go; made if missing. Every rank reads it.
         device: Where it runs.
         mesh: The 1-D mesh over which the sequences are sharded. Default: one process.
+        weights: What the model begins with. Default: weights drawn by the seed.
 
     Raises:
         ValueError: If the mesh is not 1-D.
-        UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, or ranks differ in options,
-            text or version.
+        UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, the weights are of another
+            model, or ranks differ in options, text, weights or version.
         RankLostError: If another rank ends.
     """
 
@@ -58,6 +60,7 @@ class Trainer:
         device: torch.device,
         *,
         mesh: DeviceMesh | None = None,
+        weights: Weights | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"mesh must have 1 axis, got {mesh.ndim}")
@@ -76,6 +79,9 @@ class Trainer:
         checkpoint.ensure_writable(folder)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
+        self._begins_with = "" if weights is None else weights.digest
+        if weights is not None:
+            weights.give(self.model, config)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -218,7 +224,7 @@ class Trainer:
         return next((entry["held_out"] for entry in reversed(self.history) if "held_out" in entry), None)
 
     def _identity(self) -> dict[str, Any]:
-        return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16]}
+        return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16], "weights": self._begins_with}
 
     def save(self) -> None:
         """Write the folder `checkpoint-<step>`, at rank 0; earlier ones are removed when it is whole.
@@ -249,13 +255,14 @@ class Trainer:
             state = checkpoint.read_state(path)
             # A checkpoint of before has no field that came later: its run had the default.
             defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
+            defaults["weights"] = ""
             identity = {**defaults, **state["identity"]}
             step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
             mine = json.loads(json.dumps(self._identity()))
             for name, value in mine.items():
                 if identity.get(name) != value:
                     # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
-                    advice = "give the options and text of that run, or start another in another --output"
+                    advice = "give the options, text and weights of that run, or start another in another --output"
                     raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
             tensors = self._tensors(step)
             checkpoint.read_tensors(tensors, path)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from flexdilated import LongNetLM, __version__
+from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, __version__
 from flexdilated.training import checkpoint
 from tests.commands import invoke
 from tests.training import runs
 
-RESUMED = "give the options and text of that run, or start another in another --output"
+RESUMED = "give the options, text and weights of that run, or start another in another --output"
 
 
 def train(output: Path, text: Path, *more: str) -> tuple[int, str, str]:
@@ -51,6 +53,70 @@ def test_sequences_longer_than_the_default_decay_of_positions_allows_are_learnt(
     code, _, err = train(tmp_path / "run", text, *sizes)
     assert code == 0, err
     assert LongNetLM.from_pretrained(tmp_path / "run" / "dilated").config.scale_base == 66000 / 64
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) -> None:
+    """Of other text, longer sequences and another pattern; held out at once what the other run ended with."""
+    assert train(tmp_path / "first", text)[0] == 0
+    weights = f"--weights={tmp_path / 'first' / 'dilated'}"
+    code, _, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
+    assert code == 0, err
+    before, after = (LongNetLM.from_pretrained(tmp_path / name / "dilated") for name in ("first", "same"))
+    for a, b in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+    longer = ["--tokens=80", "--segment-lengths=13,80", "--dilation-rates=1,2", weights]
+    code, _, err = train(tmp_path / "longer", text, *longer, "--dense")
+    assert code == 0, err
+    model = LongNetLM.from_pretrained(tmp_path / "longer" / "dilated")
+    assert model.config.pattern.segment_lengths == (13, 80)
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True))
+
+    code, _, err = train(tmp_path / "longer", text, *longer[:-1], "--resume")
+    assert (code, err.startswith("error: --resume must use the checkpoint's weights=")) == (2, True), err
+    assert train(tmp_path / "longer", text, *longer, "--dense", "--resume")[0] == 0
+
+
+def test_a_run_keeps_the_decay_of_positions_that_its_weights_learnt(tmp_path: Path, text: Path) -> None:
+    config = LongNetConfig(
+        vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((8,), (1,)), scale_base=2048.0
+    )
+    LongNetLM(config).save_pretrained(tmp_path / "weights")
+    code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}", "--steps=1")
+    assert code == 0, err
+    assert LongNetLM.from_pretrained(tmp_path / "run" / "dilated").config.scale_base == 2048.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 3}, "--layers=1, got 3; use --layers 3"),
+        ({"embed_dim": 48}, "--embed-dim=24, got 48; use --embed-dim 48"),
+        ({"num_heads": 4, "num_kv_heads": 2}, "--heads=2, got 4; use --heads 4"),
+        ({"num_kv_heads": 1}, "num_kv_heads=2, got 1; this command trains no other models"),
+        ({"position": "rotary"}, "position=xpos, got rotary; this command trains no other models"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, text: Path, change: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 256, "embed_dim": 24, "num_layers": 1, "num_heads": 2}
+    LongNetLM(LongNetConfig(**{**sizes, "pattern": DilatedPattern((8,), (1,)), **change})).save_pretrained(tmp_path / "weights")
+    code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}")
+    assert (code, err) == (2, f"error: --weights must hold a model of {message}\n")
+
+
+def test_weights_must_be_whole_and_outside_of_the_run(tmp_path: Path, text: Path) -> None:
+    config = LongNetConfig(vocab_size=256, embed_dim=24, num_layers=1, num_heads=2, pattern=DilatedPattern((8,), (1,)))
+    LongNetLM(config).save_pretrained(tmp_path / "run" / "dilated")
+    within = f"--weights={tmp_path / 'run' / 'dilated'}"
+    code, _, err = train(tmp_path / "run", text, within, "--overwrite")
+    assert (code, "--weights must lie outside of the run in --output" in err) == (2, True), err
+    assert (tmp_path / "run" / "dilated" / "model.safetensors").is_file()
+    (tmp_path / "run" / "dilated" / "model.safetensors").write_bytes(b"1234567890")
+    for folder in (tmp_path / "run" / "dilated", tmp_path / "nothing"):
+        code, _, err = train(tmp_path / "other", text, f"--weights={folder}")
+        assert (code, err.startswith("error: --weights must be the folder of a saved model, got ")) == (2, True), err
+        assert len(err.splitlines()) == 1
 
 
 @pytest.mark.slow

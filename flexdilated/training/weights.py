@@ -1,0 +1,60 @@
+"""The weights of a saved model, for a run to begin with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from flexdilated.nn.config import LongNetConfig
+from flexdilated.nn.longnet import WEIGHTS_FILE, LongNetLM
+from flexdilated.training.options import UserError
+
+CHOSEN = {"num_layers": "--layers", "embed_dim": "--embed-dim", "num_heads": "--heads"}  # by options of the command
+
+
+class Weights(NamedTuple):
+    """What `LongNetLM.save_pretrained` wrote."""
+
+    config: LongNetConfig
+    tensors: dict[str, Tensor]
+    digest: str  # of the file of weights
+
+    def give(self, model: nn.Module, config: LongNetConfig) -> None:
+        """Let a model begin with them. Its pattern, and with it its longest sequence, may be another: no weight depends on it.
+
+        Raises:
+            UserError: If its sizes, or what its weights mean, are others.
+        """
+        found, wanted = _shape(self.config), _shape(config)
+        for name, value in wanted.items():
+            if found[name] != value:
+                option = f"use {CHOSEN[name]} {found[name]}" if name in CHOSEN else "this command trains no other models"
+                raise UserError(f"--weights must hold a model of {CHOSEN.get(name, name)}={value}, got {found[name]}; {option}")
+        model.load_state_dict(self.tensors)
+
+
+def read_weights(folder: Path) -> Weights:
+    """The weights in a folder.
+
+    Raises:
+        UserError: If there is no whole model in it.
+    """
+    try:
+        model = LongNetLM.from_pretrained(folder)
+        digest = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
+    except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {error}".splitlines()[0]) from None
+    return Weights(model.config, model.state_dict(), digest[:16])
+
+
+def _shape(config: LongNetConfig) -> dict[str, Any]:
+    """What weights fit, defaults filled in."""
+    return {
+        **{name: getattr(config, name) for name in (*CHOSEN, "vocab_size", "position", "tie_embeddings")},
+        "num_kv_heads": config.num_kv_heads or config.num_heads,
+        "ffn_dim": config.ffn_dim or 4 * config.embed_dim,
+    }
