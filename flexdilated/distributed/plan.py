@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ class ContextPlan(CutSegments):
         """What travels, as spans of tokens: all of it, or what one rank receives or sends."""
         ranks = range(self.num_ranks)
         one = ranks if rank is None else range(rank, rank + 1)
-        return Spans.joined(list(self._spans(exchange, kind, *((ranks, one) if sent else (one, ranks)))))
+        return self._spans(exchange, kind, *((ranks, one) if sent else (one, ranks)))
 
     def some_ranks(self) -> Iterator[range]:
         """All ranks, some at a time: pairs of ranks are the square of their number."""
@@ -71,23 +72,22 @@ class ContextPlan(CutSegments):
 
     def received(self, exchange: str, kind: str, receivers: range) -> Spans:
         """What some ranks receive."""
-        return Spans.joined(list(self._spans(exchange, kind, receivers, range(self.num_ranks))))
+        return self._spans(exchange, kind, receivers, range(self.num_ranks))
 
-    def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Iterator[Spans]:
-        """Branch by branch, what some ranks receive of some."""
-        for branch in range(len(self.pattern.branches)):
-            if not self.kept[branch].heads or not len(self.cut[branch]):
-                continue
-            whole = self.taken(exchange)[branch]
-            if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
-                yield self._row_spans(branch, kind, np.flatnonzero(~whole), receivers, senders)
-            if whole.any():
-                yield self._head_spans(branch, kind, receivers, senders)
+    def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Spans:
+        """What some ranks receive of some."""
+        whole = self._dealt if exchange == "heads" else np.zeros(len(self._dealt), bool)
+        found = []
+        if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
+            found.append(self._row_spans(kind, np.flatnonzero(~whole), receivers, senders))
+        if whole.any():
+            found.append(self._head_spans(kind, receivers, senders))
+        spans = Spans.joined(found)
+        return spans.where(np.argsort(spans.branch, kind="stable")) if len(found) > 1 else spans
 
-    def _row_spans(self, branch: int, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
-        """Rows that the ranks of a segment need for their own outputs."""
-        rate, heads = self.kept[branch]
-        at = self.segments[branch]
+    def _row_spans(self, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
+        """Rows that the ranks of some segments need for their own outputs."""
+        at, chosen = self.all_segments, chosen[(self.num_kept > 0)[self.all_segments.branch[chosen]]]
         first_owner, owners = _among(at.first_owner, at.last_owner, receivers)
         first_source, sources = _among(at.first_source, at.last_source, senders)
         # A rank that holds both sides of a segment alone needs nothing.
@@ -95,37 +95,35 @@ class ContextPlan(CutSegments):
         chosen = chosen[(away & (owners > 0) & (sources > 0))[chosen]]
         which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
         of = chosen[which]
-        at = at.where(of)
         steps = sources[of]
         receiver, sender = first_owner[of] + number // steps, first_source[of] + number % steps
-        low, high = self.held(at.out_token, at.outputs, receiver)  # the slots of the outputs there
-        first, end = self.held(at.token, at.size, sender)
+        low, high = self.held(at.out_token[of], at.outputs[of], receiver)  # the slots of the outputs there
+        first, end = self.held(at.token[of], at.size[of], sender)
         if kind == "q":
             first, end = np.maximum(first, low), np.minimum(end, high)
         elif self.is_causal:
             end = np.minimum(end, high)
         some = np.flatnonzero((receiver != sender) & (low < high) & (first < end))
-        at = at.where(some)
-        receiver, sender, low, high, first, end = (x[some] for x in (receiver, sender, low, high, first, end))
+        of, receiver, sender, low, high, first, end = (x[some] for x in (of, receiver, sender, low, high, first, end))
+        branch, token, size, repeats = (x[of] for x in (at.branch, at.token, at.size, at.repeats))
+        rate = self.rates[branch]
         # Few outputs are those of some offsets alone; and each slot of queries has but one.
         few = (high - low < rate) & (kind != "q")
         residue, residues = np.where(few, low % rate, 0), np.where(few, high - low, rate)
-        # Neighbours that look alike are one span.
-        first, end = at.token + first, at.token + end + (at.repeats - 1) * at.size
         spans = Spans(
-            branch=np.full_like(low, branch),
+            branch=branch,
             receiver=receiver,
             sender=sender,
-            first=first,
-            end=end,
-            origin=at.token,
+            first=token + first,
+            end=token + end + (repeats - 1) * size,  # neighbours that look alike are one span
+            origin=token,
             residue=residue,
             residues=residues,
             place=np.zeros_like(low),
-            places=np.full_like(low, len(heads)),
-            period=np.where(at.repeats > 1, at.size, rate),
+            places=self.num_kept[branch],
+            period=np.where(repeats > 1, size, rate),
         )
-        return self.by_offsets(branch, spans)
+        return self.by_offsets(spans)
 
     def taken(self, exchange: str) -> tuple[NDArray[np.bool_], ...]:
         """Per branch, the cut segments whose heads are dealt to ranks; of the others every rank computes its own outputs."""
@@ -136,50 +134,63 @@ class ContextPlan(CutSegments):
         return tuple(np.zeros(len(cut), bool) for cut in self.cut)
 
     @cached_property
+    def _dealt(self) -> NDArray[np.bool_]:
+        """The cut segments of all branches whose heads "heads" deals; none where nothing need travel."""
+        return np.zeros(int(self.begin[-1]), bool) if self.is_local else shares.pay(self)
+
+    @cached_property
     def by_heads(self) -> tuple[NDArray[np.bool_], ...]:
-        """Per branch, the cut segments whose heads "heads" deals; none where nothing need travel."""
-        return self._by_rows if self.is_local else tuple(shares.pay(self, branch) for branch in range(len(self.cut)))
+        """Per branch, the same."""
+        return tuple(self._dealt[a:b] for a, b in pairwise(self.begin.tolist()))
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
         """Per branch, who computes which part of the heads of these segments."""
         return shares.deal(self, self.by_heads)
 
-    def _head_spans(self, branch: int, kind: str, receivers: range, senders: range) -> Spans:
+    @cached_property
+    def _all_parts(self) -> tuple[Integers, Parts]:
+        """Parts of all branches, which count segments through, and the branch of each."""
+        branch = np.repeat(np.arange(len(self.parts)), [len(each.place) for each in self.parts])
+        joined = Parts(*(np.concatenate(columns) for columns in zip(*self.parts)))
+        return branch, joined._replace(segment=joined.segment + self.begin[branch])
+
+    def _head_spans(self, kind: str, receivers: range, senders: range) -> Spans:
         """Rows of heads to the ranks that compute them, or their outputs back."""
         executors, ranks = (senders, receivers) if kind == "out" else (receivers, senders)
-        parts = self.parts[branch]
+        branch, parts = self._all_parts
         here = np.flatnonzero((executors.start <= parts.executor) & (parts.executor < executors.stop))
         of, place, places, executor, low, high = parts.where(here)
-        at = self.segments[branch].where(of)
+        at = self.all_segments
         # An offset whose queries lie behind the others' asks for nothing.
-        rate, residues = self.kept[branch].rate, high - low
-        token = at.token
+        branch, token, size, residues = branch[here], at.token[of], at.size[of], high - low
         if kind == "out":
-            token = at.out_token
+            token = at.out_token[of]
         elif kind == "q":
-            high = np.minimum(high, at.size)
+            high = np.minimum(high, size)
         else:
-            low, high = np.zeros_like(low), np.minimum(high, at.size) if self.is_causal else at.size
+            low, high = np.zeros_like(low), np.minimum(high, size) if self.is_causal else size
         first, count = _among(self.rank_of(token + low), self.rank_of(token + high - 1), ranks)
         part, rank = expanded(first, count)
         begin, end = self.held(token[part], high[part], rank)
         begin = np.maximum(begin, low[part])
+        some = np.flatnonzero((begin < end) & (rank != executor[part]))
+        part, rank, begin, end = part[some], rank[some], begin[some], end[some]
         receiver, sender = (rank, executor[part]) if kind == "out" else (executor[part], rank)
-        spans = Spans(
-            branch=np.full_like(part, branch),
+        rate = self.rates[branch]
+        return Spans(
+            branch=branch[part],
             receiver=receiver,
             sender=sender,
             first=token[part] + begin,
             end=token[part] + end,
             origin=token[part],
             residue=np.zeros_like(part),
-            residues=np.minimum(residues[part], rate),
+            residues=np.minimum(residues, rate)[part],
             place=place[part],
             places=places[part],
-            period=np.full_like(part, rate),
+            period=rate[part],
         )
-        return spans.where((begin < end) & (receiver != sender))
 
     def traffic(self, exchange: str, kind: str, *, exact: bool = True) -> Traffic:
         """(row, key/value head) counts per pair of ranks, the union over branches.
@@ -211,11 +222,12 @@ class ContextPlan(CutSegments):
     def is_local(self) -> bool:
         """Whether no rank needs anything of another."""
         everyone = range(self.num_ranks)
+        branches = [np.arange(a, b) for a, b in pairwise(self.begin.tolist()) if a < b]  # the first most often tells
         return not any(
-            has_rows(spans, self.kept)
-            for kind in ("kv", "q")
+            has_rows(self._row_spans(kind, branch, receivers, everyone), self.kept)
+            for kind in (("kv", "q") if self.pattern.zero_padding else ("kv",))
             for receivers in self.some_ranks()
-            for spans in self._spans("gather", kind, receivers, everyone)
+            for branch in branches
         )
 
 

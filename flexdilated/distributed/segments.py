@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from flexdilated.pattern import DilatedPattern
 
 
 class Segments(NamedTuple):
-    """The cut segments of one branch: arrays over segments, each document's ascending.
+    """Cut segments, branch by branch and each document's ascending: arrays over segments.
 
     Slot `j < size` is token `token + j`, and its output that of token `out_token + j`, for `j < outputs`. Slots from `size` on are
     queries of zeros, where `outputs` reaches beyond it. With `padded` slots of keys, those from `slots` on hold zeros.
@@ -31,6 +31,7 @@ class Segments(NamedTuple):
     outputs, if any, at one other: torchscale's rules move the outputs of narrow segments far, many at once.
     """
 
+    branch: Integers
     token: Integers
     out_token: Integers
     size: Integers
@@ -43,7 +44,7 @@ class Segments(NamedTuple):
     last_owner: Integers
     repeats: Integers
 
-    def where(self, chosen: Integers) -> Segments:
+    def where(self, chosen: Integers | slice) -> Segments:
         return Segments(*(x[chosen] for x in self))
 
     def alone(self) -> Segments:
@@ -90,6 +91,16 @@ class CutSegments:
         return np.array(self.borders, np.int64)
 
     @cached_property
+    def rates(self) -> Integers:
+        """Of each branch."""
+        return np.array(self.pattern.dilation_rates, np.int64)
+
+    @cached_property
+    def _lengths(self) -> Integers:
+        """Of the segments of each branch, which are no longer than the sequence."""
+        return np.array([min(length, self.num_tokens) for length in self.pattern.segment_lengths], np.int64)
+
+    @cached_property
     def _crossing(self) -> tuple[tuple[int, int], ...]:
         """The documents that lie in more than one shard."""
         starts = [start for start, _ in self.documents]
@@ -118,44 +129,55 @@ class CutSegments:
         return length + -length % rate if self.pattern.zero_padding else length
 
     @cached_property
+    def _table(self) -> tuple[Integers, Integers]:
+        """`(branches + 1,)` where the cut segments of each branch stand among those of all, and `(entries, 5)` these, as `cut`."""
+        start, num_tokens = np.array(self._crossing, np.int64).reshape(-1, 2).T
+        inner = np.unique(self.limits[1:-1])
+        # Where tokens or outputs reach a border or the end of a document. Segments between two such places look alike.
+        low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
+        document, number = expanded(low, high - low + 1)
+        place = np.where(number < high[document], np.append(inner, 0)[number], (start + num_tokens)[document]) - start[document]
+        w = np.minimum(self._lengths[:, None], num_tokens)
+        out = self.stride_of_outputs(w, self.rates[:, None])
+        name = (np.arange(len(w))[:, None] * len(start) + document) * (self.num_tokens + 1)
+        steps = (w, out) if self.pattern.zero_padding else (w,)
+        names = [name + index for step in steps for index in (place // step[:, document], -(-place // step[:, document]))]
+        name, index = np.divmod(np.unique(np.concatenate([each.reshape(-1) for each in names])), self.num_tokens + 1)
+        branch, document = np.divmod(name, max(1, len(start)))
+        w, out, start, num_tokens = w[branch, document], out[branch, document], start[document], num_tokens[document]
+        repeats = np.where(np.append(name[1:] == name[:-1], False), np.append(index[1:], 0), -(-num_tokens // w)) - index
+        # Those that begin before a border and end, or write, behind it.
+        first, end = start + index * w, np.minimum(start + (index + 1) * out, start + num_tokens)
+        cut = np.searchsorted(inner, first, side="right") < np.searchsorted(inner, end)
+        whole = (index + 1) * w <= num_tokens
+        table = np.stack([start, num_tokens, index, whole, repeats], axis=1)[cut]
+        return np.searchsorted(branch[cut], np.arange(len(self._lengths) + 1)), table
+
+    @cached_property
     def cut(self) -> tuple[Integers, ...]:
         """Per branch, `(entries, 5)` of its cut segments: document start, document tokens, index, whether whole, how many alike."""
-        return tuple(self._cut_of(branch) for branch in range(len(self.pattern.segment_lengths)))
-
-    def _cut_of(self, branch: int) -> Integers:
-        length, rate = self.pattern.segment_lengths[branch], self.pattern.dilation_rates[branch]
-        inner = self.limits[1:-1]
-        tables = []
-        for start, num_tokens in self._crossing:
-            w = min(length, num_tokens)
-            out = self.stride_of_outputs(w, rate)
-            at = np.unique(inner[(inner > start) & (inner < start + num_tokens)]) - start
-            # Where tokens or outputs reach a border or the end. Segments between two such places look alike.
-            ends = np.append(at, num_tokens)
-            index = np.unique(np.concatenate([x for step in (w, out) for x in (ends // step, -(-ends // step))]))
-            index = index[index * w < num_tokens]
-            repeats = np.diff(index, append=-(-num_tokens // w))
-            # Those that begin before a border and end, or write, behind it.
-            cut = np.searchsorted(at, index * w, side="right") < np.searchsorted(at, (index + 1) * out)
-            index, repeats = index[cut], repeats[cut]
-            whole = ((index + 1) * w <= num_tokens).astype(np.int64)
-            document = np.full_like(index, start), np.full_like(index, num_tokens)
-            tables.append(np.stack([*document, index, whole, repeats], axis=1))
-        return np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
+        return tuple(self.all_cut[a:b] for a, b in pairwise(self.begin.tolist()))
 
     def rank_of(self, tokens: Integers) -> Integers:
         return np.searchsorted(self.limits, tokens, side="right") - 1
 
-    @cached_property
-    def segments(self) -> tuple[Segments, ...]:
-        """Per branch, its cut segments."""
-        return tuple(self._segments_of(branch) for branch in range(len(self.pattern.segment_lengths)))
+    @property
+    def begin(self) -> Integers:
+        """`(branches + 1,)`: where those of each branch stand among the cut segments of all."""
+        return self._table[0]
 
-    def _segments_of(self, branch: int) -> Segments:
-        length, rate = self.pattern.segment_lengths[branch], self.pattern.dilation_rates[branch]
-        start, num_tokens, index, whole, repeats = self.cut[branch].T
-        w = np.minimum(length, num_tokens)
-        out = self.stride_of_outputs(w, rate)
+    @property
+    def all_cut(self) -> Integers:
+        """`(entries, 5)` of the cut segments of all branches, as `cut`."""
+        return self._table[1]
+
+    @cached_property
+    def all_segments(self) -> Segments:
+        """The cut segments of all branches."""
+        start, num_tokens, index, whole, repeats = self.all_cut.T
+        branch = np.repeat(np.arange(len(self._lengths)), np.diff(self.begin))
+        w = np.minimum(self._lengths[branch], num_tokens)
+        out = self.stride_of_outputs(w, self.rates[branch])
         token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
         # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.
@@ -165,7 +187,12 @@ class CutSegments:
         first_owner = self.rank_of(out_token)
         last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
         padded = out if self.pattern.zero_padding and not self.is_causal else slots
-        return Segments(token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner, repeats)
+        return Segments(branch, token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner, repeats)
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """Per branch, its cut segments."""
+        return tuple(self.all_segments.where(slice(a, b)) for a, b in pairwise(self.begin.tolist()))
 
     def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
         """The slots that a rank holds of those that begin at a token."""
@@ -185,19 +212,39 @@ class CutSegments:
             found.setdefault(offset, []).append(head)
         return found
 
-    def by_offsets(self, branch: int, spans: Spans) -> Spans:
+    @cached_property
+    def num_kept(self) -> Integers:
+        """Heads of each branch."""
+        return np.array([len(each.heads) for each in self.kept], np.int64)
+
+    @cached_property
+    def _offsets(self) -> tuple[Integers, Integers, Integers]:
+        """Different offsets of the heads of each branch, twice, as residues go around: how many, they, and they as `_named`."""
+        each = [sorted({offset for _, offset in heads}) for _, heads in self.kept]
+        count = np.array([len(offsets) for offsets in each], np.int64)
+        branch = np.repeat(np.arange(len(each)), 2 * count)
+        twice = np.array([turn + offset for (rate, _), those in zip(self.kept, each) for turn in (0, rate) for offset in those], np.int64)
+        return count, twice, self._named(branch, twice)
+
+    def _named(self, branch: Integers, residue: Integers) -> Integers:
+        """Residues of several branches as numbers, those of each branch behind the last's."""
+        return branch * (2 * int(self.rates.max())) + residue
+
+    def by_offsets(self, spans: Spans) -> Spans:
         """The same rows, of residues that go from the offset of one head to that of another; spans without rows are left out.
 
         Where residues are many and heads are few, spans that seem to differ hold the same.
         """
-        rate, heads = self.kept[branch]
-        offsets = np.unique([offset for _, offset in heads])
-        twice = np.concatenate([offsets, offsets + rate])  # residues go around
-        first, end = np.searchsorted(twice, spans.residue), np.searchsorted(twice, spans.residue + spans.residues)
-        some = np.flatnonzero(first < end)
-        first, end = first[some], end[some]
-        is_whole = end - first == len(offsets)
-        return spans.where(some)._replace(
+        count, twice, names = self._offsets
+        first, end = (
+            np.searchsorted(names, self._named(spans.branch, residue)) for residue in (spans.residue, spans.residue + spans.residues)
+        )
+        some = first < end
+        if not some.all():
+            spans, first, end = spans.where(some), first[some], end[some]
+        rate = self.rates[spans.branch]
+        is_whole = end - first == count[spans.branch]
+        return spans._replace(
             residue=np.where(is_whole, 0, twice[first] % rate),
             residues=np.where(is_whole, rate, twice[end - 1] - twice[first] + 1),
         )

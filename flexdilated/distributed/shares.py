@@ -22,16 +22,15 @@ LEAST = 32  # a head is not cut for less than one in so many of the queries that
 UNITS = 1 << 28  # of pairs and tokens at most, larger ones where a segment has more: their products fit 64 bits
 
 
-def pay(cut: CutSegments, branch: int) -> NDArray[np.bool_]:
-    """The cut segments where heads travel less than rows, and causal ones of a whole document.
+def pay(cut: CutSegments) -> NDArray[np.bool_]:
+    """The cut segments of all branches where heads travel less than rows, and causal ones of a whole document.
 
     Of the latter the ranks of late tokens would compute the most, and they can level out what narrower segments leave uneven.
     """
-    at = cut.segments[branch]
+    at = cut.all_segments
     pays = np.zeros(len(at.token), bool)
-    chosen = np.flatnonzero(at.first_source < at.last_source)  # else no rank lacks any of its tokens
-    if not cut.kept[branch].heads:
-        return pays
+    # Else no rank lacks any of its tokens, or no head asks for them.
+    chosen = np.flatnonzero((at.first_source < at.last_source) & (cut.num_kept > 0)[at.branch])
     first, size = at.token[chosen], at.size[chosen]
     which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
     low, high = cut.held(first[which], size[which], rank)
@@ -41,7 +40,7 @@ def pay(cut: CutSegments, branch: int) -> NDArray[np.bool_]:
     np.add.at(squares, which, (high - low).astype(np.float64) ** 2)  # beyond 64 bits for segments of 2**32 tokens
     # Who computes a head holds as many of its tokens as the rank of a token does on average.
     by_heads = (2 + 2 * cut.group) * (size - np.floor(squares / size))
-    pays[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == cut.cut[branch][chosen, 1]))
+    pays[chosen] = (by_heads < by_rows) | (cut.is_causal & (size == cut.all_cut[chosen, 1]))
     return pays
 
 
