@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from typing import ClassVar, Protocol
@@ -171,12 +171,11 @@ class Index:
         first, rows = kinds[:, 0], kinds.shape[1]
         steps = kinds[:, 1:] - kinds[:, :-1]
         step = int(steps.flat[0]) if steps.size else 1
-        made = cls.every(step, first[which] + begin, rows, device)
+        begins = _as_int32(first[which] + begin, device)[:, None]
         if (steps == step).all():
-            return made
-        return replace(
-            made, listed=_as_int32(kinds - first[:, None], device), which=_as_int32(which, device) if len(kinds) > 1 else None
-        )
+            return cls(begins, step, rows)
+        listed = _as_int32(kinds - first[:, None], device)
+        return cls(begins, step, rows, listed, _as_int32(which, device) if len(kinds) > 1 else None)
 
     @property
     def nbytes(self) -> int:

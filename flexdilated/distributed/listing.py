@@ -17,7 +17,7 @@ from flexdilated.distributed.spans import Integers, Spans, expanded, rows_of
 SPREAD = 64  # places in a table for each row, above which rows are sorted; else they are marked in it
 MARKS = 1 << 24  # bytes of such a table
 TOGETHER = 1 << 16  # spans, each of one head, that are looked at together
-LOOKED = 8  # places in a table of numbers for each row, above which rows are searched for
+LOOKED = 32  # places in a table of numbers for each row, above which rows are searched for
 LONG = 16  # rows of a progression, on average, from which each is marked by itself
 
 
@@ -34,24 +34,27 @@ class Runs(NamedTuple):
 
     def tokens(self, groups: int) -> tuple[Integers, ...]:
         """Of each group those of all its progressions, ascending, each once."""
-        if not len(self.rows):
-            return (np.empty(0, np.int64),) * groups
-        low = int(self.first.min())
-        width = int((self.first + self.stride * (self.rows - 1)).max()) + 1 - low
-        several = max(1, MARKS // width)
-        found: list[Integers] = []
-        for first in range(0, groups, several):
-            end = min(first + several, groups)
-            some = self if several >= groups else self.where(np.flatnonzero((first <= self.group) & (self.group < end)))
-            places = some._places(first, end, low, width)
-            borders = np.searchsorted(places, width * np.arange(end - first + 1)).tolist()
-            found += [low - width * i + places[a:b] for i, (a, b) in enumerate(pairwise(borders))]
+        found = [np.empty(0, np.int64)] * groups
+        low, high = np.full(groups, np.iinfo(np.int64).max), np.full(groups, -1)
+        np.minimum.at(low, self.group, self.first)
+        np.maximum.at(high, self.group, self.first + self.stride * (self.rows - 1))
+        some = np.flatnonzero(low <= high)
+        # The tokens of one group behind those of another, as far as each has any.
+        ends = np.append(0, np.cumsum((high - low + 1)[some]))
+        base = np.zeros(groups, np.int64)
+        base[some] = ends[:-1] - low[some]
+        borders = [0, *(np.flatnonzero(np.diff(ends[:-1] // MARKS)) + 1).tolist(), len(some)]
+        for a, b in pairwise(borders if len(some) else []):
+            chosen = self if b - a == len(some) else self.where((some[a] <= self.group) & (self.group <= some[b - 1]))
+            places = chosen._places(base[chosen.group] + chosen.first - ends[a], int(ends[b] - ends[a]))
+            stops = np.searchsorted(places, ends[a : b + 1] - ends[a]).tolist()
+            for group, first, stop in zip(some[a:b].tolist(), stops, stops[1:]):
+                found[group] = places[first:stop] + (ends[a] - base[group])
         return tuple(found)
 
-    def _places(self, first: int, end: int, low: int, width: int) -> Integers:
-        """`width * (group - first) + (token - low)` of all rows, ascending, each once."""
-        begin = width * (self.group - first) + (self.first - low)
-        total, size = int(self.rows.sum()), width * (end - first)
+    def _places(self, begin: Integers, size: int) -> Integers:
+        """Numbers below a size, ascending and each once: of each progression those from where it begins on."""
+        total = int(self.rows.sum())
         if total >= LONG * len(self.rows):
             seen = np.zeros(size, bool)
             for at, step, count in zip(begin.tolist(), self.stride.tolist(), self.rows.tolist()):
@@ -78,7 +81,12 @@ class Message:
     @cached_property
     def counts(self) -> Integers:
         """Rows of each head."""
-        return np.array([len(tokens) for tokens in self.tokens], np.int64)[self.group]
+        return self._count[self.group]
+
+    @cached_property
+    def _count(self) -> Integers:
+        """Rows of each group."""
+        return np.array([len(tokens) for tokens in self.tokens], np.int64)
 
     @cached_property
     def num_rows(self) -> int:
@@ -86,36 +94,38 @@ class Message:
 
     @cached_property
     def _begin(self) -> Integers:
-        """Where each group begins among the tokens of all."""
-        return np.cumsum([0, *(len(tokens) for tokens in self.tokens)])
+        """Where each head begins."""
+        return np.cumsum(self.counts) - self.counts
 
     @cached_property
-    def _keys(self) -> tuple[int, int, Integers]:
-        """`low`, `width`, and the tokens of all groups as numbers `width * group + (token - low)`, ascending."""
-        low = min(int(tokens[0]) for tokens in self.tokens if len(tokens))
-        width = max(int(tokens[-1]) for tokens in self.tokens if len(tokens)) + 1 - low
-        return low, width, np.concatenate([width * number - low + tokens for number, tokens in enumerate(self.tokens)])
+    def _numbers(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """Of each group its first token, what makes its tokens numbers that all groups share, and how many tokens come before; and
+        the numbers of all, ascending: those of one group behind another's, as far as each reaches."""
+        low = np.array([tokens[0] if len(tokens) else 0 for tokens in self.tokens], np.int64)
+        width = np.array([tokens[-1] + 1 if len(tokens) else 0 for tokens in self.tokens], np.int64) - low
+        base = np.cumsum(width) - width - low
+        return low, base, np.cumsum(self._count) - self._count, np.concatenate([at + x for at, x in zip(base.tolist(), self.tokens)])
 
     @cached_property
     def _table(self) -> NDArray[np.int32] | None:
-        """Of each such number its place, or -1; where they are too many, None."""
-        _, width, keys = self._keys
-        size = width * len(self.tokens)
-        if size > LOOKED * len(keys):
+        """Of each number its place, or -1; where they are too many, None."""
+        numbers = self._numbers[3]
+        size = int(numbers[-1]) + 1
+        if size > LOOKED * len(numbers):
             return None
         table = np.full(size, -1, np.int32)
-        table[keys] = np.arange(len(keys))
+        table[numbers] = np.arange(len(numbers))
         return table
 
-    def _found(self, numbers: Integers) -> Integers:
-        """The places of such numbers."""
+    def _found(self, asked: Integers) -> Integers:
+        """The places of some numbers."""
         if self._table is not None:
-            found = self._table[numbers].astype(np.int64)
+            found: Integers = self._table[asked]
             travel = found >= 0
         else:
-            keys = self._keys[2]
-            found = np.searchsorted(keys, numbers)
-            travel = keys[np.minimum(found, len(keys) - 1)] == numbers
+            numbers = self._numbers[3]
+            found = np.searchsorted(numbers, asked)
+            travel = numbers[np.minimum(found, len(numbers) - 1)] == asked
         assert travel.all(), "a row that does not travel"
         return found
 
@@ -125,13 +135,19 @@ class Message:
         Returns:
             `(kinds, rows)` places from the first row of the head on; which of these is each lane's; where its head begins.
         """
-        low, width, _ = self._keys
-        at = np.searchsorted(self.heads, heads)
-        assert ((low <= first) & (first + stride * (rows - 1) < low + width)).all(), "a row that does not travel"
-        lane = width * self.group[at] + (first - low)
-        kinds, which = np.unique(lane, return_inverse=True) if len(self.tokens) < len(self.heads) else (lane, np.arange(len(lane)))
-        found = self._found(kinds[:, None] + stride * np.arange(rows))
-        return found - self._begin[kinds // width][:, None], which, (np.cumsum(self.counts) - self.counts)[at]
+        low, base, before, _ = self._numbers
+        at = self.heads.searchsorted(heads)
+        group = self.group[at]
+        assert (low[group] <= first).all(), "a row that does not travel"
+        lane, which = base[group] + first, np.arange(len(group))
+        if len(self.tokens) < len(self.heads):
+            lane, some, which = np.unique(lane, return_index=True, return_inverse=True)
+            group = group[some]
+        found = self._found(lane[:, None] + stride * np.arange(rows))
+        # A row behind the last of its group would stand among those of the next.
+        found = found - before[group][:, None]
+        assert (found[:, -1] < self._count[group]).all(), "a row that does not travel"
+        return found, which, self._begin[at]
 
     def blocks(self) -> Iterator[tuple[Integers, Integers, Integers]]:
         """Neighbouring heads of as many rows: these, `(kinds, rows)` tokens, and which of these is each head's."""
