@@ -183,19 +183,21 @@ def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bo
 
 def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) -> tuple[Integers, Runs]:
     """What travels of one span or more for some heads, each of a group: the peer, and what; those of two branches may overlap."""
+    spans = spans.alone(plan.rates)
+    start, those, offsets = plan.all_kept
+    group = np.full(len(plan.within), -1)
+    group[heads] = np.arange(len(heads))
+    chosen = np.flatnonzero(group[those] >= 0)
+    place = start[spans.branch] + spans.place
+    first, end = np.searchsorted(chosen, place), np.searchsorted(chosen, place + spans.places)
     found = []
-    for branch, (rate, kept) in enumerate(plan.kept):
-        here = spans.where(spans.branch == branch).alone(rate)
-        peer = here.receiver if sent else here.sender
-        places = {head: place for place, (head, _) in enumerate(kept)}
-        those = np.array([number for number, head in enumerate(heads) if head in places], np.int64)
-        place = np.array([places[head] for head in heads if head in places], np.int64)[:, None]
-        offset = np.array([offset for _, offset in kept], np.int64)[place]
-        if not len(peer):
-            continue
-        several = max(1, TOGETHER // len(peer))
-        for some in range(0, len(those), several):
-            chosen, first, rows = rows_of(here, rate, offset[some : some + several], place[some : some + several])
-            found.append((peer[chosen % len(peer)], those[some + chosen // len(peer)], first, np.full_like(first, rate), rows))
+    some = np.append(0, np.cumsum(end - first)) // TOGETHER
+    borders = [0, *(np.flatnonzero(np.diff(some[:-1])) + 1).tolist(), len(place)]
+    for a, b in pairwise(borders):
+        of, which = expanded(first[a:b], (end - first)[a:b])
+        here, at = spans.where(slice(a, b)).where(of), chosen[which]
+        rate = plan.rates[here.branch]
+        some, begin, rows = rows_of(here, rate, offsets[at], here.place)
+        found.append(((here.receiver if sent else here.sender)[some], group[those[at]][some], begin, rate[some], rows))
     peer, *columns = (np.concatenate(column) for column in zip(*found))
     return peer, Runs(*columns)

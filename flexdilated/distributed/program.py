@@ -70,7 +70,8 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
     tasks = tasks_of(plan, exchange, rank)
     found: dict[tuple[int, str, int], Index] = {}
     borrowed: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows that others own, by peer
-    for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs)):
+    # Outputs that belong to the tokens of their queries go back as these came.
+    for kind, lanes in (("q", _queries), ("kv", _keys), ("out", _outputs))[: 3 if plan.moves else 2]:
         asked: dict[int, list[tuple[int, Integers, int]]] = {}
         for number, task in enumerate(tasks):
             for owner, low, high, first in lanes(task):
@@ -95,11 +96,12 @@ def program(plan: ContextPlan, exchange: str, rank: int, device: torch.device) -
             torch.from_numpy(task.heads.astype(np.int32)).to(device)[:, None],
             parts(number, task, "q", _queries),
             parts(number, task, "kv", _keys),
-            parts(number, task, "out", _outputs),
+            parts(number, task, "out" if plan.moves else "q", _outputs),
         )
         for number, task in enumerate(tasks)
     ]
-    kv, q, out = (link(plan, exchange, kind, rank, device, borrowed[kind]) for kind in KINDS)
+    kv, q = (link(plan, exchange, kind, rank, device, borrowed[kind]) for kind in ("kv", "q"))
+    out = link(plan, exchange, "out", rank, device, borrowed["out"]) if plan.moves else Links(q.receives, q.sends, q.owned)
     return Program(tuple(jobs), kv, q, out)
 
 

@@ -190,6 +190,12 @@ class CutSegments:
         return Segments(branch, token, out_token, size, slots, outputs, padded, *sources, first_owner, last_owner, repeats)
 
     @cached_property
+    def moves(self) -> bool:
+        """Whether an output of a cut segment belongs to another token than its query, or to none."""
+        at = self.all_segments
+        return bool(((at.out_token != at.token) | (at.outputs != at.size)).any())
+
+    @cached_property
     def segments(self) -> tuple[Segments, ...]:
         """Per branch, its cut segments."""
         return tuple(self.all_segments.where(slice(a, b)) for a, b in pairwise(self.begin.tolist()))
@@ -211,6 +217,12 @@ class CutSegments:
         for head, offset in self.kept[branch].heads:
             found.setdefault(offset, []).append(head)
         return found
+
+    @cached_property
+    def all_kept(self) -> tuple[Integers, Integers, Integers]:
+        """Heads and their offsets, one branch's after another's: where those of each branch begin, they, and their offsets."""
+        heads, offsets = np.array([one for each in self.kept for one in each.heads], np.int64).reshape(-1, 2).T
+        return np.cumsum(self.num_kept) - self.num_kept, heads, offsets
 
     @cached_property
     def num_kept(self) -> Integers:

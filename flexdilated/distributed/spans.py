@@ -58,15 +58,16 @@ class Spans(NamedTuple):
         first = _firsts(spans.first[1:] == spans.end[:-1], [spans.branch, *spans[5:]])
         return spans.where(first)._replace(end=spans.end[np.append(first[1:], len(spans.first)) - 1])
 
-    def alone(self, rate: int) -> Spans:
-        """Of spans of one branch, each segment by itself."""
+    def alone(self, rates: Integers) -> Spans:
+        """Each segment by itself, of branches of these rates."""
+        rate = rates[self.branch]
         if (self.period == rate).all():
             return self
         several = np.where(self.period == rate, 1, (self.end - self.first) // self.period)
         which, number = expanded(np.zeros_like(several), several)
         each = self.where(which)
         moved = each._replace(
-            first=each.first + number * each.period, origin=each.origin + number * each.period, period=np.full_like(number, rate)
+            first=each.first + number * each.period, origin=each.origin + number * each.period, period=rate[which]
         )
         return moved._replace(end=np.where(several[which] > 1, moved.first + each.period, each.end))
 
@@ -121,7 +122,7 @@ def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     return run, np.arange(len(run)) + np.repeat(first - ends + count, count)
 
 
-def rows_of(spans: Spans, rate: int, offset: int | Integers, place: int | Integers) -> Rows:
+def rows_of(spans: Spans, rate: int | Integers, offset: int | Integers, place: int | Integers) -> Rows:
     """The rows of one head in spans of one segment each, of one branch: its offset, and its place among the heads of the branch.
 
     Offsets and places of several heads are columns, `(heads, 1)`: then spans are numbered on from one head to the next.
@@ -130,8 +131,8 @@ def rows_of(spans: Spans, rate: int, offset: int | Integers, place: int | Intege
     takes_part = (offset - spans.residue) % rate < spans.residues
     takes_part &= (spans.place <= place) & (place < spans.place + spans.places)
     chosen = np.flatnonzero(takes_part & (first < spans.end))
-    first, end = first.reshape(-1)[chosen], spans.end[chosen % max(1, len(spans.end))]
-    return Rows(chosen, first, (end - first - 1) // rate + 1)
+    rows = (spans.end - first - 1) // rate + 1
+    return Rows(chosen, first.reshape(-1)[chosen], rows.reshape(-1)[chosen])
 
 
 def has_rows(spans: Spans, kept: Sequence[Kept]) -> bool:
