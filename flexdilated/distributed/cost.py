@@ -161,7 +161,6 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 @recent(size=lambda pairs, plan, exchange: plan.nbytes)
 def _count_pairs(plan: ContextPlan, exchange: str) -> Integers:
     pairs = work.by_rows(plan)
-    for branch, whole in enumerate(plan.taken(exchange)):
-        if whole.any():
-            pairs = pairs - work.of_rows(plan, branch, np.flatnonzero(whole)) + work.of_parts(plan, branch, plan.parts[branch])
+    if exchange == "heads":
+        pairs = pairs - work.of_rows(plan, np.flatnonzero(plan.dealt)) + work.of_parts(plan, plan.all_parts)
     return pairs

@@ -76,7 +76,7 @@ class ContextPlan(CutSegments):
 
     def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Spans:
         """What some ranks receive of some."""
-        whole = self._dealt if exchange == "heads" else np.zeros(len(self._dealt), bool)
+        whole = self.dealt if exchange == "heads" else np.zeros(len(self.dealt), bool)
         found = []
         if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
             found.append(self._row_spans(kind, np.flatnonzero(~whole), receivers, senders))
@@ -134,36 +134,36 @@ class ContextPlan(CutSegments):
         return tuple(np.zeros(len(cut), bool) for cut in self.cut)
 
     @cached_property
-    def _dealt(self) -> NDArray[np.bool_]:
+    def dealt(self) -> NDArray[np.bool_]:
         """The cut segments of all branches whose heads "heads" deals; none where nothing need travel."""
         return np.zeros(int(self.begin[-1]), bool) if self.is_local else shares.pay(self)
 
     @cached_property
     def by_heads(self) -> tuple[NDArray[np.bool_], ...]:
         """Per branch, the same."""
-        return tuple(self._dealt[a:b] for a, b in pairwise(self.begin.tolist()))
+        return tuple(self.dealt[a:b] for a, b in pairwise(self.begin.tolist()))
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
         """Per branch, who computes which part of the heads of these segments."""
-        return shares.deal(self, self.by_heads)
+        return shares.deal(self, self.dealt)
 
     @cached_property
-    def _all_parts(self) -> tuple[Integers, Parts]:
-        """Parts of all branches, which count segments through, and the branch of each."""
+    def all_parts(self) -> Parts:
+        """Those of all branches, of segments among those of all."""
         branch = np.repeat(np.arange(len(self.parts)), [len(each.place) for each in self.parts])
         joined = Parts(*(np.concatenate(columns) for columns in zip(*self.parts)))
-        return branch, joined._replace(segment=joined.segment + self.begin[branch])
+        return joined._replace(segment=joined.segment + self.begin[branch])
 
     def _head_spans(self, kind: str, receivers: range, senders: range) -> Spans:
         """Rows of heads to the ranks that compute them, or their outputs back."""
         executors, ranks = (senders, receivers) if kind == "out" else (receivers, senders)
-        branch, parts = self._all_parts
+        parts = self.all_parts
         here = np.flatnonzero((executors.start <= parts.executor) & (parts.executor < executors.stop))
         of, place, places, executor, low, high = parts.where(here)
         at = self.all_segments
         # An offset whose queries lie behind the others' asks for nothing.
-        branch, token, size, residues = branch[here], at.token[of], at.size[of], high - low
+        branch, token, size, residues = at.branch[of], at.token[of], at.size[of], high - low
         if kind == "out":
             token = at.out_token[of]
         elif kind == "q":
@@ -216,7 +216,7 @@ class ContextPlan(CutSegments):
 
     def counted_as(self, exchange: str) -> str:
         """An exchange that moves the same rows to the same ranks, for what is counted once."""
-        return "heads" if exchange == "heads" and any(whole.any() for whole in self.by_heads) else "gather"
+        return "heads" if exchange == "heads" and self.dealt.any() else "gather"
 
     @cached_property
     def is_local(self) -> bool:

@@ -96,7 +96,7 @@ class CutSegments:
         return np.array(self.pattern.dilation_rates, np.int64)
 
     @cached_property
-    def _lengths(self) -> Integers:
+    def lengths(self) -> Integers:
         """Of the segments of each branch, which are no longer than the sequence."""
         return np.array([min(length, self.num_tokens) for length in self.pattern.segment_lengths], np.int64)
 
@@ -137,7 +137,7 @@ class CutSegments:
         low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
         document, number = expanded(low, high - low + 1)
         place = np.where(number < high[document], np.append(inner, 0)[number], (start + num_tokens)[document]) - start[document]
-        w = np.minimum(self._lengths[:, None], num_tokens)
+        w = np.minimum(self.lengths[:, None], num_tokens)
         out = self.stride_of_outputs(w, self.rates[:, None])
         name = (np.arange(len(w))[:, None] * len(start) + document) * (self.num_tokens + 1)
         steps = (w, out) if self.pattern.zero_padding else (w,)
@@ -151,7 +151,7 @@ class CutSegments:
         cut = np.searchsorted(inner, first, side="right") < np.searchsorted(inner, end)
         whole = (index + 1) * w <= num_tokens
         table = np.stack([start, num_tokens, index, whole, repeats], axis=1)[cut]
-        return np.searchsorted(branch[cut], np.arange(len(self._lengths) + 1)), table
+        return np.searchsorted(branch[cut], np.arange(len(self.lengths) + 1)), table
 
     @cached_property
     def cut(self) -> tuple[Integers, ...]:
@@ -175,8 +175,8 @@ class CutSegments:
     def all_segments(self) -> Segments:
         """The cut segments of all branches."""
         start, num_tokens, index, whole, repeats = self.all_cut.T
-        branch = np.repeat(np.arange(len(self._lengths)), np.diff(self.begin))
-        w = np.minimum(self._lengths[branch], num_tokens)
+        branch = np.repeat(np.arange(len(self.lengths)), np.diff(self.begin))
+        w = np.minimum(self.lengths[branch], num_tokens)
         out = self.stride_of_outputs(w, self.rates[branch])
         token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
@@ -230,15 +230,26 @@ class CutSegments:
         return np.array([len(each.heads) for each in self.kept], np.int64)
 
     @cached_property
-    def _offsets(self) -> tuple[Integers, Integers, Integers]:
-        """Different offsets of the heads of each branch, twice, as residues go around: how many, they, and they as `_named`."""
-        each = [sorted({offset for _, offset in heads}) for _, heads in self.kept]
-        count = np.array([len(offsets) for offsets in each], np.int64)
-        branch = np.repeat(np.arange(len(each)), 2 * count)
-        twice = np.array([turn + offset for (rate, _), those in zip(self.kept, each) for turn in (0, rate) for offset in those], np.int64)
-        return count, twice, self._named(branch, twice)
+    def offsets(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """Different offsets, ascending, one branch's after another's: where those of each branch begin, how many they are, they, and
+        how many heads have each."""
+        start, _, offsets = self.all_kept
+        names, heads = np.unique(self.named(np.repeat(np.arange(len(start)), self.num_kept), offsets), return_counts=True)
+        borders = np.searchsorted(names, self.named(np.arange(len(start) + 1), 0))
+        count = np.diff(borders)
+        return borders[:-1], count, names - np.repeat(self.named(np.arange(len(start)), 0), count), heads
 
-    def _named(self, branch: Integers, residue: Integers) -> Integers:
+    @cached_property
+    def _around(self) -> tuple[Integers, Integers]:
+        """The same of each branch twice, as residues go around: they, and they as `named`."""
+        first, count, offsets, _ = self.offsets
+        branch = np.repeat(np.arange(len(first)), 2 * count)
+        which, number = expanded(np.zeros_like(count), 2 * count)
+        again, at = np.divmod(number, np.maximum(1, count)[which])
+        twice = offsets[first[which] + at] + again * self.rates[branch]
+        return twice, self.named(branch, twice)
+
+    def named(self, branch: Integers, residue: Integers | int) -> Integers:
         """Residues of several branches as numbers, those of each branch behind the last's."""
         return branch * (2 * int(self.rates.max())) + residue
 
@@ -247,9 +258,9 @@ class CutSegments:
 
         Where residues are many and heads are few, spans that seem to differ hold the same.
         """
-        count, twice, names = self._offsets
+        count, (twice, names) = self.offsets[1], self._around
         first, end = (
-            np.searchsorted(names, self._named(spans.branch, residue)) for residue in (spans.residue, spans.residue + spans.residues)
+            np.searchsorted(names, self.named(spans.branch, residue)) for residue in (spans.residue, spans.residue + spans.residues)
         )
         some = first < end
         if not some.all():

@@ -44,36 +44,40 @@ def pay(cut: CutSegments) -> NDArray[np.bool_]:
     return pays
 
 
-def deal(cut: CutSegments, taken: Sequence[NDArray[np.bool_]]) -> tuple[Parts, ...]:
-    """Per branch, who computes the heads of the segments that are taken. The same on every rank."""
-    pairs = work.by_rows(cut)
-    for branch, whole in enumerate(taken):
-        pairs = pairs - work.of_rows(cut, branch, np.flatnonzero(whole))
-    parts = {}
+def deal(cut: CutSegments, dealt: NDArray[np.bool_]) -> tuple[Parts, ...]:
+    """Per branch, who computes the heads of the segments that are dealt, of those of all branches. The same on every rank."""
+    at, segments = cut.all_segments, np.flatnonzero(dealt)
+    pairs = (work.by_rows(cut) - work.of_rows(cut, segments)).tolist()
+    which, ranks = expanded(at.first_source[segments], (at.last_source - at.first_source + 1)[segments])
+    low, high = cut.held(at.token[segments[which]], at.size[segments[which]], ranks)
+    some = low < high
+    ranks, tokens = ranks[some].tolist(), (high - low)[some].tolist()
+    borders = np.searchsorted(which[some], np.arange(len(segments) + 1)).tolist()
+    found: list[list[tuple[int, ...]]] = [[] for _ in cut.kept]
     # The widest last: most ranks can make good what is left uneven.
-    for branch in sorted(range(len(taken)), key=lambda branch: cut.pattern.segment_lengths[branch]):
-        found = [part for segment in np.flatnonzero(taken[branch]).tolist() for part in _deal(cut, branch, segment, pairs)]
-        parts[branch] = Parts(*np.array(found, np.int64).reshape(-1, len(Parts._fields)).T)
-    return tuple(parts[branch] for branch in range(len(taken)))
+    of_branches = at.branch[segments].tolist()
+    for number in sorted(range(len(segments)), key=lambda number: cut.pattern.segment_lengths[of_branches[number]]):
+        here = slice(borders[number], borders[number + 1])
+        found[of_branches[number]] += _deal(cut, int(segments[number]), ranks[here], tokens[here], pairs)
+    return tuple(Parts(*np.array(parts, np.int64).reshape(-1, len(Parts._fields)).T) for parts in found)
 
 
-def _deal(cut: CutSegments, branch: int, segment: int, pairs: Integers) -> Iterator[tuple[int, ...]]:
-    """The parts of one segment; their pairs are added to those that each rank has."""
-    at, (rate, heads) = cut.segments[branch], cut.kept[branch]
+def _deal(cut: CutSegments, segment: int, ranks: list[int], tokens: list[int], pairs: list[int]) -> Iterator[tuple[int, ...]]:
+    """The parts of one segment, of which these ranks hold so many tokens; pairs are added to those that each rank has."""
+    at, branch = cut.all_segments, int(cut.all_segments.branch[segment])
+    rate, heads = cut.kept[branch]
     size, outputs = int(at.size[segment]), int(at.outputs[segment])
     rows, asked = -(-size // rate), -(-min(size, outputs) // rate)  # of the first offset; others keep as many or one less
     if not asked:
         return
-    ranks = np.arange(at.first_source[segment], at.last_source[segment] + 1)
-    low, high = cut.held(at.token[segment], at.size[segment], ranks)
-    ranks, tokens = ranks[low < high], (high - low)[low < high]
 
     def scored(first: int, end: int) -> int:
         return work.scored(rows, first, end, is_causal=cut.is_causal)
 
-    shares = _shares(pairs[ranks], tokens, scored(0, asked) * len(heads))
-    ends = _ends(shares, len(heads), asked, is_causal=cut.is_causal)
-    for rank, begin, end in zip(ranks.tolist(), [0, *ends], ends):
+    shares = _shares([pairs[rank] for rank in ranks], tokens, scored(0, asked) * len(heads))
+    ends = _ends(np.array(shares), len(heads), asked, is_causal=cut.is_causal)
+    segment -= int(cut.begin[branch])
+    for rank, begin, end in zip(ranks, [0, *ends], ends):
         while begin < end:
             place, first = divmod(begin, asked)
             places = 1 if first else max(1, (end - begin) // asked)
@@ -83,19 +87,23 @@ def _deal(cut: CutSegments, branch: int, segment: int, pairs: Integers) -> Itera
             begin = (place + places - 1) * asked + last
 
 
-def _shares(pairs: Integers, tokens: Integers, total: int) -> Integers:
+def _shares(pairs: Sequence[int], tokens: Sequence[int], total: int) -> list[int]:
     """How much of some work each rank takes, in any unit, that has scored so many pairs and holds so many tokens of it."""
-    unit = 1 + total // UNITS
-    pairs, total, tokens = pairs // unit, 1 + total // unit, -(-tokens // (1 + int(tokens.sum()) // UNITS))
-    most = -(-MOST[0] * total * tokens // (MOST[1] * tokens.sum()))
+    unit, coarse = 1 + total // UNITS, 1 + sum(tokens) // UNITS
+    pairs, total, tokens = [each // unit for each in pairs], 1 + total // unit, [-(-each // coarse) for each in tokens]
+    held = MOST[1] * sum(tokens)
+    most = [-(-MOST[0] * total * each // held) for each in tokens]
     # What is taken up to a level grows by one for each rank between the pairs that it has and the most that it takes.
-    turns = np.concatenate([pairs, pairs + most])
-    order = np.argsort(turns, kind="stable")
-    turns, taking = turns[order], np.cumsum(np.where(order < len(pairs), 1, -1))
-    taken = np.append(0, np.cumsum(taking[:-1] * np.diff(turns)))
-    last = np.flatnonzero(taken <= total)[-1]
-    level = turns[last] - (taken[last] - total) // taking[last]
-    return np.clip(level - pairs, 0, most)
+    turns = sorted([*((each, 1) for each in pairs), *((each + more, -1) for each, more in zip(pairs, most))])
+    taken, taking = 0, 0
+    level = turns[0][0]
+    for turn, step in turns:
+        reached = taken + taking * (turn - level)
+        if reached > total:
+            break
+        taken, taking, level = reached, taking + step, turn
+    level -= (taken - total) // taking
+    return [min(max(level - each, 0), more) for each, more in zip(pairs, most)]
 
 
 def _ends(shares: Integers, num_heads: int, asked: int, *, is_causal: bool) -> list[int]:

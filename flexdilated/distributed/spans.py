@@ -6,7 +6,8 @@ once, and of one branch the spans between two ranks are disjoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -120,6 +121,12 @@ def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     ends = np.cumsum(count)
     run = np.repeat(np.arange(len(count)), count)
     return run, np.arange(len(run)) + np.repeat(first - ends + count, count)
+
+
+def portions(size: Integers, most: int) -> Iterator[tuple[int, int]]:
+    """Cut entries of such sizes in runs `first ... end` of neighbours, of not much more than `most` together."""
+    turn = (np.cumsum(size) - size) // most
+    return pairwise([0, *(np.flatnonzero(np.diff(turn)) + 1).tolist(), len(size)] if len(size) else [])
 
 
 def rows_of(spans: Spans, rate: int | Integers, offset: int | Integers, place: int | Integers) -> Rows:
