@@ -39,11 +39,16 @@ class Counter:
     """
 
     def __init__(self, kept: Sequence[Kept], num_ranks: int, most: float = math.inf) -> None:
-        self.num_ranks, self.is_exact = num_ranks, True
+        self.num_ranks, self.is_exact, self._most = num_ranks, True, most
         self._rates = np.array([each.rate for each in kept], np.int64)
         self._lines = Lines(kept, most)
         self._num_heads = int(self._lines.heads.max(initial=-1)) + 1
         self._known: dict[bytes | int, int] = {}  # by what `_shapes` says of a pair
+
+    @property
+    def has_half(self) -> bool:
+        """Whether half of what may be written is left."""
+        return self._lines.left >= self._most / 2
 
     def count(self, spans: Spans) -> Traffic:
         """The rows of some pairs of ranks, of which these are all spans."""

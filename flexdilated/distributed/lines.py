@@ -94,6 +94,11 @@ class Lines:
         self.start = np.cumsum([0, *(len(each.heads) for each in kept)])
         self._lines: dict[tuple[int, ...], Line] = {}
 
+    @property
+    def left(self) -> float:
+        """What may still be written."""
+        return self._bound.left
+
     def count(self, spans: Spans, size: Integers) -> Integers:
         """Rows of pairs of ranks that have so many spans each, one pair's after another's; -1 of those beyond the bound."""
         rows, start = np.full(len(size), -1, np.int64), np.cumsum(size) - size

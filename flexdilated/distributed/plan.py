@@ -261,8 +261,12 @@ class Counted(NamedTuple):
 def _traffic(plan: ContextPlan, exchange: str, most: float) -> Counted:
     """What is known of one kind holds for spans of another that lie alike."""
     counter = Counter(plan.kept, plan.num_ranks, most)
-    found = {}
+    found: dict[str, Traffic] = {}
     for kind in KINDS:
+        if kind == "out" and not plan.moves and counter.is_exact and counter.has_half:
+            # Outputs go back as their queries came, and what is left would do to count them.
+            found[kind] = found["q"].reversed().ascending()
+            continue
         parts = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]
         found[kind] = Traffic(*(np.concatenate(columns) for columns in zip(*parts)))
     return Counted(found, counter.is_exact)

@@ -109,6 +109,11 @@ class Traffic(NamedTuple):
         """The way back."""
         return Traffic(self.sender, self.receiver, self.rows)
 
+    def ascending(self) -> Traffic:
+        """The same, in the order of the pairs."""
+        order = np.lexsort((self.sender, self.receiver))
+        return Traffic(*(x[order] for x in self))
+
     def largest(self, num_ranks: int) -> Integers:
         """`(num_ranks,)` rows of the largest message that each rank gets."""
         most = np.zeros(num_ranks, np.int64)
