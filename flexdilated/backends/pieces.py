@@ -63,11 +63,6 @@ class _Rows(NamedTuple):
     zero_row: bool
     zero_keys: int
 
-    def among(self, segments: range) -> _Rows:
-        """Those of the segments that lie in a range."""
-        first = max(self.first, segments.start)
-        return self._replace(first=first, segments=max(0, min(self.first + self.segments, segments.stop) - first))
-
 
 def plan_pieces(
     pattern: DilatedPattern,
@@ -128,16 +123,14 @@ def segment_pieces(
 
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
-    length, rate = pattern.branches[branch]
-    length = min(length, num_tokens)
+    length, rate = min(pattern.segment_lengths[branch], num_tokens), pattern.dilation_rates[branch]
     moves = pattern.zero_padding and num_tokens > length  # a single segment stays where it is
     out_stride = length + -length % rate if moves else length
+    sizes = list(_segment_sizes(length, out_stride, num_tokens, segments))
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
-        for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal):
-            chosen = rows if segments is None else rows.among(segments)
-            if chosen.segments:
-                alike.setdefault((chosen, run.heads, run.step), []).append(run)
+        for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal, sizes):
+            alike.setdefault((rows, run.heads, run.step), []).append(run)
     for (rows, heads, step), those in alike.items():
         for first, offsets, head_step in _affine(those):
             yield Piece(
@@ -183,29 +176,50 @@ def document_pieces(
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
         yield from pieces(*documents[0])
         return
-    known: dict[tuple[int, range | None], tuple[Piece, ...]] = {}
+    known: dict[tuple[int, range | None], tuple[int, tuple[Piece, ...]]] = {}
     for start, num_tokens, segments in documents:
-        if (num_tokens, segments) not in known:
-            known[num_tokens, segments] = tuple(pieces(0, num_tokens, segments))
-        for piece in known[num_tokens, segments]:
-            yield piece._replace(token=start + piece.token, out_token=start + piece.out_token)
+        found = known.get((num_tokens, segments))
+        if found is None:
+            known[num_tokens, segments] = found = start, tuple(pieces(start, num_tokens, segments))
+            yield from found[1]
+        else:
+            ahead = start - found[0]
+            yield from (piece._replace(token=ahead + piece.token, out_token=ahead + piece.out_token) for piece in found[1])
+
+
+def _segment_sizes(length: int, out_stride: int, num_tokens: int, segments: range | None) -> Iterator[tuple[int, int, int, int]]:
+    """Segments as long as each other, of those that are asked for: the first, how many, their tokens, and the one that the end cuts.
+
+    Whole segments come first, then what the end of the sequence cuts.
+    """
+    whole, rest = divmod(num_tokens, length)
+    for first, end, size in ((0, whole, length), (whole, whole + 1, rest)):
+        if segments is not None:
+            first, end = max(first, segments.start), min(end, segments.stop)
+        if size and first < end:
+            # Only where positions shift may outputs fall behind the end: some of one segment, all of those after it.
+            yield first, end - first, size, end if out_stride == length else num_tokens // out_stride
 
 
 def _segment_rows(
-    pattern: DilatedPattern, offset: int, length: int, rate: int, out_stride: int, num_tokens: int, is_causal: bool
+    pattern: DilatedPattern,
+    offset: int,
+    length: int,
+    rate: int,
+    out_stride: int,
+    num_tokens: int,
+    is_causal: bool,
+    sizes: Sequence[tuple[int, int, int, int]],
 ) -> Iterator[_Rows]:
-    """The rows that one offset keeps: whole segments first, then what the end of the sequence cuts."""
-    whole, rest = divmod(num_tokens, length)
+    """The rows that one offset keeps of segments of some sizes."""
     padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
     shifted = out_stride != length
-    for first, count, size in ((0, whole, length), (whole, 1, rest)):
+    for first, count, size, edge in sizes:
         real = num_kept(size, rate, offset)
         # Only a shifted output can show the padding row of a whole segment; elsewhere it is one more zero key.
         zero_row = shifted and size == length and padded > real
         zero_keys = padded - real - zero_row if pattern.zero_padding and not is_causal else 0
         rows = real + zero_row
-        # Only where positions shift may outputs fall behind the end: some of segment `edge`, all of those after it.
-        edge = num_tokens // out_stride if shifted else first + count
         full, inside = min(count, max(0, edge - first)), 0
         if first <= edge < first + count:
             inside = min(rows, num_kept(num_tokens - edge * out_stride, rate, offset))
