@@ -40,15 +40,16 @@ class Counter:
 
     def __init__(self, kept: Sequence[Kept], num_ranks: int, most: float = math.inf) -> None:
         self.num_ranks, self.is_exact, self._most = num_ranks, True, most
+        self._all_known = True  # whether no pair of ranks had so many spans that it had to stand for itself
         self._rates = np.array([each.rate for each in kept], np.int64)
         self._lines = Lines(kept, most)
         self._num_heads = int(self._lines.heads.max(initial=-1)) + 1
         self._known: dict[bytes | int, int] = {}  # by what `_shapes` says of a pair
 
     @property
-    def has_half(self) -> bool:
-        """Whether half of what may be written is left."""
-        return self._lines.left >= self._most / 2
+    def would_repeat(self) -> bool:
+        """Whether all that was counted would be the same if it were counted once more: known, or exact with as much left."""
+        return self._all_known or (self.is_exact and self._lines.left >= self._most / 2)
 
     def count(self, spans: Spans) -> Traffic:
         """The rows of some pairs of ranks, of which these are all spans."""
@@ -146,6 +147,7 @@ class Counter:
         for many in np.unique(size):
             chosen = np.flatnonzero(size == many)
             if many > FEW * len(self._rates):
+                self._all_known = False
                 groups[chosen] = np.arange(len(chosen)) + len(standing)
                 standing += chosen.tolist()
                 names += chosen.tolist()

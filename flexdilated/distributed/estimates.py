@@ -34,9 +34,15 @@ def about(spans: Spans, size: Integers, *, rates: Integers, heads: Integers, sta
     most = (np.cumsum(turns, axis=1) > 0).sum(axis=1)  # heads of which the pair exchanges any row
     kept = _rounded(spans.places * (spans.residues / rate) / rate / most[pair])
     # Spans of one branch are of different heads, or tokens: what they keep adds up. What no branch keeps is a product.
-    pair, first, end, kept = _steps(pair, spans.branch, spans.first, spans.end, kept)
+    first, end = spans.first, spans.end
+    again = (pair[1:] == pair[:-1]) & (spans.branch[1:] == spans.branch[:-1])
+    if (again & (first[1:] < end[:-1])).any() or (spans.branch[1:] < spans.branch[:-1])[pair[1:] == pair[:-1]].any():
+        pair, first, end, kept = _steps(pair, spans.branch, first, end, kept)
     full = (kept >= UNIT).astype(np.int64)
     left = np.where(full > 0, 0, _rounded(np.log1p(-np.where(full > 0, 0, kept) / UNIT)))
+    # Branches of long segments have the same spans, one behind another.
+    one = np.flatnonzero(np.append(True, (pair[1:] != pair[:-1]) | (first[1:] != first[:-1]) | (end[1:] != end[:-1])))
+    pair, first, end, full, left = pair[one], first[one], end[one], np.add.reduceat(full, one), np.add.reduceat(left, one)
     pair, first, end, full, left = _steps(pair, np.zeros_like(pair), first, end, full, left)
     density = np.where(full > 0, UNIT, _rounded(-np.expm1(left / UNIT)))
     tokens = np.bincount(pair, (end - first) * (density / UNIT), len(size))

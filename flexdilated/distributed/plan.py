@@ -78,10 +78,11 @@ class ContextPlan(CutSegments):
         """What some ranks receive of some."""
         whole = self.dealt if exchange == "heads" else np.zeros(len(self.dealt), bool)
         found = []
-        if kind == "kv" or (kind == "q" and self.pattern.zero_padding):  # else outputs belong to the tokens of their queries
+        if kind == "kv" or (kind == "q" and self.moves):  # else outputs belong to the tokens of their queries
             found.append(self._row_spans(kind, np.flatnonzero(~whole), receivers, senders))
         if whole.any():
             found.append(self._head_spans(kind, receivers, senders))
+        found = [spans for spans in found if len(spans.first)]
         spans = Spans.joined(found)
         return spans.where(np.argsort(spans.branch, kind="stable")) if len(found) > 1 else spans
 
@@ -263,8 +264,7 @@ def _traffic(plan: ContextPlan, exchange: str, most: float) -> Counted:
     counter = Counter(plan.kept, plan.num_ranks, most)
     found: dict[str, Traffic] = {}
     for kind in KINDS:
-        if kind == "out" and not plan.moves and counter.is_exact and counter.has_half:
-            # Outputs go back as their queries came, and what is left would do to count them.
+        if kind == "out" and not plan.moves and counter.would_repeat:  # outputs go back as their queries came
             found[kind] = found["q"].reversed().ascending()
             continue
         parts = [counter.count(plan.received(exchange, kind, receivers)) for receivers in plan.some_ranks()]

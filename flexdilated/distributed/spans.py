@@ -76,7 +76,7 @@ class Spans(NamedTuple):
     def joined(cls, parts: Sequence[Spans]) -> Spans:
         if not parts:
             return cls(*(np.empty(0, np.int64) for _ in cls._fields))
-        return cls(*(np.concatenate(columns) for columns in zip(*parts)))
+        return parts[0] if len(parts) == 1 else cls(*(np.concatenate(columns) for columns in zip(*parts)))
 
 
 def _firsts(joins: Booleans, columns: Sequence[Integers]) -> Integers:

@@ -705,13 +705,13 @@ def test_windows_of_residues_are_told_by_the_heads_in_them(num_heads: int, rate:
     windows = data.draw(st.lists(st.tuples(st.integers(0, rate - 1), st.integers(1, rate)), min_size=1, max_size=6))
     number = np.arange(len(windows))
     residue, residues = np.array(windows).T
-    spans = Spans(*(number,) * 6, residue, residues, *(number,) * 3)
-    found = plan.by_offsets(0, spans)
+    spans = Spans(np.zeros_like(number), *(number,) * 5, residue, residues, *(number,) * 3)
+    found = plan.by_offsets(spans)
     offsets = {offset for _, offset in kept.heads}
     held = [{(first + i) % rate for i in range(count)} & offsets for first, count in windows]
-    assert found.branch.tolist() == [i for i, each in enumerate(held) if each]
+    assert found.receiver.tolist() == [i for i, each in enumerate(held) if each]
     told = {}
-    for i, first, count in zip(found.branch.tolist(), found.residue.tolist(), found.residues.tolist()):
+    for i, first, count in zip(found.receiver.tolist(), found.residue.tolist(), found.residues.tolist()):
         assert {(first + j) % rate for j in range(count)} & offsets == held[i]
         told.setdefault(frozenset(held[i]), set()).add((first, count))
         assert held[i] == offsets or count <= residues[i]

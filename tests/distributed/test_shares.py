@@ -39,19 +39,19 @@ def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: lis
     level = max(pair + share for pair, share in zip(pairs, expected) if share)
     # The others are filled to the level of the last unit.
     filled = [min(limit, max(0, level - pair)) for pair, limit in zip(pairs, most)]
-    assert shares._shares(np.array(pairs), np.array(tokens), total).tolist() == filled
+    assert shares._shares(pairs, tokens, total) == filled
     assert all(0 <= share - unit <= 1 for share, unit in zip(filled, expected))
 
 
 def test_a_rank_with_one_of_many_tokens_takes_a_unit_at_least() -> None:
-    assert shares._shares(np.array([0, 500]), np.array([1, 1 << 28]), 1000).tolist() == [1, 1000]
+    assert shares._shares([0, 500], [1, 1 << 28], 1000) == [1, 1000]
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
 def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) -> None:
     """In units: 2**70 pairs are shared as 2**20 are, and those of 2**40 tokens."""
     for scale in (1, 1 << 20, 1 << 38):
-        found = shares._shares(np.array([few, many, 0]) * scale, np.array([1, 2, 3]) * scale, total * 1024 * scale)
+        found = np.array(shares._shares([few * scale, many * scale, 0], [scale, 2 * scale, 3 * scale], total * 1024 * scale))
         part = found / found.sum()
         assert found.sum() <= 1 << 32
         if scale == 1:

@@ -84,7 +84,7 @@ def test_whole_segments_in_one_span_are_taken_apart(found: list[tuple[int, int, 
     place, first, end, origin, period = (np.array(x, np.int64) for x in columns)
     same = np.zeros_like(place)
     made = Spans(same, same, same + 1, first, end, origin, same, same + rate, place, same + 1, period)
-    alone = made.alone(rate)
+    alone = made.alone(np.array([rate]))
     assert alone.period.tolist() == [rate] * len(alone.first)
     expected = [
         (number, start + (step // 2 if several == 1 else 0), start + step, start)
