@@ -53,6 +53,9 @@ class Piece(NamedTuple):
         return not (self.zero_keys or self.zero_row or self.moved)
 
 
+_Sizes = tuple[int, int, int, int]  # of `_segment_sizes`
+
+
 class _Rows(NamedTuple):
     """Segments of one branch and offset that look alike."""
 
@@ -187,29 +190,19 @@ def document_pieces(
             yield from (piece._replace(token=ahead + piece.token, out_token=ahead + piece.out_token) for piece in found[1])
 
 
-def _segment_sizes(length: int, out_stride: int, num_tokens: int, segments: range | None) -> Iterator[tuple[int, int, int, int]]:
-    """Segments as long as each other, of those that are asked for: the first, how many, their tokens, and the one that the end cuts.
-
-    Whole segments come first, then what the end of the sequence cuts.
-    """
+def _segment_sizes(length: int, out_stride: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
+    """Whole segments, then the shorter last one: the first, how many, their tokens, and the one whose outputs the end may cut."""
     whole, rest = divmod(num_tokens, length)
     for first, end, size in ((0, whole, length), (whole, whole + 1, rest)):
         if segments is not None:
             first, end = max(first, segments.start), min(end, segments.stop)
         if size and first < end:
-            # Only where positions shift may outputs fall behind the end: some of one segment, all of those after it.
+            # Only where positions shift may outputs fall behind the end: some of segment `edge`, all of those after it.
             yield first, end - first, size, end if out_stride == length else num_tokens // out_stride
 
 
 def _segment_rows(
-    pattern: DilatedPattern,
-    offset: int,
-    length: int,
-    rate: int,
-    out_stride: int,
-    num_tokens: int,
-    is_causal: bool,
-    sizes: Sequence[tuple[int, int, int, int]],
+    pattern: DilatedPattern, offset: int, length: int, rate: int, out_stride: int, tokens: int, is_causal: bool, sizes: list[_Sizes]
 ) -> Iterator[_Rows]:
     """The rows that one offset keeps of segments of some sizes."""
     padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
@@ -222,7 +215,7 @@ def _segment_rows(
         rows = real + zero_row
         full, inside = min(count, max(0, edge - first)), 0
         if first <= edge < first + count:
-            inside = min(rows, num_kept(num_tokens - edge * out_stride, rate, offset))
+            inside = min(rows, num_kept(tokens - edge * out_stride, rate, offset))
             full += inside == rows
         if full and rows:
             yield _Rows(first, full, rows, rows, zero_row, zero_keys)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.spans import Integers, Spans
+from flexdilated.distributed.spans import Integers, Spans, firsts
 
 LIMIT = 1 << 62  # of what a place of a pair of ranks is written in
 UNIT = 1 << 40  # of densities and their logarithms: sums of integers are the same on every processor
@@ -34,15 +34,13 @@ def about(spans: Spans, size: Integers, *, rates: Integers, heads: Integers, sta
     most = (np.cumsum(turns, axis=1) > 0).sum(axis=1)  # heads of which the pair exchanges any row
     kept = _rounded(spans.places * (spans.residues / rate) / rate / most[pair])
     # Spans of one branch are of different heads, or tokens: what they keep adds up. What no branch keeps is a product.
-    first, end = spans.first, spans.end
-    again = (pair[1:] == pair[:-1]) & (spans.branch[1:] == spans.branch[:-1])
-    if (again & (first[1:] < end[:-1])).any() or (spans.branch[1:] < spans.branch[:-1])[pair[1:] == pair[:-1]].any():
-        pair, first, end, kept = _steps(pair, spans.branch, first, end, kept)
+    (pair, branch, first, end), (kept,) = _alike((pair, spans.branch, spans.first, spans.end), kept)
+    names = pair * len(rates) + branch
+    if ((names[1:] < names[:-1]) | ((names[1:] == names[:-1]) & (first[1:] < end[:-1]))).any():
+        pair, first, end, kept = _steps(pair, branch, first, end, kept)
     full = (kept >= UNIT).astype(np.int64)
     left = np.where(full > 0, 0, _rounded(np.log1p(-np.where(full > 0, 0, kept) / UNIT)))
-    # Branches of long segments have the same spans, one behind another.
-    one = np.flatnonzero(np.append(True, (pair[1:] != pair[:-1]) | (first[1:] != first[:-1]) | (end[1:] != end[:-1])))
-    pair, first, end, full, left = pair[one], first[one], end[one], np.add.reduceat(full, one), np.add.reduceat(left, one)
+    (pair, first, end), (full, left) = _alike((pair, first, end), full, left)
     pair, first, end, full, left = _steps(pair, np.zeros_like(pair), first, end, full, left)
     density = np.where(full > 0, UNIT, _rounded(-np.expm1(left / UNIT)))
     tokens = np.bincount(pair, (end - first) * (density / UNIT), len(size))
@@ -51,6 +49,12 @@ def about(spans: Spans, size: Integers, *, rates: Integers, heads: Integers, sta
 
 def _rounded(x: NDArray[np.float64]) -> Integers:
     return np.rint(UNIT * x).astype(np.int64)
+
+
+def _alike(columns: tuple[Integers, ...], *values: Integers) -> tuple[tuple[Integers, ...], tuple[Integers, ...]]:
+    """Neighbours that are alike in some columns as one, and sums over them: long segments give many branches the same spans."""
+    one = firsts(np.array(True), columns)
+    return tuple(column[one] for column in columns), tuple(np.add.reduceat(x, one) for x in values)
 
 
 def _steps(pair: Integers, branch: Integers, first: Integers, end: Integers, *values: Integers) -> tuple[Integers, ...]:

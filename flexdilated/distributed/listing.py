@@ -104,7 +104,8 @@ class Message:
         low = np.array([tokens[0] if len(tokens) else 0 for tokens in self.tokens], np.int64)
         width = np.array([tokens[-1] + 1 if len(tokens) else 0 for tokens in self.tokens], np.int64) - low
         base = np.cumsum(width) - width - low
-        return low, base, np.cumsum(self._count) - self._count, np.concatenate([at + x for at, x in zip(base.tolist(), self.tokens)])
+        numbers = np.concatenate([at + tokens for at, tokens in zip(base.tolist(), self.tokens)])
+        return low, base, np.cumsum(self._count) - self._count, numbers
 
     @cached_property
     def _table(self) -> NDArray[np.int32] | None:
@@ -120,7 +121,7 @@ class Message:
     def _found(self, asked: Integers) -> Integers:
         """The places of some numbers."""
         if self._table is not None:
-            found: Integers = self._table[asked]
+            found = self._table[asked].astype(np.int64)
             travel = found >= 0
         else:
             numbers = self._numbers[3]

@@ -124,8 +124,8 @@ class CutSegments:
         parts, times = np.unique(np.stack([rank, begin, end, of[1]]), axis=1, return_counts=True)
         return (*parts, times)
 
-    def stride_of_outputs(self, length: Any, rate: int) -> Any:
-        """How far the outputs of segments of such lengths lie apart: a number, or an array of them."""
+    def stride_of_outputs(self, length: Any, rate: Any) -> Any:
+        """How far the outputs of segments of such lengths lie apart: numbers, or arrays of them."""
         return length + -length % rate if self.pattern.zero_padding else length
 
     @cached_property
@@ -231,8 +231,7 @@ class CutSegments:
 
     @cached_property
     def offsets(self) -> tuple[Integers, Integers, Integers, Integers]:
-        """Different offsets, ascending, one branch's after another's: where those of each branch begin, how many they are, they, and
-        how many heads have each."""
+        """Different offsets, branch by branch and ascending: where those of each begin, how many, they, and heads of each."""
         start, _, offsets = self.all_kept
         names, heads = np.unique(self.named(np.repeat(np.arange(len(start)), self.num_kept), offsets), return_counts=True)
         borders = np.searchsorted(names, self.named(np.arange(len(start) + 1), 0))
@@ -245,8 +244,7 @@ class CutSegments:
         first, count, offsets, _ = self.offsets
         branch = np.repeat(np.arange(len(first)), 2 * count)
         which, number = expanded(np.zeros_like(count), 2 * count)
-        again, at = np.divmod(number, np.maximum(1, count)[which])
-        twice = offsets[first[which] + at] + again * self.rates[branch]
+        twice = offsets[first[which] + number % count[which]] + number // count[which] * self.rates[branch]
         return twice, self.named(branch, twice)
 
     def named(self, branch: Integers, residue: Integers | int) -> Integers:

@@ -49,14 +49,14 @@ class Spans(NamedTuple):
 
     def merged(self) -> Spans:
         """The same, of neighbouring heads that take part in the same way one span."""
-        first = _firsts(self.place[1:] == (self.place + self.places)[:-1], [*self[:8], self.period])
+        first = firsts(self.place[1:] == (self.place + self.places)[:-1], [*self[:8], self.period])
         places = np.add.reduceat(self.places, first) if len(first) else first
         return self.where(first)._replace(places=places)
 
     def continued(self) -> Spans:
         """The same tokens of the same heads, branch by branch, whichever ranks'; spans that continue others are one with them."""
         spans = self.where(np.lexsort((self.first, *self[5:], self.branch)))
-        first = _firsts(spans.first[1:] == spans.end[:-1], [spans.branch, *spans[5:]])
+        first = firsts(spans.first[1:] == spans.end[:-1], [spans.branch, *spans[5:]])
         return spans.where(first)._replace(end=spans.end[np.append(first[1:], len(spans.first)) - 1])
 
     def alone(self, rates: Integers) -> Spans:
@@ -79,7 +79,7 @@ class Spans(NamedTuple):
         return parts[0] if len(parts) == 1 else cls(*(np.concatenate(columns) for columns in zip(*parts)))
 
 
-def _firsts(joins: Booleans, columns: Sequence[Integers]) -> Integers:
+def firsts(joins: Booleans, columns: Sequence[Integers]) -> Integers:
     """The entries that are not one with those before them, which they join and equal in some columns."""
     for column in columns:
         joins = joins & (column[1:] == column[:-1])
@@ -139,11 +139,11 @@ def rows_of(spans: Spans, rate: int | Integers, offset: int | Integers, place: i
 
     Offsets and places of several heads are columns, `(heads, 1)`: then spans are numbered on from one head to the next.
     """
-    first = spans.first + (offset - (spans.first - spans.origin)) % rate
+    first: Integers = spans.first + np.remainder(offset - (spans.first - spans.origin), rate)
     takes_part = (offset - spans.residue) % rate < spans.residues
     takes_part &= (spans.place <= place) & (place < spans.place + spans.places)
     chosen = np.flatnonzero(takes_part & (first < spans.end))
-    rows = (spans.end - first - 1) // rate + 1
+    rows: Integers = (spans.end - first - 1) // rate + 1
     return Rows(chosen, first.reshape(-1)[chosen], rows.reshape(-1)[chosen])
 
 
@@ -161,6 +161,6 @@ def has_rows(spans: Spans, kept: Sequence[Kept]) -> bool:
     return False
 
 
-def kept_below(length: Integers, rate: int, offset: int | Integers) -> Integers:
+def kept_below(length: Integers, rate: int | Integers, offset: int | Integers) -> Integers:
     """How many positions `offset, offset + rate, ...` lie below `length`."""
     return np.maximum(0, -((offset - length) // rate))

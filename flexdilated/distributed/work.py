@@ -99,8 +99,8 @@ def of_parts(cut: CutSegments, parts: Parts) -> Integers:
 
 
 def _local_sizes(cut: CutSegments, branch: Integers) -> tuple[tuple[Integers, Integers, Integers], ...]:
-    """Of branches, a column, and parts of documents the segments that lie inside: `(how many, tokens, outputs)` of whole ones with all
-    their outputs, the one whose outputs the end of the document cuts, and the last."""
+    """Of branches, a column, in parts of documents the segments inside: `(how many, tokens, outputs)` of whole ones with all their
+    outputs, the one whose outputs the end of the document cuts, and the last."""
     _, begin, end, num_tokens, times = cut.parts_of_documents
     w = np.minimum(cut.lengths[branch], num_tokens)
     out = cut.stride_of_outputs(w, cut.rates[branch])

@@ -320,10 +320,10 @@ def test_plan_is_local_exactly_if_no_rank_needs_anything(plan: ContextPlan) -> N
 @given(plans())
 def test_heads_are_dealt_where_they_travel_less_and_where_late_tokens_would_wait(plan: ContextPlan) -> None:
     for branch, segments in enumerate(definition(plan)):
-        by_place: dict[int, list[Segment]] = {}
+        by_place: dict[tuple[range, int], list[Segment]] = {}  # outputs of one document may stand where the next begins
         for segment in segments:
             if is_cut(plan, segment):
-                by_place.setdefault(segment.out, []).append(segment)
+                by_place.setdefault((segment.tokens, segment.out), []).append(segment)
         whole = [bool(plan.taken("heads")[branch][entry]) for entry, *_ in cut_segments(plan, branch)]
         assert not any(plan.taken("gather")[branch])
         if not by_place:
