@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.spans import Integers, Spans, expanded, rows_of
+from flexdilated.distributed.spans import Integers, Spans, expanded, portions, rows_of
 
 SPREAD = 64  # places in a table for each row, above which rows are sorted; else they are marked in it
 MARKS = 1 << 24  # bytes of such a table
@@ -192,9 +192,7 @@ def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) 
     place = start[spans.branch] + spans.place
     first, end = np.searchsorted(chosen, place), np.searchsorted(chosen, place + spans.places)
     found = []
-    some = np.append(0, np.cumsum(end - first)) // TOGETHER
-    borders = [0, *(np.flatnonzero(np.diff(some[:-1])) + 1).tolist(), len(place)]
-    for a, b in pairwise(borders):
+    for a, b in portions(end - first, TOGETHER):
         of, which = expanded(first[a:b], (end - first)[a:b])
         here, at = spans.where(slice(a, b)).where(of), chosen[which]
         rate = plan.rates[here.branch]
