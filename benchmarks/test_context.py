@@ -221,10 +221,10 @@ def test_rows_received(benchmark: Any, record: Callable[..., None], name: str, n
     record(ratio, shape=(1, MILLION, num_heads, 0), dtype=torch.int64, ranks=num_ranks, rows=rows.max())
 
 
-def drawn_pattern(number: int, least: int = 1, most: int = 64) -> DilatedPattern:
-    """24 branches of any rates between two, by chance."""
+def drawn_pattern(number: int, least: int = 1, most: int = 64, branches: int = 24) -> DilatedPattern:
+    """Branches of any rates between two, by chance."""
     draw = random.Random(number)
-    lengths = tuple(int(math.exp(draw.uniform(math.log(2000), math.log(MILLION)))) for _ in range(24))
+    lengths = tuple(int(math.exp(draw.uniform(math.log(2000), math.log(MILLION)))) for _ in range(branches))
     rates = tuple(draw.randint(least, most) for _ in lengths)
     return DilatedPattern(lengths, rates, offsets="interleaved", zero_padding=bool(number % 2))
 
@@ -241,6 +241,12 @@ HARD = {
     **{f"drawn {number}": drawn_pattern(number) for number in range(4)},
     "drawn, large rates": drawn_pattern(5, 97, 2000),
     "64 branches, whole": DilatedPattern(tuple(MILLION - 1009 * i for i in range(64)), (1,) * 64),
+    **{f"256 branches, drawn {number}": drawn_pattern(number, branches=256) for number in range(2)},
+    "256 branches, drawn, large rates": drawn_pattern(5, 97, 2000, 256),
+    "256 branches, whole": DilatedPattern(tuple(MILLION - 1009 * i for i in range(256)), (1,) * 256),
+    "256 branches, whole, odd": DilatedPattern(
+        tuple(MILLION - 1009 * i for i in range(256)), tuple(3 + 2 * (i % 60) for i in range(256)), offsets="interleaved"
+    ),
     "48 branches": DilatedPattern(tuple(4000 + 148 * i * i for i in range(48)), tuple(range(2, 50))),
 }
 
