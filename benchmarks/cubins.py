@@ -80,7 +80,7 @@ CONSTANTS = {
     "HAS_DLSE": True,
     "DETACHED": False,
 }
-POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8", "TABLE": "i64", "OWNERS": "i32"}
+POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8", "TABLE": "i64", "OWNERS": "i64"}
 
 
 class Config(NamedTuple):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.spans import Integers, Spans, firsts
+from flexdilated.distributed.spans import Integers, Spans, expanded, firsts
 
 LIMIT = 1 << 62  # of what a place of a pair of ranks is written in
+FEW = 8  # heads that are looked at one by one
 UNIT = 1 << 40  # of densities and their logarithms: sums of integers are the same on every processor
 
 
@@ -26,6 +27,52 @@ def about(spans: Spans, size: Integers, *, rates: Integers, heads: Integers, sta
         heads: Those of each branch, one branch's after another's.
         start: Where each branch's begin.
     """
+    pair, first, end, density, most = _densities(spans, size, rates=rates, heads=heads, start=start)
+    return np.rint(np.bincount(pair, (end - first) * density, len(size)) * most).astype(np.int64)
+
+
+def by_owner(rows: Spans, lent: Spans, limits: Integers, *, rates: Integers, heads: Integers, start: Integers) -> Integers:
+    """`(ranks, ranks)`: about how many rows each rank receives of each, where spans cut at every border would be too many.
+
+    Rows that come both among few heads and among many count twice.
+
+    Args:
+        rows: What travels of all heads, from shard to shard.
+        lent: What travels of other heads, wherever it lies: also in the shard of the receiver, which does not count.
+        limits: `(ranks + 1,)` where shards begin and end.
+        rates, heads, start: As in `about`.
+    """
+    num_ranks, num_heads, known = len(limits) - 1, int(heads.max(initial=0)) + 1, {"rates": rates, "heads": heads, "start": start}
+    table = np.zeros(num_ranks**2, np.int64)
+    pairs, size, rows = _by_name(rows, rows.receiver * num_ranks + rows.sender)
+    table[pairs] = about(rows, size, **known)
+    # Few heads each by itself: a rank that has one head of long segments has others, perhaps, of short ones.
+    few = lent.where(lent.places <= FEW)
+    of, place = expanded(few.place, few.places)
+    few = few.where(of)._replace(place=place, places=np.ones_like(place))
+    many = lent.where(lent.places > FEW)
+    for spans, name in ((few, few.receiver * num_heads + heads[start[few.branch] + place]), (many, many.receiver * num_heads)):
+        names, size, spans = _by_name(spans, name)
+        which, first, end, density, most = _densities(spans, size, **known)
+        low, high = (np.searchsorted(limits, token, side="right") - 1 for token in (first, end - 1))
+        run, owner = expanded(low, high - low + 1)
+        tokens = np.minimum(end[run], limits[owner + 1]) - np.maximum(first[run], limits[owner])
+        pair = names[which[run]] // num_heads * num_ranks + owner
+        table += np.rint(np.bincount(pair, tokens * (density * most[which])[run], len(table))).astype(np.int64)
+    table[:: num_ranks + 1] = 0
+    return table.reshape(num_ranks, num_ranks)
+
+
+def _by_name(spans: Spans, name: Integers) -> tuple[Integers, Integers, Spans]:
+    """The names of spans, ascending, how many spans have each, and these, one name's after another's."""
+    names, size = np.unique(name, return_counts=True)
+    return names, size, spans.where(np.argsort(name, kind="stable"))
+
+
+def _densities(
+    spans: Spans, size: Integers, *, rates: Integers, heads: Integers, start: Integers
+) -> tuple[Integers, Integers, Integers, NDArray[np.float64], Integers]:
+    """Runs of tokens, of which pair they are, and which part of its heads each token of a run has; and the heads of each pair."""
     pair, rate = np.repeat(np.arange(len(size)), size), rates[spans.branch]
     place = start[spans.branch] + spans.place
     turns = np.zeros((len(size), int(heads.max(initial=-1)) + 2), np.int64)
@@ -42,9 +89,7 @@ def about(spans: Spans, size: Integers, *, rates: Integers, heads: Integers, sta
     left = np.where(full > 0, 0, _rounded(np.log1p(-np.where(full > 0, 0, kept) / UNIT)))
     (pair, first, end), (full, left) = _alike((pair, first, end), full, left)
     pair, first, end, full, left = _steps(pair, np.zeros_like(pair), first, end, full, left)
-    density = np.where(full > 0, UNIT, _rounded(-np.expm1(left / UNIT)))
-    tokens = np.bincount(pair, (end - first) * (density / UNIT), len(size))
-    return np.rint(tokens * most).astype(np.int64)
+    return pair, first, end, np.where(full > 0, UNIT, _rounded(-np.expm1(left / UNIT))) / UNIT, most
 
 
 def _rounded(x: NDArray[np.float64]) -> Integers:

@@ -1,4 +1,4 @@
-"""Which rows each rank needs of which other, in integers: intervals and strides, never lists."""
+"""Which rows each rank needs of which other, in integers: intervals and strides, never lists. Long: every kind, every exchange."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from flexdilated.backends.recent import PIECE, recent
 from flexdilated.call import EXCHANGES as ASKED
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
+from flexdilated.distributed.estimates import by_owner
 from flexdilated.distributed.segments import CutSegments
 from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows
 from flexdilated.distributed.work import Parts
@@ -25,6 +26,7 @@ from flexdilated.pattern import DilatedPattern
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
 SPANS = 1 << 16  # pairs of ranks whose spans are made at once
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
+MOST = 1 << 18  # spans of heads, above which nothing of them is counted
 COUNTED, ALWAYS = 1 << 24, 1 << 30  # bytes written to count what travels, for each rank and at least; what is left is estimated
 
 
@@ -158,7 +160,17 @@ class ContextPlan(CutSegments):
 
     def _head_spans(self, kind: str, receivers: range, senders: range) -> Spans:
         """Rows of heads to the ranks that compute them, or their outputs back."""
-        executors, ranks = (senders, receivers) if kind == "out" else (receivers, senders)
+        executors, owners = (senders, receivers) if kind == "out" else (receivers, senders)
+        lent = self._lent(kind, executors)
+        span, rank = expanded(*_among(self.rank_of(lent.first), self.rank_of(lent.end - 1), owners))
+        first, end = np.maximum(lent.first[span], self.limits[rank]), np.minimum(lent.end[span], self.limits[rank + 1])
+        some = np.flatnonzero((first < end) & (rank != lent.receiver[span]))
+        span, rank = span[some], rank[some]
+        found = lent.where(span)._replace(first=first[some], end=end[some])
+        return found._replace(receiver=rank) if kind == "out" else found._replace(sender=rank)
+
+    def _lent(self, kind: str, executors: range) -> Spans:
+        """The same of each part of heads, wherever it lies: as if all of it travelled, and those that compute were both sides."""
         parts = self.all_parts
         here = np.flatnonzero((executors.start <= parts.executor) & (parts.executor < executors.stop))
         of, place, places, executor, low, high = parts.where(here)
@@ -171,27 +183,42 @@ class ContextPlan(CutSegments):
             high = np.minimum(high, size)
         else:
             low, high = np.zeros_like(low), np.minimum(high, size) if self.is_causal else size
-        first, count = _among(self.rank_of(token + low), self.rank_of(token + high - 1), ranks)
-        part, rank = expanded(first, count)
-        begin, end = self.held(token[part], high[part], rank)
-        begin = np.maximum(begin, low[part])
-        some = np.flatnonzero((begin < end) & (rank != executor[part]))
-        part, rank, begin, end = part[some], rank[some], begin[some], end[some]
-        receiver, sender = (rank, executor[part]) if kind == "out" else (executor[part], rank)
         rate = self.rates[branch]
         return Spans(
-            branch=branch[part],
-            receiver=receiver,
-            sender=sender,
-            first=token[part] + begin,
-            end=token[part] + end,
-            origin=token[part],
-            residue=np.zeros_like(part),
-            residues=np.minimum(residues, rate)[part],
-            place=place[part],
-            places=places[part],
-            period=rate[part],
+            branch=branch,
+            receiver=executor,
+            sender=executor,
+            first=token + low,
+            end=token + high,
+            origin=token,
+            residue=np.zeros_like(low),
+            residues=np.minimum(residues, rate),
+            place=place,
+            places=places,
+            period=rate,
         )
+
+    @property
+    def num_spans(self) -> int:
+        """Parts of heads in shards, for keys and values; about as many spans are made to count what travels for "heads"."""
+        lent = self._lent("kv", range(self.num_ranks))
+        return int((self.rank_of(lent.end - 1) - self.rank_of(lent.first) + 1).sum())
+
+    def estimated(self) -> dict[str, Traffic]:
+        """About what travels for "heads", by kind, from spans that no border cuts."""
+        everyone, (start, heads, _) = range(self.num_ranks), self.all_kept
+        found: dict[str, Traffic] = {}
+        for kind in KINDS:
+            if kind == "out" and not self.moves:
+                found[kind] = found["q"].reversed().ascending()
+                continue
+            by_rows = kind == "kv" or (kind == "q" and self.moves)
+            rows = self._row_spans(kind, np.flatnonzero(~self.dealt if by_rows else self.dealt[:0]), everyone, everyone)
+            table = by_owner(rows, self._lent(kind, everyone), self.limits, rates=self.rates, heads=heads, start=start)
+            executor, owner = np.nonzero(table)
+            traffic = Traffic(executor, owner, table[executor, owner])
+            found[kind] = traffic.reversed().ascending() if kind == "out" else traffic
+        return found
 
     def traffic(self, exchange: str, kind: str, *, exact: bool = True) -> Traffic:
         """(row, key/value head) counts per pair of ranks, the union over branches.
@@ -261,6 +288,8 @@ class Counted(NamedTuple):
 @recent(size=lambda found, plan, *exchange: plan.nbytes)
 def _traffic(plan: ContextPlan, exchange: str, most: float) -> Counted:
     """What is known of one kind holds for spans of another that lie alike."""
+    if exchange == "heads" and most < math.inf and plan.num_spans > MOST:
+        return Counted(plan.estimated(), is_exact=False)
     counter = Counter(plan.kept, plan.num_ranks, most)
     found: dict[str, Traffic] = {}
     for kind in KINDS:

@@ -123,6 +123,20 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: s
         assert torch.equal(together, alone)
 
 
+def test_the_host_does_not_wait_for_launches_that_many_pieces_share() -> None:
+    case = MORE["many_documents"]
+    skip_unless_it_runs(case, torch.bfloat16)
+    q, k, v, dout, _ = case.tensors(torch.bfloat16, "cuda")
+    borders = torch.tensor(range(0, 2301, 100))  # on the CPU: those on a device are waited for
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, return_lse=True, cu_seqlens=borders, backend="triton")  # noqa: E731
+    differentiate(run, q, k, v, dout)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        differentiate(run, q, k, v, dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_many_pieces_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one sequence: a captured graph cannot read the borders of documents."""
     monkeypatch.setattr(groups, "LEAST", 2)

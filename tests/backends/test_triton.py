@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
@@ -462,6 +463,7 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
     """Replays would copy them again from memory of the host that is long gone."""
     pieces = plan_pieces(PATTERN, tuple((10 * i, 10) for i in range(9)), 2, False)
     device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         found = groups.groups(pieces, device)
@@ -478,9 +480,9 @@ def test_numbers_of_a_table_may_pass_32_bits() -> None:
     assert programs == len(owners) == 2 * 5 + 3 * 7
     assert table is not None
     assert owners.tolist() == [0] * 10 + [1] * 21
-    for row, piece, tiles, first in zip(table.tolist(), (far, PIECE), (2, 3), (0, 10)):
+    for row, piece, tiles, first, count in zip(table.tolist(), (far, PIECE), (2, 3), (0, 10), (10, 21)):
         _, _, numbers = launch._numbers(piece, tiles, 1, torch.device("cpu"))
-        assert row == [*numbers, first]
+        assert row == [*numbers, first, count]
 
 
 @pytest.mark.slow

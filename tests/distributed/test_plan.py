@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
+from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.pieces import Piece
@@ -29,7 +30,7 @@ from flexdilated.distributed.listing import Message
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.program import Program, program
 from flexdilated.distributed.segments import inside
-from flexdilated.distributed.spans import Kept, Spans
+from flexdilated.distributed.spans import Kept, Spans, Traffic
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
 from flexdilated.reference import _rows
 from tests.cases import least_heads
@@ -920,6 +921,52 @@ def test_estimates_of_places_that_do_not_fit_in_one_number_are_the_same(monkeypa
     plan = hard_plan()
     for kind in KINDS:
         assert [x.tolist() for x in plan.traffic("heads", kind, exact=False)] == [x.tolist() for x in about[kind]]
+
+
+def per_pair(traffic: Traffic, num_ranks: int) -> NDArray[np.int64]:
+    rows = np.zeros((num_ranks, num_ranks), np.int64)
+    rows[traffic.receiver, traffic.sender] = traffic.rows
+    return rows
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize(
+    "pattern",
+    [DilatedPattern.longnet(), DilatedPattern.gigapath(), DilatedPattern.torchscale((1000, 3001, 9001, 50_000), (1, 3, 5, 7))],
+    ids=["longnet", "gigapath", "shifted"],
+)
+def test_spans_that_no_border_cuts_tell_about_what_each_rank_receives_and_sends(
+    pattern: DilatedPattern, num_ranks: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = 1 << 18
+    documents = ((0, tokens // 3), (tokens // 3, tokens - tokens // 3))
+    plan = context_plan(pattern, (tokens // num_ranks,) * num_ranks, 16, range(16), 1, documents, is_causal)
+    if not plan.dealt.any():
+        pytest.skip("no heads are dealt")
+    exact = {kind: per_pair(plan.traffic("heads", kind), num_ranks) for kind in KINDS}
+    monkeypatch.setattr(planning, "MOST", -1)
+    context_plan.cache_clear()
+    planning._traffic.cache_clear()
+    assert not plan.is_counted("heads")
+    for kind in KINDS:
+        about = per_pair(plan.traffic("heads", kind, exact=False), num_ranks)
+        assert (np.diag(about) == 0).all()
+        for axis in (0, 1):
+            assert 0.95 <= about.sum(axis).max() / exact[kind].sum(axis).max() <= 1.25
+        assert about[exact[kind] == 0].sum() <= 0.05 * about.sum()
+    for rank in (0, num_ranks // 2, num_ranks - 1):
+        assert plan.rows_received("heads", "kv", rank) == exact["kv"][rank].sum()
+
+
+def test_they_tell_exactly_what_whole_segments_of_rate_1_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The union over branches, and the part in each shard, whoever owns it."""
+    pattern = DilatedPattern((10_000, 9_000, 8_100), (1, 1, 1))
+    plan = context_plan(pattern, (2500, 1, 2499, 5000), 4, range(4), 1, ((0, 10_000),), False)
+    exact = {kind: per_pair(plan.traffic("heads", kind), 4) for kind in KINDS}
+    assert plan.dealt.all()
+    for kind, traffic in plan.estimated().items():
+        assert (per_pair(traffic, 4) == exact[kind]).all()
 
 
 def test_common_patterns_are_counted_for_the_choice_and_hard_ones_are_not() -> None:

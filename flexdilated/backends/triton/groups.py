@@ -33,8 +33,10 @@ def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]
 
     While a CUDA graph is captured each piece has its own: replays would copy a table again from where it was in the host's memory.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return tuple(Group(piece, piece) for piece in pieces)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return tuple(Group(piece, piece) for piece in pieces)
     return _groups(pieces)
 
 
@@ -64,13 +66,14 @@ def _group(pieces: list[Piece]) -> Group:
 def table_of(numbers: Sequence[Any], programs: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """The table of many pieces: rows `(P, numbers and the first program)`, and per program the row of its own.
 
-    Made anew for each launch, in its stream, so no other work can be given its memory too early.
+    Made anew for each launch, in its stream, so no other work can be given its memory too early. The host does not wait for the
+    copy: it would wait for all that was launched before.
 
     Args:
         numbers: Arrays `(P,)`.
         programs: How many compute each piece, `(P,)`.
         device: Of the launch.
     """
-    rows = np.stack([*numbers, np.cumsum(programs) - programs], axis=1)
-    counts = torch.from_numpy(programs.astype(np.int32)).to(device)
-    return torch.from_numpy(rows).to(device), torch.repeat_interleave(counts, output_size=int(programs.sum()))
+    rows = torch.from_numpy(np.stack([*numbers, np.cumsum(programs) - programs, programs], axis=1))
+    table = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    return table, torch.repeat_interleave(table[:, -1], output_size=int(programs.sum()))

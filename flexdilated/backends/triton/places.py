@@ -8,8 +8,8 @@ PIECE = (
     "tiles", "heads", "offsets", "segments", "token", "segment_stride", "first_out", "out_segment_stride",
     "head", "offset_head_step", "head_step", "row_stride", "queries", "keys", "real_queries", "real_keys", "zero_keys",
 )  # fmt: skip
-# A row of a table of pieces: these, and the first of the programs that compute the piece.
-COLUMNS = tl.constexpr(len(PIECE) + 1)
+# A row of a table of pieces: these, the first of the programs that compute the piece, and how many do.
+COLUMNS = tl.constexpr(len(PIECE) + 2)
 
 
 def strides(*tensors: str) -> tuple[str, ...]:
@@ -48,9 +48,9 @@ def narrow(row, column):
 def own_piece(TABLE, OWNERS):
     """In a launch of many pieces: this program's number within its own, and that one's `PIECE`; `OWNERS` has the row of each."""
     program = tl.program_id(0)
-    row = TABLE + tl.load(OWNERS + program).to(tl.int64) * COLUMNS
+    row = TABLE + tl.load(OWNERS + program) * COLUMNS
     return (
-        program - narrow(row, COLUMNS - 1),
+        program - narrow(row, COLUMNS - 2),
         narrow(row, 0), narrow(row, 1), narrow(row, 2), narrow(row, 3),
         tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7),
         narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11),
