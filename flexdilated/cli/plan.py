@@ -43,7 +43,7 @@ SPEEDS = cost.Speeds()
 ESTIMATED = "auto does not wait for these counts: it goes by estimates, of a pattern that takes long to count"
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
-both: forward and backward together; messages: what a forward holds of them at once, on the rank that holds most
+both: forward and backward together; messages: rows received and sent that a forward holds at once, on the rank that holds most
 rows per head: what the busiest rank receives forward, in rows of K and V, per key/value head
 memory: busiest rank; q, k, v, out and lse of its shard, their gradients, and the messages a forward holds at once
 work: (query, key) pairs of the busiest rank / mean over ranks
@@ -89,6 +89,10 @@ def plan(
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
     batch: Annotated[int, typer.Option("--batch-size", help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
     causal: options.CausalOption = False,
+    document_lengths: Annotated[
+        str | None,
+        typer.Option(help="Tokens of packed documents, as in cu_seqlens: comma separated, --tokens in all. Default: one document."),
+    ] = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
@@ -161,7 +165,12 @@ def plan(
         heads=kv_heads,
         counted=counted,
     )
-    layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, is_causal=causal)
+    documents = () if document_lengths is None else options.integers("--document-lengths", document_lengths)
+    if documents and (min(documents) < 0 or sum(documents) != tokens):
+        refuse(f"--document-lengths must be at least 0 and --tokens={tokens} in all, got {min(documents)} and {sum(documents)}")
+    if documents and batch > 1:
+        refuse(f"--batch-size must be 1 with --document-lengths, which pack a batch in one sequence, got {batch}")
+    layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, causal, documents)
     _check_counts(layer)
 
     found = strategies(layer)
@@ -225,6 +234,7 @@ def _report(
         "dtype": layer.dtype,
         "batch": layer.batch,
         "causal": layer.is_causal,
+        "document_lengths": list(layer.document_lengths or (layer.tokens,)),
         "shards": {"largest": max(whole.shard_lengths), "smallest": min(whole.shard_lengths)},
         "memory_budget": budget,
         "speeds": speeds._asdict(),

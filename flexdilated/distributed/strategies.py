@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,13 @@ class Layer:
     dtype: str  # as torch calls it
     batch: int
     is_causal: bool
+    document_lengths: tuple[int, ...] = ()  # of packed documents; none: all tokens are one
+
+    @property
+    def documents(self) -> tuple[tuple[int, int], ...]:
+        """`(first token, number of tokens)` of each that has any."""
+        lengths = self.document_lengths or (self.tokens,)
+        return tuple((first, length) for first, length in zip(accumulate(lengths, initial=0), lengths) if length)
 
     @property
     def group(self) -> int:
@@ -78,9 +86,9 @@ class Memory(NamedTuple):
 
 
 def layer_plan(layer: Layer) -> ContextPlan:
-    """The plan of a layer over shards as equal as can be, one document long."""
-    shards, documents = even_shard_lengths(layer.tokens, layer.ranks), ((0, layer.tokens),)
-    return context_plan(layer.pattern, shards, layer.kv_heads, range(layer.kv_heads), layer.group, documents, layer.is_causal)
+    """The plan of a layer over shards as equal as can be."""
+    shards = even_shard_lengths(layer.tokens, layer.ranks)
+    return context_plan(layer.pattern, shards, layer.kv_heads, range(layer.kv_heads), layer.group, layer.documents, layer.is_causal)
 
 
 def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
@@ -148,13 +156,12 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
 
 def _ulysses_pairs(layer: Layer) -> Counts:
     size = layer.kv_heads // layer.ranks
-    documents = ((0, layer.tokens),)
     # Ranks whose heads keep the same rows compute the same.
     known: dict[Any, int] = {}
     pairs = []
     for rank in range(layer.ranks):
         within = range(rank * size, (rank + 1) * size)
-        alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, documents, layer.is_causal)
+        alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, layer.documents, layer.is_causal)
         key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())
         if key not in known:
             known[key] = int(cost.pairs(alone, "gather")[0])

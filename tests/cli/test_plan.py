@@ -30,6 +30,47 @@ def ask(*arguments: object) -> tuple[dict[str, Any], dict[str, Any]]:
     return answer, {row["name"]: row for row in answer["strategies"]}
 
 
+# -- documents ----------------------------------------------------------------------------------------------------------------
+
+
+def test_documents_move_segments_against_shards() -> None:
+    """LongNet's segments lie inside shards of 131,072 tokens; those of documents need not."""
+    lengths = (100_000, 0, 300_000, 48_576, 600_000)
+    options = ("--tokens", MILLION, "--context-parallel", 8, "--preset", "longnet", "--causal")
+    alone, one = ask(*options)
+    answer, rows = ask(*options, "--document-lengths", ",".join(map(str, lengths)))
+    assert (alone["is_local"], answer["is_local"]) == (True, False)
+    assert (alone["document_lengths"], answer["document_lengths"]) == ([MILLION], list(lengths))
+    documents = ((0, 100_000), (100_000, 300_000), (400_000, 48_576), (448_576, 600_000))
+    expected = context_plan(DilatedPattern.longnet(), (MILLION // 8,) * 8, 12, range(12), 1, documents, True)
+    for exchange in EXCHANGES:
+        found = cost.bytes_received(expected, exchange, head_dim=64, itemsize=2)
+        busiest = [rows[exchange][name]["busiest"] for name in ("bytes_forward", "bytes_backward")]
+        assert busiest == [int(each.max()) for each in found]
+        assert rows[exchange]["pairs"]["busiest"] == int(cost.pairs(expected, exchange).max())
+    assert rows["gather"]["bytes_forward"]["busiest"] > 0 == one["gather"]["bytes_forward"]["busiest"]
+    assert rows["ring-all"]["bytes_both"] == one["ring-all"]["bytes_both"]
+    code, out, _ = plan(*options, "--document-lengths", ",".join(map(str, lengths)))
+    assert code == 0
+    assert "5 documents of 0 to 600,000 tokens" in out
+    assert "one document" in plan(*options)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--document-lengths", "10,20"), "--document-lengths must be at least 0 and --tokens=64 in all, got 10 and 30"),
+        (("--document-lengths", "-1,65"), "--document-lengths must be at least 0 and --tokens=64 in all, got -1 and 64"),
+        (("--document-lengths", "10,54", "--batch-size", "2"), "--batch-size must be 1 with --document-lengths"),
+        (("--document-lengths", "10,x"), "--document-lengths must be integers separated by commas, got '10,x'"),
+    ],
+)
+def test_documents_that_cannot_be_are_refused(more: tuple[str, ...], message: str) -> None:
+    code, _, err = plan("--tokens", 64, "--context-parallel", 2, *more)
+    assert code == 2
+    assert message in err
+
+
 # -- the numbers --------------------------------------------------------------------------------------------------------------
 
 
