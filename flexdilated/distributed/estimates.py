@@ -55,7 +55,7 @@ def by_owner(rows: Spans, lent: Spans, limits: Integers, *, rates: Integers, hea
         names, size, spans = _by_name(spans, name)
         which, first, end, density, most = _densities(spans, size, **known)
         low, high = (np.searchsorted(limits, token, side="right") - 1 for token in (first, end - 1))
-        run, owner = expanded(low, high - low + 1)
+        run, owner = expanded(low, np.maximum(0, high - low + 1))  # runs of no tokens may lie between shards of none
         tokens = np.minimum(end[run], limits[owner + 1]) - np.maximum(first[run], limits[owner])
         pair = names[which[run]] // num_heads * num_ranks + owner
         table += np.rint(np.bincount(pair, tokens * (density * most[which])[run], len(table))).astype(np.int64)

@@ -272,9 +272,16 @@ def context_plan(
     """The plan of these integers; built once.
 
     Raises:
-        ValueError: If the pattern has more groups of heads than the model has heads.
+        ValueError: If the pattern has more groups of heads than the model has heads, or its numbers do not fit 64 bits.
     """
     pattern.check_heads(num_heads)
+    branches, widest = len(pattern.branches), max(pattern.dilation_rates)
+    # Branches are told apart by numbers that have places for residues, or for tokens of documents.
+    if branches * max(2 * widest, len(documents) * (sum(shard_lengths) + 1)) >= 1 << 62:
+        raise ValueError(
+            f"pattern must be such that branches times twice the largest rate, and times documents and tokens, are below 2**62, "
+            f"got {branches} branches, a rate of {widest}, {len(documents)} documents and {sum(shard_lengths)} tokens"
+        )
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -967,6 +967,32 @@ def test_they_tell_exactly_what_whole_segments_of_rate_1_are(monkeypatch: pytest
     assert plan.dealt.all()
     for kind, traffic in plan.estimated().items():
         assert (per_pair(traffic, 4) == exact[kind]).all()
+
+
+@given(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.booleans())
+def test_estimates_over_shards_without_tokens_are_those_without_such_shards(
+    before: int, between: int, behind: int, is_causal: bool
+) -> None:
+    pattern, lengths = DilatedPattern((512, 4000, 9000, 9001), (1, 2, 3, 4)), (1500, 2500, 4000, 1000)
+    holders = [before, before + 1 + between, before + 2 + between, before + 3 + 2 * between]
+    shards = [0] * (holders[-1] + 1 + behind)
+    for holder, length in zip(holders, lengths):
+        shards[holder] = length
+    empty, full = (context_plan(pattern, tuple(each), 4, range(4), 1, ((0, 9000),), is_causal) for each in (shards, lengths))
+    assert full.dealt.any()
+    borders = list(accumulate(lengths, initial=0))
+    parts = [(a, b) for a, b in zip(full._lent("kv", range(4)).first, full._lent("kv", range(4)).end)]
+    assert full.num_spans == sum(low < b and a < high for a, b in parts for low, high in pairwise(borders))
+    for kind, traffic in full.estimated().items():
+        expected = np.zeros((len(shards), len(shards)), np.int64)
+        expected[np.ix_(holders, holders)] = per_pair(traffic, 4)
+        assert (per_pair(empty.estimated()[kind], len(shards)) == expected).all()
+
+
+def test_numbers_that_64_bits_do_not_hold_are_refused() -> None:
+    for lengths, rates, tokens in (((8, 1 << 61), (2, 1 << 61), 32), ((1 << 57,) * 64, (1,) * 64, 1 << 57)):
+        with pytest.raises(ValueError, match=r"are below 2\*\*62, got"):
+            context_plan(DilatedPattern(lengths, rates), (tokens // 2,) * 2, 4, range(4), 1, ((0, tokens),), False)
 
 
 def test_common_patterns_are_counted_for_the_choice_and_hard_ones_are_not() -> None:
