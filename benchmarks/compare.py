@@ -53,6 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     run = json.loads(options.run.read_text())
+    if run["benchmarks"] and not any("ratios" in benchmark["extra_info"] for benchmark in run["benchmarks"]):
+        print("nothing to compare: these benchmarks are to look at")
+        for benchmark in run["benchmarks"]:
+            if benchmark["extra_info"]:
+                print(benchmark["name"], *(f"{key}={value}" for key, value in benchmark["extra_info"].items()))
+        return 0
     device_class, measured = read_run(run)
     if options.keep and any(benchmark["extra_info"].get("quick") for benchmark in run["benchmarks"]):
         parser.error("--keep must come with a run at full size, this one was --quick")

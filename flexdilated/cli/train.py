@@ -45,7 +45,8 @@ def train(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Files or folders to learn, as bytes; repeatable. Default: the sources of Python's standard library.",
+            help="Files or folders to learn, as bytes, whatever they hold, but names with a leading dot and --output; repeatable. "
+            "Default: the sources of Python's standard library.",
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoint, weights, picture and sample.")] = Path(
@@ -138,7 +139,7 @@ def train(
             )
             for name, each in patterns.items()
         }
-        corpus = load_corpus(text or [], sequence_length)
+        corpus = load_corpus(text or [], sequence_length, without=output)
         begun = started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS)
         with begun as (mesh, store), stop_held(store, rank, context_parallel):
             resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
@@ -172,6 +173,8 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: A
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
+    if trainer.begins_with and trainer.step == 0:
+        console.print(f"{name}: the weights that it begins with give {trainer.measure():.3f} bits per held-out byte")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -79,7 +79,7 @@ class Trainer:
         checkpoint.ensure_writable(folder)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
-        self._begins_with = "" if weights is None else weights.digest
+        self.begins_with = "" if weights is None else weights.digest
         if weights is not None:
             weights.give(self.model, config)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -204,6 +204,11 @@ class Trainer:
             span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
 
+    def measure(self) -> float:
+        """Bits per byte of the held-out sequences, as `evaluate`; where a rank is lost meanwhile, the others tell so."""
+        with losses_of_ranks(self.mesh, self.lost):
+            return self.evaluate()
+
     def lost(self, cause: str) -> RankLostError:
         """The error that tells of a lost rank: where this one stands, why, and what is kept."""
         latest = checkpoint.latest(self.folder)
@@ -224,7 +229,7 @@ class Trainer:
         return next((entry["held_out"] for entry in reversed(self.history) if "held_out" in entry), None)
 
     def _identity(self) -> dict[str, Any]:
-        return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16], "weights": self._begins_with}
+        return {**self.config.to_dict(), **asdict(self.options), "text": self.corpus.digest[:16], "weights": self.begins_with}
 
     def save(self) -> None:
         """Write the folder `checkpoint-<step>`, at rank 0; earlier ones are removed when it is whole.
@@ -259,10 +264,14 @@ class Trainer:
             identity = {**defaults, **state["identity"]}
             step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
             mine = json.loads(json.dumps(self._identity()))
+            if identity["weights"] != self.begins_with:
+                began = "with other --weights" if self.begins_with and identity["weights"] else "with --weights"
+                began = "without --weights" if not identity["weights"] else began
+                raise UserError(f"--resume must begin as the run in {self.folder} did, {began}; give the same command")
             for name, value in mine.items():
                 if identity.get(name) != value:
                     # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
-                    advice = "give the options, text and weights of that run, or start another in another --output"
+                    advice = "give the options and text of that run, or begin another in another --output with --weights"
                     raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
             tensors = self._tensors(step)
             checkpoint.read_tensors(tensors, path)

@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flexdilated.nn.config import LongNetConfig
-from flexdilated.nn.longnet import WEIGHTS_FILE, LongNetLM
+from flexdilated.nn.longnet import CONFIG_FILE, WEIGHTS_FILE, LongNetLM
+from flexdilated.training.checkpoint import latest
 from flexdilated.training.options import UserError
 
 CHOSEN = {"num_layers": "--layers", "embed_dim": "--embed-dim", "num_heads": "--heads"}  # by options of the command
@@ -43,12 +44,28 @@ def read_weights(folder: Path) -> Weights:
     Raises:
         UserError: If there is no whole model in it.
     """
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {_what_is(folder)}")
     try:
         model = LongNetLM.from_pretrained(folder)
         digest = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
     except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         raise UserError(f"--weights must be the folder of a saved model, got {folder}: {error}".splitlines()[0]) from None
     return Weights(model.config, model.state_dict(), digest[:16])
+
+
+def _what_is(folder: Path) -> str:
+    """Why a place holds no model, and where one may be."""
+    if folder.is_file():
+        return "a file; give the folder that it is in"
+    if not folder.is_dir():
+        return "no such folder"
+    for inner in (folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())):
+        if inner != folder and (inner / CONFIG_FILE).is_file():
+            return f"{inner} holds one"
+        if latest(inner) is not None:
+            return f"the run in {inner} is not finished; go on with it by --resume first"
+    return f"it holds no {CONFIG_FILE}"
 
 
 def _shape(config: LongNetConfig) -> dict[str, Any]:

@@ -89,6 +89,13 @@ def test_compare_keeps_no_quick_run(compare: ModuleType, tmp_path: Path, capsys:
     assert not (tmp_path / "cpu-x-2threads.json").exists()
 
 
+def test_benchmarks_without_ratios_are_to_look_at(compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"machine_info": {}, "benchmarks": [{"name": "launches[64]", "extra_info": {"pieces": 541, "launches": 7}}]}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert compare.main([str(tmp_path / "run.json")]) == 0
+    assert "launches[64] pieces=541 launches=7" in capsys.readouterr().out
+
+
 def test_compare_rejects_a_run_without_measurements(compare: ModuleType) -> None:
     with pytest.raises(ValueError, match="measurements of one class of machine, got \\[\\]"):
         compare.read_run({"machine_info": {}, "benchmarks": []})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from flexdilated.training import checkpoint
 from tests.commands import invoke
 from tests.training import runs
 
-RESUMED = "give the options, text and weights of that run, or start another in another --output"
+RESUMED = "give the options and text of that run, or begin another in another --output with --weights"
 
 
 def train(output: Path, text: Path, *more: str) -> tuple[int, str, str]:
@@ -60,8 +62,10 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     """Of other text, longer sequences and another pattern; held out at once what the other run ended with."""
     assert train(tmp_path / "first", text)[0] == 0
     weights = f"--weights={tmp_path / 'first' / 'dilated'}"
-    code, _, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
+    code, out, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
     assert code == 0, err
+    history = checkpoint.read_state(checkpoint.latest(tmp_path / "same" / "dilated"))["history"]  # type: ignore[arg-type]
+    assert f"the weights that it begins with give {history[-1]['held_out']:.3f} bits per held-out byte" in out
     before, after = (LongNetLM.from_pretrained(tmp_path / name / "dilated") for name in ("first", "same"))
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -74,7 +78,10 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True))
 
     code, _, err = train(tmp_path / "longer", text, *longer[:-1], "--resume")
-    assert (code, err.startswith("error: --resume must use the checkpoint's weights=")) == (2, True), err
+    assert (code, err) == (
+        2,
+        f"error: --resume must begin as the run in {tmp_path / 'longer' / 'dilated'} did, with --weights; give the same command\n",
+    )
     assert train(tmp_path / "longer", text, *longer, "--dense", "--resume")[0] == 0
 
 
@@ -117,6 +124,34 @@ def test_weights_must_be_whole_and_outside_of_the_run(tmp_path: Path, text: Path
         code, _, err = train(tmp_path / "other", text, f"--weights={folder}")
         assert (code, err.startswith("error: --weights must be the folder of a saved model, got ")) == (2, True), err
         assert len(err.splitlines()) == 1
+
+
+def test_what_stands_where_weights_should_is_told(tmp_path: Path, text: Path) -> None:
+    trainer = runs.make_trainer(tmp_path / "begun" / "dilated", text)
+    trainer.run(lambda now: os.kill(os.getpid(), signal.SIGINT) if now.step == 1 else None)
+    trainer.model.save_pretrained(tmp_path / "done" / "dilated")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "begun": f"the run in {tmp_path / 'begun' / 'dilated'} is not finished; go on with it by --resume first",
+        "begun/dilated": f"the run in {tmp_path / 'begun' / 'dilated'} is not finished; go on with it by --resume first",
+        "done": f"{tmp_path / 'done' / 'dilated'} holds one",
+        "done/dilated/config.json": "a file; give the folder that it is in",
+        "empty": "it holds no config.json",
+        "nothing": "no such folder",
+    }.items():
+        code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / name}")
+        assert (code, err) == (2, f"error: --weights must be the folder of a saved model, got {tmp_path / name}: {message}\n")
+
+
+def test_a_run_does_not_learn_what_it_writes(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(text.read_bytes())
+    assert train(folder / "runs", folder)[0] == 0
+    assert train(folder / "runs", folder, "--resume")[0] == 0
+    (tmp_path / "empty").mkdir()
+    code, _, err = train(tmp_path / "run", tmp_path / "empty")
+    assert (code, err) == (2, f"error: --text must hold files, found none in {tmp_path / 'empty'}\n")
 
 
 @pytest.mark.slow
