@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from flexdilated.distributed import spans
-from flexdilated.distributed.spans import Kept, Spans, has_rows, kept_below, rows_of
+from flexdilated.distributed.spans import Kept, Spans, has_rows, kept_below, portions, rows_of
 
 Span = tuple[int, int, int, int, int, int, int]  # branch, first, tokens, residue, residues, place, places
 
@@ -137,3 +137,11 @@ def test_few_offsets_are_looked_for(found: list[Span], expected: bool, looks: in
     with mock.patch.object(spans, "rows_of", side_effect=rows_of) as looked:
         assert has_rows(spans_of(found, HEADS), HEADS) == expected
     assert looked.call_count == looks
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 20))
+def test_portions_are_neighbours_of_not_much_more_than_the_most(sizes: list[int], most: int) -> None:
+    found = list(portions(np.array(sizes, np.int64), most))
+    assert [i for a, b in found for i in range(a, b)] == list(range(len(sizes)))
+    assert all(a < b and sum(sizes[a : b - 1]) < most for a, b in found)
+    assert len(found) <= 1 + sum(sizes) // most
