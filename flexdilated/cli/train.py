@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
     from flexdilated.distributed.answering import AnsweringStore
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
+PICTURE, SAMPLE = "loss.png", "sample.txt"
 PROMPT_BYTES, SAMPLE_BYTES = 64, 240
 
 
@@ -45,7 +46,7 @@ def train(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Files or folders to learn, as bytes, whatever they hold, but names with a leading dot and --output; repeatable. "
+            help="Files or folders to learn, as bytes, whatever they hold, but hidden ones and what the run writes; repeatable. "
             "Default: the sources of Python's standard library.",
         ),
     ] = None,
@@ -139,7 +140,7 @@ def train(
             )
             for name, each in patterns.items()
         }
-        corpus = load_corpus(text or [], sequence_length, without=output)
+        corpus = load_corpus(text or [], sequence_length, without=[output / name for name in (*RUNS, PICTURE, SAMPLE)])
         begun = started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS)
         with begun as (mesh, store), stop_held(store, rank, context_parallel):
             resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
@@ -209,10 +210,10 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
         table.add_row(name, f"{trainer.held_out:.3f}", speed, minutes)
     model, options = trainers["dilated"].model, trainers["dilated"].options
     histories = {name: trainer.history for name, trainer in trainers.items()}
-    write(draw_losses(histories, bytes_per_step=options.batch_size * options.sequence_length), output / "loss.png")
+    write(draw_losses(histories, bytes_per_step=options.batch_size * options.sequence_length), output / PICTURE)
     prompt = bytes(corpus.held_out[:PROMPT_BYTES].tolist())
     written = continued(model, prompt, num_bytes=SAMPLE_BYTES, temperature=0.7, seed=options.seed)
-    (output / "sample.txt").write_bytes(written)
+    (output / SAMPLE).write_bytes(written)
     console.print(table)
     console.print("sample (prompt in bold):")
     shown = Text(prompt.decode("utf-8", "replace"), style="bold")

@@ -42,10 +42,10 @@ class Corpus:
             yield torch.stack(rows[i : i + options.batch_size]).long()
 
 
-def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Path | None = None) -> Corpus:
+def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Sequence[Path] = ()) -> Corpus:
     """The bytes of files and of all files below folders; by default the sources of Python's standard library.
 
-    Below folders, names that begin with a dot are left out, and the folder `without`: what a run writes is not its text.
+    Below folders, names that begin with a dot are left out, and the files and folders `without`: what a run writes is not its text.
 
     Files come in the order of a hash of their names, so that the held-out end of the text is not one corner of it; those of one
     name in the order of their places below the given folders, whatever order the filesystem lists them in.
@@ -53,7 +53,7 @@ def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Path | 
     Raises:
         UserError: If a path is missing, unreadable or empty, or the text is too short for the sequence length.
     """
-    files = sorted(_files(paths, None if without is None else without.resolve()), key=_order)
+    files = sorted(_files(paths, [path.resolve() for path in without]), key=_order)
     if not files:
         raise UserError(f"--text must hold files, found none in {', '.join(map(str, paths))}")
     parts = []
@@ -79,7 +79,7 @@ def _order(file: tuple[Path, int, Path]) -> tuple[bytes, bytes, int]:
     return sha256(os.fsencode(place.name)).digest(), os.fsencode(place.as_posix()), given
 
 
-def _files(paths: Sequence[Path], without: Path | None) -> Iterator[tuple[Path, int, Path]]:
+def _files(paths: Sequence[Path], without: Sequence[Path]) -> Iterator[tuple[Path, int, Path]]:
     """Each file: its place below the path that was given, which path that was, and where it is."""
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -94,7 +94,7 @@ def _files(paths: Sequence[Path], without: Path | None) -> Iterator[tuple[Path, 
                 place = path.relative_to(given)
                 if any(part.startswith(".") for part in place.parts) or not path.is_file():
                     continue
-                if without is None or not path.resolve().is_relative_to(without):
+                if not any(path.resolve().is_relative_to(each) for each in without):
                     yield place, i, path
         elif given.is_file():
             yield Path(given.name), i, given

@@ -147,8 +147,10 @@ def test_a_run_does_not_learn_what_it_writes(tmp_path: Path, text: Path) -> None
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "a.txt").write_bytes(text.read_bytes())
-    assert train(folder / "runs", folder)[0] == 0
-    assert train(folder / "runs", folder, "--resume")[0] == 0
+    for output in (folder / "runs", folder):  # what else is in the folder is text
+        assert train(output, folder)[0] == 0
+        assert (output / "sample.txt").is_file()
+        assert train(output, folder, "--resume")[0] == 0
     (tmp_path / "empty").mkdir()
     code, _, err = train(tmp_path / "run", tmp_path / "empty")
     assert (code, err) == (2, f"error: --text must hold files, found none in {tmp_path / 'empty'}\n")
