@@ -16,6 +16,7 @@ Offsets = Literal["blocked", "interleaved"]
 HEADS: tuple[Heads, ...] = ("all", "grouped")
 OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 
+MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 
 
@@ -59,8 +60,8 @@ class DilatedPattern:
         detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
 
     Raises:
-        ValueError: If the tuples are empty or differ in length, a length is below 1, a rate is outside `[1, segment_length]`, or
-            a rule is unknown.
+        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is below 1, a rate is outside
+            `[1, segment_length]`, or a rule is unknown.
         TypeError: If a length or a rate is not an integer, or a flag is not a bool.
     """
 
@@ -76,6 +77,10 @@ class DilatedPattern:
         object.__setattr__(self, "dilation_rates", _integers("dilation_rates", self.dilation_rates))
         if not self.segment_lengths:
             raise ValueError("segment_lengths must hold at least one length, got ()")
+        if len(self.segment_lengths) > MAX_BRANCHES:
+            raise ValueError(
+                f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
+            )
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"dilation_rates must hold one rate per segment length={len(self.segment_lengths)}, got {self.dilation_rates}"

@@ -232,6 +232,12 @@ def test_all_heads_run_every_branch() -> None:
     assert [pattern.head_range(i, 1) for i in range(2)] == [range(1), range(1)]
 
 
+def test_a_pattern_has_at_most_256_branches() -> None:
+    assert len(DilatedPattern((8,) * 256, (1,) * 256).branches) == 256
+    with pytest.raises(ValueError, match=r"^segment_lengths must hold at most 256 lengths, one for each branch, got 257$"):
+        DilatedPattern((8,) * 257, (1,) * 257)
+
+
 def test_check_heads_refuses_a_grouped_branch_without_a_head() -> None:
     pattern = DilatedPattern.grouped((7, 11, 13), (1, 2, 3))
     with pytest.raises(
