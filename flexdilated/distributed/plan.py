@@ -78,15 +78,19 @@ class ContextPlan(CutSegments):
 
     def _spans(self, exchange: str, kind: str, receivers: range, senders: range) -> Spans:
         """What some ranks receive of some."""
-        whole = self.dealt if exchange == "heads" else np.zeros(len(self.dealt), bool)
+        whole = self.dealt if exchange == "heads" else np.zeros(int(self.begin[-1]), bool)
         found = []
-        if kind == "kv" or (kind == "q" and self.moves):  # else outputs belong to the tokens of their queries
+        if self._travels_by_rows(kind):
             found.append(self._row_spans(kind, np.flatnonzero(~whole), receivers, senders))
         if whole.any():
             found.append(self._head_spans(kind, receivers, senders))
         found = [spans for spans in found if len(spans.first)]
         spans = Spans.joined(found)
         return spans.where(np.argsort(spans.branch, kind="stable")) if len(found) > 1 else spans
+
+    def _travels_by_rows(self, kind: str) -> bool:
+        """Whether ranks may need rows of a kind for their own outputs: queries do not travel where these belong to their tokens."""
+        return kind == "kv" or (kind == "q" and self.moves)
 
     def _row_spans(self, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
         """Rows that the ranks of some segments need for their own outputs."""
@@ -212,8 +216,8 @@ class ContextPlan(CutSegments):
             if kind == "out" and not self.moves:
                 found[kind] = found["q"].reversed().ascending()
                 continue
-            by_rows = kind == "kv" or (kind == "q" and self.moves)
-            rows = self._row_spans(kind, np.flatnonzero(~self.dealt if by_rows else self.dealt[:0]), everyone, everyone)
+            by_rows = ~self.dealt if self._travels_by_rows(kind) else self.dealt[:0]
+            rows = self._row_spans(kind, np.flatnonzero(by_rows), everyone, everyone)
             table = by_owner(rows, self._lent(kind, everyone), self.limits, rates=self.rates, heads=heads, start=start)
             executor, owner = np.nonzero(table)
             traffic = Traffic(executor, owner, table[executor, owner])

@@ -265,8 +265,8 @@ class Trainer:
             step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
             mine = json.loads(json.dumps(self._identity()))
             if identity["weights"] != self.begins_with:
-                began = "with other --weights" if self.begins_with and identity["weights"] else "with --weights"
-                began = "without --weights" if not identity["weights"] else began
+                other = "other " if self.begins_with else ""
+                began = f"with {other}--weights" if identity["weights"] else "without --weights"
                 raise UserError(f"--resume must begin as the run in {self.folder} did, {began}; give the same command")
             for name, value in mine.items():
                 if identity.get(name) != value:

@@ -61,7 +61,7 @@ def _what_is(folder: Path) -> str:
     if not folder.is_dir():
         return "no such folder"
     for inner in (folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())):
-        if inner != folder and (inner / CONFIG_FILE).is_file():
+        if (inner / CONFIG_FILE).is_file():
             return f"{inner} holds one"
         if latest(inner) is not None:
             return f"the run in {inner} is not finished; go on with it by --resume first"

@@ -959,7 +959,7 @@ def test_spans_that_no_border_cuts_tell_about_what_each_rank_receives_and_sends(
         assert plan.rows_received("heads", "kv", rank) == exact["kv"][rank].sum()
 
 
-def test_they_tell_exactly_what_whole_segments_of_rate_1_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_tell_exactly_what_whole_segments_of_rate_1_are() -> None:
     """The union over branches, and the part in each shard, whoever owns it."""
     pattern = DilatedPattern((10_000, 9_000, 8_100), (1, 1, 1))
     plan = context_plan(pattern, (2500, 1, 2499, 5000), 4, range(4), 1, ((0, 10_000),), False)
