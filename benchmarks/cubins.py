@@ -1,8 +1,8 @@
 """Compile the Triton kernels for GPUs that are not here: registers, spilled stores, shared memory, instructions.
 
 `nox -s cubins` does so for everything that a launch can choose, and fails where a kernel does not fit, spills more than is kept in
-`benchmarks/cubins.json`, or lacks the tensor-core instructions of its GPU. `--write` keeps what it finds, there and in
-`docs/gpu-kernels.md`.
+`benchmarks/cubins.json`, or lacks the tensor-core instructions of its GPU. `--write` keeps what it finds there, and the dearest of
+each kernel in `docs/gpu-kernels.md`.
 """
 
 from __future__ import annotations
@@ -278,24 +278,19 @@ def configs(
                 yield config
 
 
-COLUMNS = "| GPU | D | dtype | asked | queries, keys, warps, stages | registers | spilled (in loops) | shared KiB | by |"
 SUMMARY = "| kernel | GPU | compiled | most registers | most spilled (most in loops) | most shared KiB | multiplies by |"
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """The dearest of every kernel on every GPU, then all entries, folded by kernel."""
-    kernels = list(dict.fromkeys(e["kernel"] for e in entries))
+    """The dearest of every kernel on every GPU."""
     lines = [SUMMARY, "|---" * 7 + "|"]
-    for kernel, level in itertools.product(kernels, LEVELS):
+    for kernel, level in itertools.product(dict.fromkeys(e["kernel"] for e in entries), LEVELS):
         some = [e for e in entries if (e["kernel"], e["level"]) == (kernel, level) and _is_launched(e)]
         if not some:
             continue
         by = ", ".join(sorted({e["products"] for e in some}))
         registers, spills, in_loops, shared = (max(e[name] for e in some) for name in ("registers", "spills", "in_loops", "shared"))
         lines.append(f"| {kernel} | sm_{level} | {len(some)} | {registers} | {spills} ({in_loops}) | {shared / 1024:.0f} | {by} |")
-    for kernel in kernels:
-        lines += ["", f":::{{dropdown}} All of `{kernel}`", "", COLUMNS, "|---" * 9 + "|"]
-        lines += [*(_row(e) for e in entries if e["kernel"] == kernel), ":::"]
     return "\n".join(lines)
 
 
@@ -306,13 +301,6 @@ def _is_launched(e: dict[str, Any]) -> bool:
 
 def _asks_descriptors(asked: str) -> bool:
     return "DESCRIBED" in ASKED[asked]
-
-
-def _row(e: dict[str, Any]) -> str:
-    return (
-        f"| sm_{e['level']} | {e['head_dim']} | {e['dtype']} | {e['asked']} | {_tiles(e)} | {e['registers']} "
-        f"| {e['spills']} ({e['in_loops']}) | {e['shared'] / 1024:.0f} | {e['products']} |"
-    )
 
 
 def _tiles(e: dict[str, Any]) -> str:
