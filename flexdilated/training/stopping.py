@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,18 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
     from flexdilated.distributed.answering import AnsweringStore
 
 STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
+STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: at once, and without\n"
 GIVEN_UP_SECONDS = 5.0  # the same where others have met the loss of this rank, or of another
 WATCH_SECONDS = 0.2  # between two looks at whether they have
 
 
 @contextmanager
-def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Signals ask to stop instead of stopping: a second one stops at once. One that was held since the start of a rank counts."""
+def stop_requested(*, tells: bool = False) -> Iterator[Callable[[], bool]]:
+    """Signals ask to stop instead of stopping: a second one stops at once. One that was held since the start of a rank counts.
+
+    Args:
+        tells: Whether the first is answered by a line of standard error, as it comes.
+    """
     asked = getattr(signal.getsignal(signal.SIGTERM), "asked", False)
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -35,6 +40,9 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        if tells:
+            with suppress(OSError):  # a closed one
+                os.write(2, STOPPING.encode())  # sys.stderr may be in the middle of a line of its own
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -180,7 +180,7 @@ class Trainer:
             RankLostError: If another rank ends. SIGTERM is ignored from then on: torchrun sends it to the ranks that are left.
         """
         self.model.train()
-        with stop_requested() as stop, losses_of_ranks(self.mesh, self.lost):
+        with stop_requested(tells=self.rank == 0) as stop, losses_of_ranks(self.mesh, self.lost):
             steps = span(self.mesh, self.step)
             if len(steps) > 1:
                 raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")

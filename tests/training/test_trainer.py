@@ -53,11 +53,12 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, text
         assert torch.equal(a, b)
 
 
-def test_second_signal_stops_at_once(tmp_path: Path, text: Path) -> None:
+def test_second_signal_stops_at_once(tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path / "run", text)
 
     def twice(_: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGINT)
+        assert "stopping after this step" in capfd.readouterr().err  # the first is answered as it comes
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
