@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
 from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
 from flexdilated.analysis.family import family
-from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.pairs import balance
+from flexdilated.analysis.lattice import checked, checked_documents
+from flexdilated.analysis.pairs import balance_of, count_pairs
 from flexdilated.analysis.ranks import DTYPES, count_rank_costs
 from flexdilated.pattern import Branch, DilatedPattern, at_least_one
 
@@ -56,6 +57,7 @@ class Choices:
     """What `choose_pattern` found."""
 
     num_tokens: int
+    document_lengths: tuple[int, ...]  # of one, or of packed documents
     num_heads: int
     is_causal: bool
     budget: int
@@ -77,6 +79,7 @@ def choose_pattern(
     goals: Iterable[Goal] | None = None,
     layers: int | None = None,
     is_causal: bool = False,
+    document_lengths: Iterable[int] | None = None,
     num_ranks: int = 1,
     head_dim: int = 64,
     dtype: str = "bfloat16",
@@ -104,6 +107,9 @@ def choose_pattern(
             all; if causal all but `"reach"`.
         layers: The most layers for `"reach"`. Default: any number.
         is_causal: Whether a query sees only keys at its own position and before.
+        document_lengths: Tokens of packed documents in their order, `num_tokens` in all, as attention with `cu_seqlens` takes them:
+            costs are counted over all of them, and over dense attention inside each; layers, span and window are those of the
+            longest. Seconds for a thousand different ones. Default: one document.
         num_ranks: Ranks that share the sequence, up to 64, for `"memory"` and `"traffic"`.
         head_dim: Elements per head, up to 4096, likewise.
         dtype: Of q, k and v, likewise.
@@ -111,11 +117,13 @@ def choose_pattern(
         most: How many to show, besides your own.
 
     Raises:
-        ValueError: If a number is below 1, a goal or measure is unknown, `layers` comes without its goal, or `"reach"` is asked of
-            causal attention, which meets it only as dense attention.
+        ValueError: If a number is below 1, a goal or measure is unknown, `layers` comes without its goal, documents do not add up
+            to N, or `"reach"` is asked of causal attention, which meets it only as dense attention.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(DilatedPattern((1,), (1,)), num_tokens, num_heads, is_causal=is_causal)
+    documents = checked_documents(num_tokens, document_lengths)
+    longest = max(documents)
     given = _several("patterns", patterns)
     for pattern in given:
         checked(pattern, num_tokens, num_heads)
@@ -146,26 +154,29 @@ def choose_pattern(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
 
+    def pairs(pattern: DilatedPattern) -> int:
+        return sum(map(sum, count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal, document_lengths=documents)))
+
     def cost(pattern: DilatedPattern) -> int:
         if measure == "pairs":
-            return pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
-        options = {"head_dim": head_dim, "dtype": dtype, "is_causal": is_causal}
+            return pairs(pattern)
+        options = {"head_dim": head_dim, "dtype": dtype, "is_causal": is_causal, "document_lengths": documents}
         ways = count_rank_costs(pattern, num_tokens, num_heads, num_ranks, **options).values()  # type: ignore[arg-type]
         (way,) = (way for way in ways if way.is_chosen)
         return way.memory_bytes if measure == "memory" else way.both_bytes
 
-    budget, budget_of = (budget, None) if budget is not None else _default_budget(cost, num_tokens, measure)
+    budget, budget_of = (budget, None) if budget is not None else _default_budget(cost, longest, measure)
 
     def judged(pattern: DilatedPattern) -> Choice:
-        found = _judged(pattern, num_tokens, num_heads, is_causal=is_causal)
+        found = _judged(pattern, documents, num_heads, is_causal=is_causal)
         return replace(found, unmet=_unmet(found, asked, layers))
 
     def paid(found: Choice) -> Choice:
         spent = found.pairs if measure == "pairs" else cost(found.pattern)
         return replace(found, cost=spent, within_budget=spent <= budget)
 
-    dense_pairs = DilatedPattern((num_tokens,), (1,)).count_pairs(num_tokens, num_heads, is_causal=is_causal)
-    known = [judged(pattern) for pattern in family(num_tokens, num_heads) if pattern not in given]
+    dense_pairs = pairs(DilatedPattern((longest,), (1,)))
+    known = [judged(pattern) for pattern in family(longest, num_heads) if pattern not in given]
     known = [each for each in known if each.pairs < dense_pairs] or known
     if is_causal:
         known = [each for each in known if len(each.pattern.branches) > 1] or known
@@ -176,7 +187,8 @@ def choose_pattern(
     mine = [replace(paid(judged(pattern)), is_given=True) for pattern in given]
     shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure) for each in mine]
     ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
-    return Choices(num_tokens, num_heads, is_causal, budget, budget_of, measure, dense_pairs, asked, ordered, tuple(meeting))
+    tried = tuple(meeting)
+    return Choices(num_tokens, documents, num_heads, is_causal, budget, budget_of, measure, dense_pairs, asked, ordered, tried)
 
 
 def _several(name: str, values: Iterable[T]) -> tuple[T, ...]:
@@ -185,9 +197,9 @@ def _several(name: str, values: Iterable[T]) -> tuple[T, ...]:
     return tuple(values)
 
 
-def _default_budget(cost: Callable[[DilatedPattern], int], num_tokens: int, measure: Measure) -> tuple[int, str]:
+def _default_budget(cost: Callable[[DilatedPattern], int], longest: int, measure: Measure) -> tuple[int, str]:
     """What one layer may cost if nobody says, and whose cost that is."""
-    dense = cost(DilatedPattern((num_tokens,), (1,)))
+    dense = cost(DilatedPattern((longest,), (1,)))
     if measure == "memory":
         return dense, "as dense attention"
     if measure == "traffic":
@@ -196,24 +208,29 @@ def _default_budget(cost: Callable[[DilatedPattern], int], num_tokens: int, meas
     return (published, "as LongNet's published pattern") if published <= dense else (dense, "as dense attention")
 
 
-def _judged(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool) -> Choice:
+def _judged(pattern: DilatedPattern, documents: tuple[int, ...], num_heads: int, *, is_causal: bool) -> Choice:
     """What is known without its cost."""
+    longest = max(documents)
     try:
-        layers = layers_to_cover(pattern, num_tokens, num_heads, is_causal=is_causal)
+        layers = layers_to_cover(pattern, longest, num_heads, is_causal=is_causal)
     except NotImplementedError:
         layers = None
-    try:
-        uncovered = count_uncovered(pattern, num_tokens, num_heads)
-    except NotImplementedError:
-        uncovered = None
-    window = max((min(length, num_tokens) for length, rate in pattern.branches if rate == 1), default=0)
-    even = balance(pattern, num_tokens, num_heads, is_causal=is_causal)
-    span = min(max(pattern.segment_lengths), num_tokens)
-    pairs = pattern.count_pairs(num_tokens, num_heads, is_causal=is_causal)
+    window = max((min(length, longest) for length, rate in pattern.branches if rate == 1), default=0)
+    counts = count_pairs(pattern, sum(documents), num_heads, is_causal=is_causal, document_lengths=documents)
+    pairs, imbalance = sum(map(sum, counts)), balance_of(counts).imbalance
+    span = min(max(pattern.segment_lengths), longest)
     missing = missing_residues(pattern, num_heads)
+    uncovered = 0 if not all(missing) else _uncovered(pattern, documents, num_heads)
     # A residue that the sequence is too short for is no loss.
-    partial = tuple(branch for branch, residues in zip(pattern.branches, missing) if any(r < num_tokens for r in residues))
-    return Choice(pattern, 0, pairs, layers, span, window, uncovered, partial, even.imbalance, (), False, False)
+    partial = tuple(branch for branch, residues in zip(pattern.branches, missing) if any(r < longest for r in residues))
+    return Choice(pattern, 0, pairs, layers, span, window, uncovered, partial, imbalance, (), False, False)
+
+
+def _uncovered(pattern: DilatedPattern, documents: tuple[int, ...], num_heads: int) -> int | None:
+    try:
+        return sum(times * count_uncovered(pattern, tokens, num_heads) for tokens, times in Counter(documents).items() if tokens)
+    except NotImplementedError:
+        return None
 
 
 def _unmet(found: Choice, goals: tuple[Goal, ...], layers: int | None) -> tuple[Goal, ...]:

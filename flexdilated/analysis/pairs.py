@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import Kept, alike, checked, each_block, meet, sum_exact
+from flexdilated.analysis.lattice import Kept, alike, checked, checked_documents, each_block, meet, sum_exact
 from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
@@ -26,7 +28,12 @@ class Balance(NamedTuple):
 
 
 def count_pairs(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    *,
+    is_causal: bool = False,
+    document_lengths: Iterable[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """How many (query, key) pairs each branch scores for each head; a pair that m branches join is in m of the counts.
 
@@ -38,33 +45,48 @@ def count_pairs(
         num_tokens: Sequence length N; in closed form, of any size.
         num_heads: Heads H. Under grouped-query attention these are key/value heads.
         is_causal: Whether a query sees only keys at its own position and before.
+        document_lengths: Tokens of packed documents, `num_tokens` in all, each cut in segments of its own. Default: one document.
 
     Returns:
         One tuple per branch, one integer per head in it.
 
     Raises:
-        ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
+        ValueError: If a number is below 1, `heads="grouped"` has more branches than heads, or documents do not add up to N.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    documents = Counter(checked_documents(num_tokens, document_lengths))
     counts = []
     for branch, (length, rate) in enumerate(pattern.branches):
+        segments = _segments(length, documents)
         by_offset: dict[int, int] = {}
         row = [0] * num_heads
         for head in pattern.head_range(branch, num_heads):
             offset = pattern.offset(branch, head, num_heads)
             if offset not in by_offset:
-                by_offset[offset] = _branch_pairs(Kept(min(length, num_tokens), rate, offset), num_tokens, is_causal=is_causal)
+                by_offset[offset] = _branch_pairs(Kept(length, rate, offset), segments, is_causal=is_causal)
             row[head] = by_offset[offset]
         counts.append(tuple(row))
     return tuple(counts)
 
 
-def _branch_pairs(kept: Kept, num_tokens: int, *, is_causal: bool) -> int:
-    whole, rest = divmod(num_tokens, kept.length)
-    rows = num_kept(kept.length, kept.rate, kept.offset), num_kept(rest, kept.rate, kept.offset)
-    each = [n * (n + 1) // 2 if is_causal else n * n for n in rows]
-    return whole * each[0] + each[1]
+def _segments(length: int, documents: Mapping[int, int]) -> Counter[int]:
+    """`{tokens: segments}` of a branch in `{tokens: documents}`."""
+    found: Counter[int] = Counter()
+    for tokens, times in documents.items():
+        whole, rest = divmod(tokens, length)
+        found[length] += times * whole
+        found[rest] += times
+    return found
+
+
+def _branch_pairs(kept: Kept, segments: Mapping[int, int], *, is_causal: bool) -> int:
+    """Of one head in `{tokens: segments}`."""
+    total = 0
+    for tokens, times in segments.items():
+        rows = num_kept(tokens, kept.rate, kept.offset)
+        total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
+    return total
 
 
 def count_flops(
@@ -101,7 +123,14 @@ def count_flops(
     return tuple(tuple(each * pairs for pairs in row) for row in counts)
 
 
-def balance(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> Balance:
+def balance(
+    pattern: DilatedPattern,
+    num_tokens: int,
+    num_heads: int,
+    *,
+    is_causal: bool = False,
+    document_lengths: Iterable[int] | None = None,
+) -> Balance:
     """How evenly the heads share the pairs: the least and the most of a head, and the mean.
 
     Args:
@@ -109,8 +138,15 @@ def balance(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
         num_tokens: As in `count_pairs`.
         num_heads: As in `count_pairs`.
         is_causal: As in `count_pairs`.
+        document_lengths: As in `count_pairs`.
     """
-    heads = [sum(column) for column in zip(*count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal))]
+    counts = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal, document_lengths=document_lengths)
+    return balance_of(counts)
+
+
+def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
+    """Of what `count_pairs` counted."""
+    heads = [sum(column) for column in zip(*counts)]
     return Balance(min(heads), max(heads), sum(heads) / len(heads))
 
 
@@ -174,6 +210,6 @@ def _multiplicities(
 
 def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
     if len(members) == 1:
-        return _branch_pairs(members[0], num_tokens, is_causal=is_causal)
+        return _branch_pairs(members[0], _segments(members[0].length, {num_tokens: 1}), is_causal=is_causal)
     blocks = each_block([each.length for each in members], num_tokens)
     return sum(times * sum_exact(meet(members, tokens), is_causal=is_causal) for tokens, times in blocks)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import checked
+from flexdilated.analysis.lattice import checked, checked_documents
 from flexdilated.distributed import cost
 from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
 from flexdilated.pattern import DilatedPattern, at_least_one
@@ -35,6 +36,7 @@ def count_rank_costs(
     dtype: str = "bfloat16",
     batch: int = 1,
     is_causal: bool = False,
+    document_lengths: Iterable[int] | None = None,
 ) -> dict[str, RankCost]:
     """What one attention layer over contiguous shards, as equal as can be, costs the busiest rank: `flexdilated plan` in numbers.
 
@@ -48,13 +50,14 @@ def count_rank_costs(
         dtype: Of q, k and v: float32, bfloat16, float16 or float64.
         batch: Sequences, up to 65536.
         is_causal: Whether a query sees only keys at its own position and before.
+        document_lengths: Tokens of packed documents in their order, `num_tokens` in all. Default: one document.
 
     Returns:
         By name, our exchanges `gather`, `ring` and `heads`, then `ring-all` (ring attention), `all-gather` and, where the ranks
         divide the heads, `ulysses`.
 
     Raises:
-        ValueError: If a number is below 1, a dtype is unknown, or some branch would have no head.
+        ValueError: If a number is below 1, a dtype is unknown, some branch would have no head, or documents do not add up to N.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
@@ -65,7 +68,10 @@ def count_rank_costs(
             raise ValueError(f"{name} must be at most {most}, got {value}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
-    layer = Layer(pattern, num_tokens, num_ranks, num_heads * group, num_heads, head_dim, dtype, batch, is_causal=is_causal)
+    documents = checked_documents(num_tokens, document_lengths)
+    if len(documents) > 1 and batch > 1:
+        raise ValueError(f"batch must be 1 with document_lengths, which pack a batch in one sequence, got {batch}")
+    layer = Layer(pattern, num_tokens, num_ranks, num_heads * group, num_heads, head_dim, dtype, batch, is_causal, documents)
     plan = layer_plan(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
     chosen = cost.choose(plan, budget=cost.default_budget(plan, **sizes), **layer.sizes)

@@ -30,6 +30,8 @@ CAUSAL = (
     "No causal pattern lets a token know of every earlier one, in any number of layers; nothing is known beyond the span's border"
 )
 
+DOCUMENTS = "\nPairs and bytes are those of all documents, each cut by itself; all else is of the longest."
+
 
 class GoalName(str, Enum):
     """`choose_pattern`'s goals as the command line spells them."""
@@ -77,6 +79,7 @@ def choose(
         int | None, typer.Option("--within-layers", help="The most layers for the goal reach. Default: any number.")
     ] = None,
     causal: options.CausalOption = False,
+    document_lengths: options.DocumentLengthsOption = None,
     ranks: Annotated[int, typer.Option("--context-parallel", help=f"Ranks that share the sequence, 1 to {MOST_RANKS}.")] = 1,
     head_dim: Annotated[int, typer.Option(help=f"Elements per head, 1 to {MOST_HEAD_DIM}, for memory and traffic.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
@@ -110,6 +113,7 @@ def choose(
     if layers is not None and (causal or (goal is not None and GoalName.REACH not in goal)):
         refuse(f"--within-layers must come with the goal reach, got {layers}; --goal reach asks for it, without --causal")
     options.dtype_named(dtype)
+    documents = options.documents_named(document_lengths, tokens)
     patterns = []
     if preset is not None or segment_lengths is not None:
         if preset is None and dilation_rates is None:
@@ -136,6 +140,7 @@ def choose(
             goals=None if goal is None else [each.value for each in goal],
             layers=layers,
             is_causal=causal,
+            document_lengths=documents,
             num_ranks=ranks,
             head_dim=head_dim,
             dtype=dtype,
@@ -153,7 +158,9 @@ def _print(console: Console, found: Choices) -> None:
     kind = "causal" if found.is_causal else "not causal"
     heads = f"{found.num_heads} head{'s' * (found.num_heads != 1)}"
     goals = ", ".join(found.goals) or "none"
-    console.print(Text(f"{found.num_tokens:,} tokens, {heads}, {kind}", style="bold"), soft_wrap=True)
+    some = found.document_lengths
+    documents = f" in {len(some):,} documents of {min(some):,} to {max(some):,}" if len(some) > 1 else ""
+    console.print(Text(f"{found.num_tokens:,} tokens{documents}, {heads}, {kind}", style="bold"), soft_wrap=True)
     whose = "" if found.budget_of is None else f", {found.budget_of} (--budget sets another)"
     console.print(Text(f"budget {found.budget:,} {UNITS[found.measure]}{whose}; goals: {goals}\n"), soft_wrap=True)
     if not found.shown:
@@ -175,4 +182,5 @@ def _print(console: Console, found: Choices) -> None:
     console.print()
     for number, each in enumerate(found.shown, 1):
         console.print(Text(f"{number} {each.why}"), soft_wrap=True)
-    console.print(Text("\n" + EXPLANATION.format(reach=CAUSAL if found.is_causal else REACH)), soft_wrap=True)
+    reach = CAUSAL if found.is_causal else REACH
+    console.print(Text("\n" + EXPLANATION.format(reach=reach) + DOCUMENTS * (len(some) > 1)), soft_wrap=True)

@@ -106,6 +106,20 @@ def integers(option: str, text: str) -> tuple[int, ...]:
     return values
 
 
+DocumentLengthsOption = Annotated[
+    str | None,
+    typer.Option(help="Tokens of packed documents, as in cu_seqlens: comma separated, --tokens in all. Default: one document."),
+]
+
+
+def documents_named(text: str | None, tokens: int) -> tuple[int, ...]:
+    """The lengths of `--document-lengths`; of one document where there is none."""
+    documents = (tokens,) if text is None else integers("--document-lengths", text)
+    if min(documents) < 0 or sum(documents) != tokens:
+        refuse(f"--document-lengths must be at least 0 and --tokens={tokens} in all, got {min(documents)} and {sum(documents)}")
+    return documents
+
+
 def check_range(option: str, value: int, most: int) -> None:
     """Refuse a number that is not in [1, most]."""
     if not 1 <= value <= most:

@@ -89,10 +89,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
     batch: Annotated[int, typer.Option("--batch-size", help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
     causal: options.CausalOption = False,
-    document_lengths: Annotated[
-        str | None,
-        typer.Option(help="Tokens of packed documents, as in cu_seqlens: comma separated, --tokens in all. Default: one document."),
-    ] = None,
+    document_lengths: options.DocumentLengthsOption = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
@@ -165,10 +162,8 @@ def plan(
         heads=kv_heads,
         counted=counted,
     )
-    documents = () if document_lengths is None else options.integers("--document-lengths", document_lengths)
-    if documents and (min(documents) < 0 or sum(documents) != tokens):
-        refuse(f"--document-lengths must be at least 0 and --tokens={tokens} in all, got {min(documents)} and {sum(documents)}")
-    if documents and batch > 1:
+    documents = options.documents_named(document_lengths, tokens)
+    if len(documents) > 1 and batch > 1:
         refuse(f"--batch-size must be 1 with --document-lengths, which pack a batch in one sequence, got {batch}")
     layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, causal, documents)
     _check_counts(layer)
@@ -234,7 +229,7 @@ def _report(
         "dtype": layer.dtype,
         "batch": layer.batch,
         "causal": layer.is_causal,
-        "document_lengths": list(layer.document_lengths or (layer.tokens,)),
+        "document_lengths": list(layer.document_lengths),
         "shards": {"largest": max(whole.shard_lengths), "smallest": min(whole.shard_lengths)},
         "memory_budget": budget,
         "speeds": speeds._asdict(),

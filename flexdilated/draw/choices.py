@@ -58,7 +58,9 @@ def draw_choices(choices: Choices) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     kind = "causal" if choices.is_causal else "not causal"
     heads = f"{choices.num_heads} head{'s' * (choices.num_heads != 1)}"
-    axes.set_title(f"{choices.num_tokens:,} tokens, {heads}, {kind}", fontsize=11, weight="bold", color=INK)
+    some = len(choices.document_lengths)
+    documents = f" in {some:,} documents" if some > 1 else ""
+    axes.set_title(f"{choices.num_tokens:,} tokens{documents}, {heads}, {kind}", fontsize=11, weight="bold", color=INK)
     figure.legend(loc="outside lower center", ncols=4, fontsize=10, frameon=False, handletextpad=0.3, columnspacing=1.2)
     return figure
 

@@ -137,9 +137,44 @@ def test_one_token_and_one_head_have_an_answer() -> None:
     assert choose_pattern(1, 1, budget=1).shown[0].layers == 0
 
 
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_documents_cost_what_all_of_them_do_and_reach_as_far_as_the_longest(measure: Measure, is_causal: bool) -> None:
+    documents = [61, 7, 0, 127, 61]
+    options: dict[str, Any] = {"is_causal": is_causal, "document_lengths": documents}
+    given = DilatedPattern((31, 128), (3, 3))  # of which two heads keep a part
+    found = choose_pattern(256, 2, measure=measure, num_ranks=3, head_dim=8, patterns=[given], **options)
+    assert found.document_lengths == (61, 7, 0, 127, 61)
+    assert found.dense_pairs == 2 * sum(n * (n + 1) // 2 if is_causal else n * n for n in documents)
+    for each in found.tried:
+        assert each.pairs == sum(each.pattern.count_pairs(n, 2, is_causal=is_causal) for n in documents if n)
+        assert each.span == min(127, max(each.pattern.segment_lengths))
+        if measure != "pairs":
+            ways = count_rank_costs(each.pattern, 256, 2, 3, head_dim=8, **options)
+            (way,) = (way for way in ways.values() if way.is_chosen)
+            assert each.cost == (way.memory_bytes if measure == "memory" else way.both_bytes)
+        if not is_causal:
+            assert each.layers is not None
+            assert reachable(each.pattern, 127, 2, layers=each.layers).all()
+            assert not reachable(each.pattern, 127, 2, layers=each.layers - 1).all()
+    (mine,) = (each for each in found.shown if each.is_given)
+    assert mine.uncovered == sum(count_uncovered(given, n, 2) for n in documents if n) > 0
+    assert choose_pattern(127, 2, document_lengths=[127]) == choose_pattern(127, 2)
+
+
+def test_rows_of_packed_documents_travel_less_than_those_of_one() -> None:
+    pattern = DilatedPattern((64, 512), (1, 2))
+    one = count_rank_costs(pattern, 512, 4, 4)["gather"]
+    packed = count_rank_costs(pattern, 512, 4, 4, document_lengths=[128] * 4)["gather"]
+    assert packed.both_bytes == 0 < one.both_bytes  # each document lies on one rank
+    with pytest.raises(ValueError, match=r"^batch must be 1 with document_lengths, which pack a batch in one sequence, got 2"):
+        count_rank_costs(pattern, 512, 4, 4, document_lengths=[128] * 4, batch=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"document_lengths": [5, 7]}, "document_lengths must be at least 0 and num_tokens=11 in all, got 5 and 12"),
         ({"budget": 0}, "budget must be at least 1, got 0"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),

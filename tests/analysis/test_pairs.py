@@ -44,6 +44,41 @@ def test_pairs_of_long_sequences_add_up(pattern: DilatedPattern, num_heads: int,
         assert sum(m * pairs for head in times for m, pairs in head.items()) == total
 
 
+@given(questions(), st.booleans(), st.lists(st.integers(0, 40), max_size=6))
+@settings(deadline=None, max_examples=60)
+def test_pairs_of_packed_documents_are_those_of_each(
+    question: tuple[DilatedPattern, int, int], is_causal: bool, others: list[int]
+) -> None:
+    pattern, num_tokens, num_heads = question
+    documents = [*others, num_tokens, num_tokens]
+    alone = [joined_by(pattern, tokens, num_heads, is_causal=is_causal) for tokens in documents if tokens]
+    expected = tuple(
+        tuple(sum(int(joined[branch][head].sum()) for joined in alone) for head in range(num_heads))
+        for branch in range(len(pattern.branches))
+    )
+    options = {"is_causal": is_causal, "document_lengths": documents}
+    assert count_pairs(pattern, sum(documents), num_heads, **options) == expected  # type: ignore[arg-type]
+    heads = [sum(column) for column in zip(*expected)]
+    even = balance(pattern, sum(documents), num_heads, **options)  # type: ignore[arg-type]
+    assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_heads)
+
+
+@pytest.mark.parametrize(
+    ("documents", "error", "message"),
+    [
+        ([5, 7], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got 5 and 12"),
+        ([12, -1], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got -1 and 11"),
+        ([], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got 0 and 0"),
+        ([5.0, 6.0], TypeError, r"document_lengths must be an integer, got 5\.0"),
+        (11, TypeError, "document_lengths must be a sequence of integers, got 11"),
+    ],
+)
+def test_refuses_documents_that_are_not_the_sequence(documents: object, error: type[Exception], message: str) -> None:
+    for count in (count_pairs, balance):
+        with pytest.raises(error, match=f"^{message}"):
+            count(DilatedPattern((4,), (1,)), 11, 2, document_lengths=documents)  # type: ignore[operator]
+
+
 def test_counts_are_exact_beyond_64_bits() -> None:
     length = 2**40
     assert count_pairs(DilatedPattern((length,), (1,)), length, 1) == ((length**2,),)

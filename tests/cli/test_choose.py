@@ -30,6 +30,17 @@ def test_says_whose_budget_it_takes_and_marks_what_leaves_rows_out() -> None:
     assert " some " not in out.partition("\n1 ")[2].partition("\n\n")[0]
 
 
+def test_packed_documents_are_counted_each_by_itself() -> None:
+    code, out, err = invoke("choose", "--tokens", 2060, "--heads", 4, "--document-lengths", "2000,7,53")
+    assert (code, err) == (0, "")
+    assert out.startswith("2,060 tokens in 3 documents of 7 to 2,000, 4 heads, not causal\n")
+    first = choose_pattern(2060, 4, document_lengths=[2000, 7, 53]).shown[0]
+    assert f" {first.cost:,} " in out
+    assert "Pairs and bytes are those of all documents, each cut by itself; all else is of the longest." in out
+    code, _, err = invoke("choose", "--tokens", 2060, "--document-lengths", "2000,7")
+    assert (code, err) == (2, "error: --document-lengths must be at least 0 and --tokens=2060 in all, got 7 and 2007\n")
+
+
 def test_writes_the_trade_off(tmp_path: Path) -> None:
     picture = tmp_path / "choice.png"
     arguments = ("--measure", "traffic", "--context-parallel", 3, "--causal", "--output", picture)
