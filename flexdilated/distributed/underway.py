@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
 from threading import Thread
+from types import FrameType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,14 +29,46 @@ CLOSING_TAG = (1 << 31) - 1
 CLOSING = 5.0  # seconds
 
 
-# By what threads are called that make no calls over ranks: this library's, a loader's, a progress bar's.
-CALLING_NOTHING = re.compile(rf"{OWN_THREAD}|QueueFeederThread|Thread-\d+ \(_pin_memory_loop\)")
+# The modules whose threads make no calls over ranks: queues of processes, loaders, the compiler, progress bars, loggers.
+CALLING_NOTHING = re.compile(
+    r"(multiprocessing\.queues|concurrent\.futures\.process|torch\.utils\.data\._utils\.pin_memory"
+    r"|torch\._inductor|tqdm|rich|tensorboard|tensorboardX|wandb)(\..*)?"
+)
+IDLE = 0.01  # seconds after which a thread that was given work has begun it
 
 
 def is_alone() -> bool:
     """Whether this is the only thread of the process that may begin messages."""
-    me, others = threading.current_thread(), threading.enumerate()
-    return all(each is me or CALLING_NOTHING.fullmatch(each.name) for each in others)
+    kinds = _others()
+    if "idle" in kinds and "calling" not in kinds:
+        time.sleep(IDLE)  # one may be about to run what this thread gave to it
+        kinds = _others()
+    return "calling" not in kinds
+
+
+def _others() -> set[str]:
+    """What the other threads of the process are."""
+    me, frames = threading.current_thread(), sys._current_frames()
+    others = [each for each in threading.enumerate() if each is not me and each.name != OWN_THREAD]
+    return {_kind(None if each.ident is None else frames.get(each.ident)) for each in others}
+
+
+def _kind(frame: FrameType | None) -> str:
+    """Of a thread in a frame: "quiet" (calls nothing), "idle" (a pool's without work, as compilers leave them) or "calling"."""
+    inner, own = frame, None
+    while frame is not None:
+        if frame.f_globals.get("__name__") != "threading":
+            own = frame
+        frame = frame.f_back
+    if inner is None or own is None:  # begins, or sleeps before it calls
+        return "calling"
+    if CALLING_NOTHING.fullmatch(own.f_globals.get("__name__", "")):
+        return "quiet"
+    # What a worker waits for comes from another thread: it has none to run, and there is none in its queue.
+    is_worker = inner.f_code.co_name == "_worker" and inner.f_globals.get("__name__") == "concurrent.futures.thread"
+    if is_worker and inner.f_locals.get("work_item") is None and inner.f_locals["work_queue"].empty():
+        return "idle"
+    return "calling"
 
 
 class Message(NamedTuple):

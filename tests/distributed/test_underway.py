@@ -1,8 +1,11 @@
 """Messages on their way, counted and brought to their end, by themselves."""
 
+import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -156,11 +159,72 @@ def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
     assert swap.error is None
 
 
-@pytest.mark.parametrize("name", [OWN_THREAD, "QueueFeederThread", "Thread-7 (_pin_memory_loop)", "worker"])
-def test_who_is_alone_has_no_thread_beside_that_may_call(name: str) -> None:
-    threads = [threading.current_thread(), threading.Thread(name=name)]
-    with mock.patch.object(threading, "enumerate", return_value=threads):
-        assert underway.is_alone() == (name != "worker")
+@contextmanager
+def beside(module: str, *, name: str | None = None) -> Iterator[None]:
+    """A thread whose code lies in a module, by its name."""
+    space: dict[str, Any] = {"__name__": module}
+    exec("def work(begun, ended):\n    begun.set()\n    ended.wait()\n", space)
+    begun, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=space["work"], args=(begun, ended), name=name)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("module", "is_quiet"),
+    [
+        ("multiprocessing.queues", True),
+        ("torch.utils.data._utils.pin_memory", True),
+        ("torch._inductor.compile_worker.subproc_pool", True),
+        ("tqdm._monitor", True),
+        ("rich.live", True),
+        ("richer", False),
+        ("__main__", False),
+        ("concurrent.futures.thread", False),
+    ],
+)
+def test_who_is_alone_has_no_thread_beside_that_may_call(module: str, is_quiet: bool) -> None:
+    assert underway.is_alone()
+    with beside(module):
+        assert underway.is_alone() == is_quiet
+    with beside("__main__", name=OWN_THREAD):
+        assert underway.is_alone()
+    timer = threading.Timer(60.0, print)  # which sleeps in the threading module before it calls
+    timer.start()
+    assert not underway.is_alone()
+    timer.cancel()
+    timer.join()
+    assert underway.is_alone()
+
+
+def test_a_pools_threads_call_nothing_while_they_have_nothing_to_do() -> None:
+    """torch.compile leaves one behind."""
+    begun, ended = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(int).result()
+        assert underway.is_alone()
+        task = pool.submit(lambda: (begun.set(), ended.wait()))
+        assert not underway.is_alone()  # whether or not its thread has begun it
+        begun.wait()
+        assert not underway.is_alone()
+        ended.set()
+        task.result()
+        assert underway.is_alone()
+
+
+def test_a_feeding_thread_of_a_queue_calls_nothing() -> None:
+    queue: multiprocessing.Queue[int] = multiprocessing.Queue()
+    queue.put(1)
+    assert [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+    assert underway.is_alone()
+    assert queue.get() == 1
+    queue.close()
+    queue.join_thread()
 
 
 def test_a_wait_that_outlives_its_step_ends_quietly() -> None:
