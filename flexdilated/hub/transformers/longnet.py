@@ -24,7 +24,7 @@ from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.longnet import LongNetLM
-from flexdilated.nn.position import XPos, token_positions
+from flexdilated.nn.position import SCALE_BASE, XPos, token_positions
 from flexdilated.nn.transformer import Block
 from flexdilated.pattern import DilatedPattern, is_integer
 
@@ -70,11 +70,17 @@ class LongNetHFConfig(PreTrainedConfig):
         dropout_p: float = 0.0,
         attention_dropout_p: float = 0.0,
         backend: str = "auto",
+        scale_base: float = SCALE_BASE,
         **options: Any,
     ) -> None:
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
         self.num_kv_heads, self.ffn_dim, self.position, self.tie_embeddings = num_kv_heads, ffn_dim, position, tie_embeddings
-        self.dropout_p, self.attention_dropout_p, self.backend = dropout_p, attention_dropout_p, backend
+        self.dropout_p, self.attention_dropout_p, self.backend, self.scale_base = (
+            dropout_p,
+            attention_dropout_p,
+            backend,
+            scale_base,
+        )
         self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         self.to_longnet()
         if options.get("tie_word_embeddings", False):

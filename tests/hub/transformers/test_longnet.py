@@ -1,5 +1,6 @@
 """LongNet as a model of the library."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,33 @@ def test_longnet_round_trip_by_the_auto_classes(tmp_path: Path, tied: bool) -> N
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     with torch.no_grad():
         assert half(tokens).logits.dtype == torch.bfloat16
+
+
+def test_longnet_has_every_field_of_longnets_configuration(tmp_path: Path) -> None:
+    config = LongNetConfig(
+        vocab_size=50,
+        embed_dim=32,
+        num_layers=1,
+        num_heads=4,
+        pattern=RAGGED,
+        num_kv_heads=2,
+        ffn_dim=31,
+        position="rotary",
+        scale_base=99.0,
+        tie_embeddings=False,
+        dropout_p=0.1,
+        attention_dropout_p=0.2,
+        backend="sdpa",
+    )
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    assert all(getattr(config, name) != default for name, default in fields.items())
+    values = {name: getattr(config, name) for name in fields if name != "pattern"}
+    found = hub.LongNetHFConfig(dilated_pattern=RAGGED, **values)
+    assert found.to_longnet() == config
+    found.save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).to_longnet() == config
+    with_defaults = {name: default for name, default in fields.items() if default is not dataclasses.MISSING}
+    assert all(getattr(hub.LongNetHFConfig().to_longnet(), name) == default for name, default in with_defaults.items())
 
 
 def test_longnet_equals_longnet_lm_and_its_loss() -> None:
