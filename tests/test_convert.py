@@ -111,6 +111,34 @@ def test_converted_transformer_encoder_layer_leaves_its_fused_path(is_training: 
     assert (dilated - dense).abs().max() > 0.01
 
 
+class Lora(nn.Module):
+    """An adapter that shows no weight of what it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_converted_transformer_encoder_takes_adapters_in_evaluation_too(is_training: bool) -> None:
+    model, x = convert(encoder(dropout=0.0), DENSE).train(is_training), draw()
+    plain = copy.deepcopy(model)
+    for layer, other in zip(model.layers, plain.layers):
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            projection, adapter = getattr(other.self_attn, name), Lora(getattr(layer.self_attn, name))
+            setattr(layer.self_attn, name, adapter)
+            with torch.no_grad():
+                for parameter, more in zip((projection.weight, projection.bias), adapter.more.parameters()):
+                    parameter += more
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            torch.testing.assert_close(model(x), plain(x), **EXACT)
+            torch.testing.assert_close(model(x, src_key_padding_mask=padding()), plain(x, src_key_padding_mask=padding()), **EXACT)
+
+
 def test_converted_transformer_encoder_is_causal_under_a_causal_mask() -> None:
     model, x = encoder(dropout=0.0).eval(), draw()
     mask = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
@@ -205,7 +233,44 @@ def quantizable() -> nn.MultiheadAttention:
     return quantized.MultiheadAttention(EMBED, HEADS, batch_first=True)
 
 
+class OwnCall(nn.MultiheadAttention):
+    def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        return super().__call__(*args, **kwargs)[0] * 2, None
+
+
+def wrapped() -> nn.MultiheadAttention:
+    """As accelerate's hooks wrap the forward of one module."""
+    module = attention()
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0] * 3, None)
+    return module
+
+
+def projected(**options: object) -> nn.MultiheadAttention:
+    module = attention(bias=False) if "bias" not in options else attention()
+    module.out_proj = nn.Linear(EMBED, **{"out_features": EMBED, "dtype": torch.float64, **options})
+    return module
+
+
 REFUSED = {
+    "wrapped forward": (wrapped, "must have no forward of its own, got one beside its class's"),
+    "own call": (lambda: OwnCall(EMBED, HEADS, batch_first=True), "must have no forward of its own, got one beside"),
+    "bias of one": (
+        projected,
+        r"must have an out_proj like its in_proj, of shape \(10, 10\) in float64 on cpu without bias, got .* with bias",
+    ),
+    "bias of the other": (
+        lambda: projected(bias=False),
+        r"must have an out_proj like its in_proj, of .* with bias, got .* without bias",
+    ),
+    "narrow": (
+        lambda: projected(bias=True, out_features=1),
+        r"must have an out_proj like its in_proj, of .*, got shape \(1, 10\) in float64",
+    ),
+    "other dtype": (
+        lambda: projected(bias=True, dtype=torch.float32),
+        r"must have an out_proj like its in_proj, of .*, got .* in float32",
+    ),
     "state dict hooks": (watched, "must have no hooks of its own, got some; remove them"),
     "adapter": (adapted, r"must have a plain out_proj, got \S*\.Adapted; convert before adapters or quantization are added"),
     "weights": (packed, "must have plain weights, got a Packed; convert before they are sharded or quantized"),

@@ -25,11 +25,16 @@ def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Refuse a module whose hooks, those of its state dict too, or parametrizations a replacement would lose.
+    """Refuse a module whose call, hooks, those of its state dict too, or parametrizations a replacement would lose.
 
     Raises:
-        ValueError: If it has any.
+        ValueError: If it has any of its own.
     """
+    # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance.
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        raise ValueError(
+            "module must have no forward of its own, got one beside its class's; take it away, and wrap it again afterwards"
+        )
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError("module must have no parametrized weights of its own, got some; remove the parametrizations first")
     calls = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

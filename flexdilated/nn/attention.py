@@ -176,12 +176,12 @@ class MultiheadDilatedAttention(nn.Module):
     _qkv_same_embed_dim = False
 
     @property
-    def in_proj_weight(self) -> Tensor:
-        return self.q_proj.weight
+    def in_proj_weight(self) -> Tensor | None:
+        return getattr(self.q_proj, "weight", None)  # an adapter may show none
 
     @property
     def in_proj_bias(self) -> Tensor | None:
-        return self.q_proj.bias
+        return getattr(self.q_proj, "bias", None)
 
     def __init__(
         self,
@@ -262,7 +262,8 @@ class MultiheadDilatedAttention(nn.Module):
             is_causal: As in the constructor, like all that follow.
 
         Raises:
-            ValueError: If the module is sequence-first, projects keys or values from another width, or adds keys of its own.
+            ValueError: If the module is sequence-first, projects keys or values from another width, adds keys of its own, or has
+                an output projection of another shape, dtype or device, or with a bias where the others have none.
         """
         if not module.batch_first:
             raise ValueError("module must have batch_first=True, got batch_first=False")
@@ -270,7 +271,10 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"module must project from one width={module.embed_dim}, got kdim={module.kdim}, vdim={module.vdim}")
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module must not add keys of its own, got add_bias_kv or add_zero_attn")
-        weight = module.in_proj_weight
+        weight, out = module.in_proj_weight, module.out_proj
+        inner = _kind((module.embed_dim,) * 2, weight, module.in_proj_bias)
+        if (outer := _kind(tuple(out.weight.shape), out.weight, out.bias)) != inner:
+            raise ValueError(f"module must have an out_proj like its in_proj, of {inner}, got {outer}")
         converted = cls(
             module.embed_dim,
             module.num_heads,
@@ -289,11 +293,11 @@ class MultiheadDilatedAttention(nn.Module):
         with torch.no_grad():
             for projection, part in zip(projections, weight.chunk(3)):
                 projection.weight.copy_(part)
-            converted.out_proj.weight.copy_(module.out_proj.weight)
+            converted.out_proj.weight.copy_(out.weight)
             if module.in_proj_bias is not None:
                 for projection, part in zip(projections, module.in_proj_bias.chunk(3)):
                     projection.bias.copy_(part)
-                converted.out_proj.bias.copy_(module.out_proj.bias)
+                converted.out_proj.bias.copy_(out.bias)
         return converted.train(module.training)
 
     @tells_others
@@ -413,6 +417,12 @@ class MultiheadDilatedAttention(nn.Module):
             raise NotImplementedError(f"cache must come without dropout, got {self.attention.dropout_p}; call eval() first")
         if cache.pattern != self.attention.pattern:
             raise ValueError(f"cache must be for the layer's pattern={self.attention.pattern}, got {cache.pattern}")
+
+
+def _kind(shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> str:
+    """A projection in words."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return f"shape {shape} in {dtype} on {weight.device} {'without' if bias is None else 'with'} bias"
 
 
 # An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too. No CUDA

@@ -256,6 +256,12 @@ def extended() -> nn.Module:
     return module
 
 
+def wrapped() -> nn.Module:
+    module = Attention(DIM, HEADS)
+    module.forward = module.forward
+    return module
+
+
 def hooked() -> nn.Module:
     module = Attention(DIM, HEADS)
     module.register_forward_pre_hook(lambda *_: None)
@@ -268,6 +274,7 @@ def hooked() -> nn.Module:
         (lambda: Renamed(DIM, HEADS), r"module must have the forward of timm's attention, got that of \S*\.Renamed"),
         (extended, r"module must have the parts and arguments of timm 1.0.31, got others: \['relative'\]; use that version"),
         (hooked, "module must have no hooks of its own, got some; remove them"),
+        (wrapped, "module must have no forward of its own, got one beside its class's; take it away"),
     ],
 )
 def test_convert_rejects_a_module_by_its_path(build: Callable[[], nn.Module], message: str) -> None:

@@ -382,6 +382,7 @@ def test_replacement_rejects_an_attention_itself_and_says_what_to_do() -> None:
 REFUSED = {
     "cross": (lambda module: setattr(module, "self_attention", False), "module must be self-attention, got"),
     "decoder": (lambda module: setattr(module, "encoder_decoder_attention", True), "module must be self-attention, got"),
+    "forward": (lambda module: setattr(module, "forward", print), "module must have no forward of its own, got one beside"),
     "hooks": (lambda module: module.register_forward_pre_hook(lambda *_: None), "module must have no hooks of its own, got some"),
     "rates": (
         lambda module: setattr(module, "args", options(dilated_ratio=[1, 17])),
