@@ -368,8 +368,7 @@ class MultiheadDilatedAttention(nn.Module):
             if x.shape != query.shape:
                 want = f"must have the shape of query={tuple(query.shape)}"
                 raise ValueError(f"{name} {want}, got {tuple(x.shape)}; use nn.MultiheadAttention for cross-attention")
-        if key_padding_mask is not None and key_padding_mask.is_floating_point():
-            key_padding_mask = (refuse_float_mask if writes_onnx() else _ignored)(key_padding_mask)
+        key_padding_mask = ignored_keys(key_padding_mask)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
             return self._attend(query[None], key[None], value[None], mask, is_causal, rotation, options)[0], None
@@ -425,13 +424,24 @@ def _kind(shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> str:
     return f"shape {shape} in {dtype} on {weight.device} {'without' if bias is None else 'with'} bias"
 
 
+def ignored_keys(mask: Tensor | None) -> Tensor | None:
+    """The bool mask of a key padding mask that may be in floating point, as `nn.TransformerEncoderLayer` passes such.
+
+    Raises:
+        ValueError: If it holds others than 0 and -inf.
+    """
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return (refuse_float_mask if writes_onnx() else _ignored)(mask)
+
+
 # An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too. No CUDA
 # graph can.
 
 
 @torch.library.custom_op("flexdilated::ignored_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _ignored(mask: Tensor) -> Tensor:
-    """The bool mask that a float mask of 0 and -inf stands for (`nn.TransformerEncoderLayer` passes such)."""
+    """The bool mask that a float mask of 0 and -inf stands for."""
     ignored = mask == -math.inf
     if bool((~ignored & (mask != 0)).any()):
         raise ValueError(

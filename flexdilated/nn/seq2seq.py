@@ -18,7 +18,7 @@ from flexdilated.attention import dilated_attention
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import tells_others
-from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.attention import MultiheadDilatedAttention, ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 
@@ -65,11 +65,12 @@ class CrossAttention(nn.Module):
         shard_lengths: Sequence[int] | None = None,
         key_shard_lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, None]:
-        """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`.
+        """`(B, N, embed_dim)` from query of that shape and key, value `(B, M, embed_dim)`; the mask is `(B, M)`, bool or float.
 
         With a mesh they are this rank's shards; `shard_lengths` are the queries of each rank, `key_shard_lengths` the keys, by
         default as many as here.
         """
+        key_padding_mask = ignored_keys(key_padding_mask)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
         if self.mesh is not None:
             out = self._attend_shards(q, k, v, key_padding_mask, shard_lengths, key_shard_lengths)
@@ -78,8 +79,11 @@ class CrossAttention(nn.Module):
             if lengths is not None:
                 raise ValueError(f"{name} must come with mesh, got {tuple(lengths)} and no mesh")
         dropout_p = self.dropout_p if self.training else 0.0
+        seen = None
+        if key_padding_mask is not None:  # what is ignored may be NaN, which no mask of scores takes out
+            k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+            seen = ~key_padding_mask[:, None, None]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N or M, D)
-        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
@@ -192,7 +196,7 @@ class LongNet(nn.Module):
         decoder_is_causal: Whether a target token sees only those before it.
         cross_is_causal: Whether a target token sees only the memory up to its own position; only in dilated cross-attention.
         cross_attention: `"dilated"`, between sides of equal length, or `"dense"`, as in torchscale, between any.
-        backend: `"auto"` or the name of an engine.
+        backend: `"auto"` or the name of an engine, of all dilated attention; dense cross-attention is torch's own.
         mesh: A 1-D `DeviceMesh` over which both sequences are sharded, such as `mesh["cp"]`: `forward` takes this rank's contiguous
             shards and gives that of the output. Dense cross-attention is then one branch that keeps everything, over as many rows
             on each rank as the longer side has there. Default: the sequences are whole.
@@ -310,8 +314,9 @@ class LongNet(nn.Module):
         Args:
             src: `(B, N, d_model)`.
             tgt: `(B, N, d_model)`; as long as src under dilated cross-attention.
-            src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention.
-            tgt_key_padding_mask: `(B, N)` bool, True where a target token is ignored.
+            src_key_padding_mask: `(B, N)` bool, True where a source token is ignored, in the encoder and by cross-attention; or in
+                floating point, 0 and -inf.
+            tgt_key_padding_mask: `(B, N)`, the same of target tokens.
             shard_lengths: With a mesh, where all of the above are this rank's shards: source tokens of each rank, the same on every
                 rank. Default: equally many.
             tgt_shard_lengths: With a mesh: target tokens of each rank. Default: `shard_lengths`, or equally many without it.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import flexdilated
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, reference
 from flexdilated.nn import LongNet
+from flexdilated.nn.seq2seq import CrossAttention
 from tests.tolerances import EXACT
 
 BATCH, TOKENS, EMBED, HEADS, FFN = 2, 23, 15, 5, 31
@@ -152,6 +153,34 @@ def touched(module: LongNet, which: str, place: int) -> Tensor:
     before = module(**inputs)
     inputs[which][:, place] += draw(EMBED)  # a constant would vanish in the LayerNorms
     return (module(**inputs) != before).any(dim=-1)[0]
+
+
+@pytest.mark.parametrize("cross", ["dilated", "dense"])
+def test_ignored_source_tokens_may_hold_anything_and_masks_floats(cross: str) -> None:
+    net, src, tgt = model(cross_attention=cross), draw(), draw()
+    ignored = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    ignored[0, 9:], ignored[1, 20:] = True, True
+    expected = net(src, tgt, src_key_padding_mask=ignored)
+    assert expected.isfinite().all()
+    for wild in (math.nan, math.inf, 1e300):
+        out = net(src.masked_fill(ignored[..., None], wild), tgt, src_key_padding_mask=ignored)
+        torch.testing.assert_close(out, expected, **EXACT)
+    as_floats = torch.zeros(BATCH, TOKENS, dtype=torch.float64).masked_fill(ignored, -math.inf)
+    torch.testing.assert_close(net(src, tgt, src_key_padding_mask=as_floats), expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="key_padding_mask must be bool, or float with only 0 and -inf, got other values"):
+        net(src, tgt, src_key_padding_mask=as_floats.clamp(min=-1.0))
+
+
+def test_gradients_of_dense_cross_attention_leave_ignored_keys_out() -> None:
+    layer, query, memory = CrossAttention(EMBED, HEADS).double(), draw().requires_grad_(), draw(BATCH, 11, EMBED)
+    ignored = torch.arange(11).expand(BATCH, -1) >= torch.tensor([[4], [11]])
+    found = []
+    for wild in (0.5, math.nan):
+        keys = memory.masked_fill(ignored[..., None], wild).requires_grad_()
+        out = layer(query, keys, keys, ignored)[0]
+        found.append((out, *torch.autograd.grad(out.square().sum(), (query, keys))))
+    torch.testing.assert_close(found[1], found[0], **EXACT)
+    assert not found[0][2][ignored].any()
 
 
 def test_longnet_by_default_reads_all_of_its_segment_and_writes_left_to_right() -> None:
