@@ -83,6 +83,8 @@ def coordinate_order(coordinates: Tensor, *, order: Curve = "hilbert") -> Order:
         raise ValueError(f"coordinates must have shape (N, 2), got {tuple(coordinates.shape)}; {ONE_DIMENSIONAL}")
     if coordinates.dtype == torch.bool or coordinates.is_floating_point() or coordinates.is_complex():
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
+    if torch.compiler.is_compiling():  # the box is a matter of values
+        return _with_inverse(_along_coordinates(coordinates, order))
     if not len(coordinates):
         empty = torch.empty(0, dtype=torch.int64, device=coordinates.device)
         return Order(empty, empty.clone())
@@ -155,6 +157,22 @@ def _order(rows: Tensor, columns: Tensor, height: int, width: int, order: Curve)
             _, occupied = rows.unique(return_inverse=True)
             columns = torch.where(occupied % 2 == 1, width - 1 - columns, columns)
         permutation = (rows * width + columns).argsort(stable=True)
+    return _with_inverse(permutation)
+
+
+# No CUDA graph can look at values.
+@torch.library.custom_op("flexdilated::coordinate_order", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _along_coordinates(coordinates: Tensor, order: str) -> Tensor:
+    """The permutation of `coordinate_order`."""
+    return coordinate_order(coordinates, order=order).permutation  # type: ignore[arg-type]
+
+
+@_along_coordinates.register_fake
+def _(coordinates: Tensor, order: str) -> Tensor:
+    return torch.empty_like(coordinates[:, 0], dtype=torch.int64).contiguous()
+
+
+def _with_inverse(permutation: Tensor) -> Order:
     inverse = torch.empty_like(permutation)
     inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
     return Order(permutation, inverse)

@@ -136,7 +136,7 @@ class LongNetViT(nn.Module):
         """Embeddings of a batch of slides.
 
         Args:
-            x: Tile embeddings, `(B, N, in_chans)`, in the dtype of the parameters, or any under autocast.
+            x: Tile embeddings, `(B, N, in_chans)`, in the dtype of the parameters; under autocast float32, bfloat16 or float16.
             coords: Upper left corners of the tiles in pixels, `(B, N, 2)`, integer, float32 or float64 whatever the dtype of the
                 model. Each lies in `[0, slide_ngrids * tile_size)`.
             all_layer_embed: Whether to return one entry per layer, the embedded tiles first: `depth + 1`.
@@ -325,8 +325,9 @@ class LongNetViT(nn.Module):
         if coords.shape != (*x.shape[:2], 2):
             raise ValueError(f"coords must have shape (B, N, 2)={(*x.shape[:2], 2)}, got {tuple(coords.shape)}")
         weight = self.cls_token
-        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
-            raise TypeError(f"x must have the dtype of the model={weight.dtype} outside autocast, got {x.dtype}")
+        is_cast = autocast_dtype(x.device) is not None and x.is_floating_point() and x.dtype != torch.float64
+        if x.dtype != weight.dtype and not is_cast:
+            raise TypeError(f"x must have the dtype of the model={weight.dtype}, or another that autocast casts, got {x.dtype}")
         half = coords.dtype.itemsize < 4 and coords.is_floating_point()
         if half or coords.is_complex() or coords.dtype == torch.bool:
             raise TypeError(f"coords must be integer, float32 or float64, whatever the dtype of the model, got {coords.dtype}")

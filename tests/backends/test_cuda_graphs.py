@@ -24,6 +24,7 @@ ON_HOST = (
     "context_parallel_backward",
     "unshard",
     "ignored_keys",
+    "coordinate_order",
     "block_lists",
 )
 CAPTURED = ("mixture", "mixture_backward", "rotary_angles", "xpos_decay", "gelu")

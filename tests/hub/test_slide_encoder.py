@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.hub.gigapath import LongNetViT, tile_positions
+from flexdilated.ordering import ORDERS
 from tests.tolerances import EXACT, NAIVE_FACTOR
 
 IN_CHANS, EMBED, HEADS, DEPTH = 7, 24, 3, 3
@@ -199,7 +200,7 @@ def test_slides_without_padding_give_what_each_gives_alone() -> None:
         (
             {"x": torch.zeros(1, 5, 7)},
             TypeError,
-            "x must have the dtype of the model=torch.float64 outside autocast, got torch.float32",
+            "x must have the dtype of the model=torch.float64, or another that autocast casts, got torch.float32",
         ),
         ({"coords": torch.zeros(1, 4, 2)}, ValueError, "coords must have shape (B, N, 2)=(1, 5, 2), got (1, 4, 2)"),
         ({"coords": None}, TypeError, "coords must be a tensor, got NoneType"),
@@ -262,8 +263,19 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)  # 160 samples: the standard error is 6 %
 
 
-def test_compiles_as_one_graph_for_any_number_of_tiles() -> None:
-    model = encoder_model()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
+def test_takes_what_autocast_casts_and_no_other_dtype(dtype: torch.dtype) -> None:
+    model, (x, coords) = encoder_model().float(), draw_slides()
+    with torch.autocast("cpu"):
+        expected = model(x.float(), coords)[0]
+        torch.testing.assert_close(model(x.bfloat16(), coords)[0], expected, rtol=0.1, atol=0.1)
+        with pytest.raises(TypeError, match=rf"^x must have the dtype of the model=torch.float32, or another .*, got {dtype}$"):
+            model(x.to(dtype), coords)
+
+
+@pytest.mark.parametrize("order", [None, *ORDERS])
+def test_compiles_as_one_graph_for_any_number_of_tiles(order: str | None) -> None:
+    model = encoder_model(order=order)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for count in (40, 57, 71):
         x, coords = draw_slides(1, count)
