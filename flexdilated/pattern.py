@@ -141,7 +141,10 @@ class DilatedPattern:
 
         Raises:
             ValueError: If a key is unknown, or the lengths or rates are missing.
+            TypeError: If the values are no mapping, or one has the wrong type.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"pattern must be a mapping, got {values!r}")
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

@@ -28,7 +28,7 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Draw among the likeliest bytes that together reach this probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bytes drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the bytes drawn.")] = 0,
     device: CudaDeviceOption = "auto",
 ) -> None:
     """Continue a text with a trained model, and print both. Time and memory per byte do not grow with the length of the text."""

@@ -21,7 +21,7 @@ from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
 from flexdilated.nn.config import LongNetConfig
-from flexdilated.nn.position import scale_base_for
+from flexdilated.nn.position import SCALE_BASE, scale_base_for
 from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
@@ -84,7 +84,7 @@ def train(
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up; then a cosine to a tenth.")] = 20,
     weight_decay: Annotated[float, typer.Option(min=0.0, help="Decay of the weight matrices.")] = 0.1,
     clip: Annotated[float, typer.Option(min=1e-6, help="Largest norm of the gradient.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**40, help="Of weights and batches.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Steps between measurements on held-out text.")] = 20,
     eval_sequences: Annotated[int, typer.Option(min=1, help="Held-out sequences per measurement.")] = 8,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 40,
@@ -127,7 +127,8 @@ def train(
             compile=compiled,
         )
         weights = None if begin_with is None else _weights(begin_with, output)
-        scale_base = max(scale_base_for(sequence_length), 0.0 if weights is None else weights.config.scale_base)
+        begun_with = SCALE_BASE if weights is None else weights.config.scale_base
+        scale_base = scale_base_for(sequence_length, begun_with)
         patterns = {"dilated": pattern} | ({"dense": _dense(pattern, sequence_length)} if dense_too else {})
         configs = {
             name: LongNetConfig(
@@ -149,6 +150,10 @@ def train(
                 f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
                 f"{place} in {options.dtype}{ranks}, torch {torch.__version__}"
             )
+            if weights is not None and scale_base != begun_with:
+                console.print(
+                    f"positions decay over {scale_base:g} tokens, not {begun_with:g} as in --weights: sequences are longer"
+                )
             if (reach := max(pattern.segment_lengths)) < sequence_length:
                 console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
             trainers = {

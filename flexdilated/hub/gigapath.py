@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.hub.slide_encoder import LongNetViT as LongNetViT
@@ -138,18 +139,18 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     weights = checkpoint.get("model") if isinstance(checkpoint, Mapping) else None
-    if not isinstance(weights, Mapping):
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         found = sorted(map(str, checkpoint)) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
-        raise ValueError(f"pretrained must hold a state dict under 'model', got {found} in {os.fspath(path)}")
+        raise ValueError(f"pretrained must hold a state dict of tensors under 'model', got {found} in {os.fspath(path)}")
     assert isinstance(checkpoint, Mapping)
     if (order := checkpoint.get("order")) != model.order:
         raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")
-    if "pattern" in checkpoint and (pattern := DilatedPattern.from_dict(checkpoint["pattern"])) != model.pattern:
+    if "pattern" in checkpoint and (pattern := _pattern_of(checkpoint["pattern"])) != model.pattern:
         raise ValueError(f"pattern must be that of the weights={pattern}, got {model.pattern}")
     expected = model.state_dict()
     misfits = {
         "missing": [name for name in expected if name not in weights],
-        "unexpected": [name for name in weights if name not in expected],
+        "unexpected": [str(name) for name in weights if name not in expected],
         "of another shape": [
             f"{name} {tuple(weights[name].shape)} for {tuple(value.shape)}"
             for name, value in expected.items()
@@ -160,3 +161,12 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
         found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in misfits.items() if names)
         raise ValueError(f"pretrained must hold exactly the weights of the model, got {found}")
     model.load_state_dict(weights)
+
+
+def _pattern_of(values: Any) -> DilatedPattern:
+    try:
+        return DilatedPattern.from_dict(values)
+    except TypeError as error:
+        raise ValueError(
+            f"pretrained must hold what DilatedPattern.to_dict gives under 'pattern', got {values!r}: {error}"
+        ) from error

@@ -10,6 +10,8 @@ from flexdilated.call import is_number
 from flexdilated.nn.position import SCALE_BASE
 from flexdilated.pattern import DilatedPattern, is_integer
 
+NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
@@ -33,7 +35,7 @@ class LongNetConfig:
     Raises:
         ValueError: If a number is below 1 or does not divide, a probability is out of range, the position is unknown, or there are
             fewer key/value heads than the pattern groups.
-        TypeError: If the pattern is not a `DilatedPattern`.
+        TypeError: If the pattern is not a `DilatedPattern`, or another field has the wrong type.
     """
 
     vocab_size: int
@@ -64,18 +66,21 @@ class LongNetConfig:
         self.pattern.check_heads(self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         if self.position not in ("xpos", "rotary"):
             raise ValueError(f"position must be 'xpos' or 'rotary', got {self.position!r}")
-        for name in ("dropout_p", "attention_dropout_p", "scale_base"):
+        for name in NUMBERS:
             if not is_number(getattr(self, name)):
                 raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}")
         for name in ("dropout_p", "attention_dropout_p"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise TypeError(f"tie_embeddings must be a bool, got {self.tie_embeddings!r}")
         if not self.scale_base > 0.0:
             raise ValueError(f"scale_base must be above 0, got {self.scale_base}")
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON types; `from_dict` is the inverse."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"pattern": self.pattern.to_dict()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"pattern": self.pattern.to_dict()}
+        return values | {name: float(values[name]) for name in NUMBERS}  # those of numpy are none of JSON
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LongNetConfig:
@@ -83,7 +88,10 @@ class LongNetConfig:
 
         Raises:
             ValueError: If a key is unknown or missing.
+            TypeError: If the values are no mapping, or one has the wrong type.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"configuration must be a mapping, got {values!r}")
         known = {f.name for f in fields(cls)}
         required = {"vocab_size", "embed_dim", "num_layers", "num_heads", "pattern"}
         if set(values) - known or required - set(values):

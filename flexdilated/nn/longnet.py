@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -337,7 +338,7 @@ class LongNetLM(nn.Module):
         path.mkdir(parents=True, exist_ok=True)
         weights, config = path / (WEIGHTS_FILE + ".part"), path / (CONFIG_FILE + ".part")
         try:
-            save_file({name: value.contiguous() for name, value in self.state_dict().items()}, weights)
+            save_file(_apart(self.state_dict()), weights)
             config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
             weights.replace(path / WEIGHTS_FILE)
             config.replace(path / CONFIG_FILE)
@@ -367,12 +368,30 @@ class LongNetLM(nn.Module):
         Raises:
             FileNotFoundError: If a file is missing.
             ValueError: If the configuration is malformed.
-            RuntimeError: If the weights do not fit the configuration.
+            RuntimeError: If the weights do not fit the configuration, or their file is damaged.
         """
         path = Path(folder)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (path / name).is_file():
                 raise FileNotFoundError(f"folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, no {name} in {path}")
-        model = cls(LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text())), mesh=mesh, exchange=exchange)
-        model.load_state_dict(load_file(path / WEIGHTS_FILE), assign=True)  # keeps the dtypes of the file
+        try:
+            config = LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text()))
+        except TypeError as error:
+            raise ValueError(f"{CONFIG_FILE} must hold what save_pretrained writes, got another in {path}: {error}") from error
+        model = cls(config, mesh=mesh, exchange=exchange)
+        try:
+            weights = load_file(path / WEIGHTS_FILE)
+        except SafetensorError as error:
+            raise RuntimeError(f"{WEIGHTS_FILE} must be whole, got another in {path}: {error}") from error
+        model.load_state_dict(weights, assign=True)  # keeps the dtypes of the file
         return model.to(device=device, dtype=dtype).eval()
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and none in the memory of another: who ties layers finds them equal, and no longer tied."""
+    found, held = {}, set()
+    for name, value in tensors.items():
+        place = value.untyped_storage().data_ptr()
+        found[name] = value.clone(memory_format=torch.contiguous_format) if place in held else value.contiguous()
+        held.add(place)
+    return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexdilated.pattern import is_integer
 
+LEAST = torch.finfo(torch.float32).tiny  # to divide by: what is less may count as 0
 INDICES = (torch.int64, torch.int32)  # what an embedding takes
 
 
@@ -61,7 +62,7 @@ class Sampler:
             raise ValueError("temperature must be above 0 for probabilities, got 0")
         # The largest logit becomes 0 first: however small the temperature, nothing overflows but to -inf.
         logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LEAST)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -math.inf)

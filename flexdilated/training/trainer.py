@@ -262,7 +262,9 @@ class Trainer:
             defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
             defaults["weights"] = ""
             identity = {**defaults, **state["identity"]}
-            step, seconds, history = int(state["step"]), float(state["seconds"]), list(state["history"])
+            step, seconds, history = state["step"], float(state["seconds"]), list(state["history"])
+            if not step == checkpoint.step_of(path) == len(history):
+                raise ValueError(f"step must be that of its name and history, got {step} and {len(history)} entries")
             mine = json.loads(json.dumps(self._identity()))
             if identity["weights"] != self.begins_with:
                 other = "other " if self.begins_with else ""
@@ -275,7 +277,7 @@ class Trainer:
                     raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
             tensors = self._tensors(step)
             checkpoint.read_tensors(tensors, path)
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as error:
             raise UserError(f"--resume must find a whole checkpoint, got {path}: {error}".splitlines()[0]) from None
         checkpoint.set_tensors(self.model, self.optimizer, tensors)
         self.step, self.seconds, self.history = step, seconds, history

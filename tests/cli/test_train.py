@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -93,6 +94,13 @@ def test_a_run_keeps_the_decay_of_positions_that_its_weights_learnt(tmp_path: Pa
     code, _, err = train(tmp_path / "run", text, f"--weights={tmp_path / 'weights'}", "--steps=1")
     assert code == 0, err
     assert LongNetLM.from_pretrained(tmp_path / "run" / "dilated").config.scale_base == 2048.0
+    LongNetLM(dataclasses.replace(config, scale_base=0.75)).save_pretrained(tmp_path / "weights")
+    code, out, err = train(tmp_path / "other", text, f"--weights={tmp_path / 'weights'}", "--steps=1", "--tokens=48")
+    assert (code, "positions decay" in out) == (0, False), err
+    assert LongNetLM.from_pretrained(tmp_path / "other" / "dilated").config.scale_base == 0.75
+    code, out, err = train(tmp_path / "longer", text, f"--weights={tmp_path / 'weights'}", "--steps=1", "--tokens=64")
+    assert code == 0, err
+    assert "positions decay over 1 tokens, not 0.75 as in --weights: sequences are longer" in out
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,27 @@ def test_create_model_lists_the_weights_that_do_not_fit(small: dict[str, Tensor]
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("content", "found"), [({"state_dict": {}, "args": 1}, "['args', 'state_dict']"), ([1], "list"), ({"model": 3}, "['model']")]
+    ("content", "found"),
+    [
+        ({"state_dict": {}, "args": 1}, "['args', 'state_dict']"),
+        ([1], "list"),
+        ({"model": 3}, "['model']"),
+        ({"model": {"a": 1}}, "['model']"),
+    ],
 )
 def test_create_model_refuses_a_file_without_a_model(content: object, found: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=re.escape(f"pretrained must hold a state dict under 'model', got {found} in")):
+    with pytest.raises(ValueError, match=re.escape(f"pretrained must hold a state dict of tensors under 'model', got {found} in")):
+        create_model(tmp_path / "weights.pth", "small", IN_CHANS)
+
+
+@pytest.mark.parametrize("pattern", [3, None, {"segment_lengths": 5, "dilation_rates": 2}])
+def test_create_model_refuses_a_pattern_that_is_none(small: dict[str, Tensor], pattern: object, tmp_path: Path) -> None:
+    torch.save({"model": small, "pattern": pattern}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"^pretrained must hold what DilatedPattern\.to_dict gives under 'pattern', got "):
+        create_model(tmp_path / "weights.pth", "small", IN_CHANS)
+    torch.save({"model": {1: torch.zeros(2)}}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"^pretrained must hold exactly the weights of the model, got .*unexpected: 1"):
         create_model(tmp_path / "weights.pth", "small", IN_CHANS)
 
 

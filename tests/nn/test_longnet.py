@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -485,6 +486,40 @@ def test_from_pretrained_names_the_missing_file(missing: str, tmp_path: Path) ->
     message = f"folder must hold config.json and model.safetensors, no {missing} in {tmp_path}"
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
         LongNetLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["3", "null", '{"pattern": null}', "[]", "{", '"text"'])
+def test_from_pretrained_rejects_a_configuration_that_is_none(content: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    file = json.dumps(values | {"pattern": None}) if "pattern" in content else content
+    (tmp_path / "config.json").write_text(file)
+    with pytest.raises(ValueError):  # noqa: PT011
+        LongNetLM.from_pretrained(tmp_path)
+
+
+def test_from_pretrained_rejects_a_damaged_file(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    for part in (b"", content[:99], content[:-1]):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(RuntimeError, match=r"^model\.safetensors must be whole, got another in "):
+            LongNetLM.from_pretrained(tmp_path)
+
+
+def test_models_that_share_weights_are_saved(tmp_path: Path) -> None:
+    lm, tokens = model(tie_embeddings=False), torch.randint(VOCAB, (BATCH, TOKENS))
+    lm.layers[1], lm.head.weight = lm.layers[0], lm.embedding.weight
+    lm.save_pretrained(tmp_path)
+    torch.testing.assert_close(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens), rtol=0, atol=0)
+
+
+def test_numbers_of_numpy_are_saved_and_flags_are_bools(tmp_path: Path) -> None:
+    lm = model(dropout_p=np.float32(0.25), scale_base=np.float64(99.0))
+    lm.save_pretrained(tmp_path)
+    assert LongNetLM.from_pretrained(tmp_path).config == lm.config
+    with pytest.raises(TypeError, match=r"^tie_embeddings must be a bool, got 'no'$"):
+        config(tie_embeddings="no")
 
 
 def test_from_pretrained_rejects_weights_of_another_config(tmp_path: Path) -> None:

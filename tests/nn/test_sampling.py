@@ -53,7 +53,7 @@ def test_draw_follows_the_probabilities() -> None:
 
 
 def test_temperature_zero_takes_the_likeliest_and_tiny_ones_do_not_overflow() -> None:
-    for temperature in (0, 1e-30):
+    for temperature in (0, 1e-30, 1e-46, 5e-324):
         assert Sampler(temperature=temperature).draw(LOGITS).tolist() == [1, 2]
     assert Sampler(temperature=1e-30).draw(LOGITS.bfloat16()).dtype == torch.int64
 

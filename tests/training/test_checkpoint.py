@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import pickle
 from pathlib import Path
 
@@ -45,6 +47,10 @@ def test_resume_refuses_a_missing_or_damaged_checkpoint(tmp_path: Path, text: Pa
         damaged(tensors, content)
     for content in (None, b"", whole[state][:-1], b"[]", b"{}", b'{"identity": 3}', b"\xff"):
         damaged(state, content)
+    known = json.loads(whole[state])
+    for name, values in (("step", (math.inf, -3, 0, 6, "7", None)), ("history", ([], known["history"][:-1])), ("seconds", ("x",))):
+        for value in values:
+            damaged(state, json.dumps(known | {name: value}).encode())
     assert not [record for record in caplog.records if "NullHandler" not in record.name and record.levelno >= logging.WARNING]
     make_trainer(tmp_path / "run", text).resume()
 
