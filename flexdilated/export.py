@@ -7,7 +7,7 @@ from torch.export import ExportedProgram
 from torch.nn.functional import gelu
 
 from flexdilated.backends.portable import mixture
-from flexdilated.nn.attention import refuse_float_mask
+from flexdilated.nn.padding import refuse_float_mask
 from flexdilated.nn.position import rotary_angles, xpos_decay
 
 __all__ = ["portable"]

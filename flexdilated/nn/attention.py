@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.backends.portable import writes_onnx
 from flexdilated.call import EXCHANGES, check_dense, check_options
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.meshes import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.distributed.telling import tells_others
+from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.position import Rotation
 from flexdilated.pattern import DilatedPattern, as_integer
 from flexdilated.reference import MaskMod, ScoreMod
@@ -422,46 +421,3 @@ def _kind(shape: tuple[int, ...], weight: Tensor, bias: Tensor | None) -> str:
     """A projection in words."""
     dtype = str(weight.dtype).removeprefix("torch.")
     return f"shape {shape} in {dtype} on {weight.device} {'without' if bias is None else 'with'} bias"
-
-
-def ignored_keys(mask: Tensor | None) -> Tensor | None:
-    """The bool mask of a key padding mask that may be in floating point, as `nn.TransformerEncoderLayer` passes such.
-
-    Raises:
-        ValueError: If it holds others than 0 and -inf.
-    """
-    if mask is None or not mask.is_floating_point():
-        return mask
-    return (refuse_float_mask if writes_onnx() else _ignored)(mask)
-
-
-# An operator: the compiler cannot trace what looks at values, and an exported or compiled program has to look at them too. No CUDA
-# graph can.
-
-
-@torch.library.custom_op("flexdilated::ignored_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _ignored(mask: Tensor) -> Tensor:
-    """The bool mask that a float mask of 0 and -inf stands for."""
-    ignored = mask == -math.inf
-    if bool((~ignored & (mask != 0)).any()):
-        raise ValueError(
-            "key_padding_mask must be bool, or float with only 0 and -inf, got other values; give mask < 0 for keys to ignore, or "
-            "add it to the scores by score_mod=lambda score, b, h, q_idx, kv_idx: score + mask[b, kv_idx]"
-        )
-    return ignored
-
-
-def refuse_float_mask(mask: Tensor) -> NoReturn:
-    """Refuse a float mask where nothing can look at its values.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        f"key_padding_mask must be bool in a portable program, got {mask.dtype}, whose values nothing would check; give mask < 0"
-    )
-
-
-@_ignored.register_fake
-def _(mask: Tensor) -> Tensor:
-    return torch.empty_like(mask, dtype=torch.bool)

@@ -18,7 +18,8 @@ from flexdilated.attention import dilated_attention
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import tells_others
-from flexdilated.nn.attention import MultiheadDilatedAttention, ignored_keys
+from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
 from flexdilated.pattern import DilatedPattern
 
