@@ -118,7 +118,7 @@ def choose_pattern(
 
     Raises:
         ValueError: If a number is below 1, a goal or measure is unknown, `layers` comes without its goal, documents do not add up
-            to N, or `"reach"` is asked of causal attention, which meets it only as dense attention.
+            to N, or `"reach"` is asked of causal attention: of what is tried only dense attention meets it, since segments nest.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(DilatedPattern((1,), (1,)), num_tokens, num_heads, is_causal=is_causal)
@@ -144,8 +144,8 @@ def choose_pattern(
     asked = tuple(dict.fromkeys(asked))
     if is_causal and "reach" in asked:
         raise ValueError(
-            f"goals must not hold 'reach' with is_causal=True, got {asked}; leave it out: a token meets the one before it in one "
-            "layer or never, so only dense attention meets it"
+            f"goals must not hold 'reach' with is_causal=True, got {asked}; leave it out: segments of what is tried "
+            "nest, and a token behind a border of all never meets the one before it; a pattern of yours is told its layers"
         )
     if layers is not None and "reach" not in asked:
         raise ValueError(f"layers must come with the goal 'reach', got {layers} with goals={asked}")
@@ -185,7 +185,7 @@ def choose_pattern(
         meeting = sorted([*meeting, *(paid(each) for each in known if each.unmet == ("cover",))], key=_order)
     shown = _shown(meeting, budget, measure, most, is_causal)
     mine = [replace(paid(judged(pattern)), is_given=True) for pattern in given]
-    shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure) for each in mine]
+    shown += [_placed(each, [other for other in meeting if not other.unmet], budget, measure, is_causal) for each in mine]
     ordered = tuple(sorted(shown, key=lambda each: (bool(each.unmet), not each.within_budget, *_order(each))))
     tried = tuple(meeting)
     return Choices(num_tokens, documents, num_heads, is_causal, budget, budget_of, measure, dense_pairs, asked, ordered, tried)
@@ -282,7 +282,7 @@ def _left_out(each: Choice) -> str:
     return f" At rate{'s' * several} {rates} no head keeps some of the rows of {'those branches' if several else 'that branch'}."
 
 
-def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure) -> Choice:
+def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure, is_causal: bool) -> Choice:
     """What is to be said of the caller's own pattern."""
     if mine.unmet:
         why = "Yours. It misses: " + ", ".join(f"{goal} ({MEANING[goal]})" for goal in mine.unmet) + "."
@@ -293,6 +293,8 @@ def _placed(mine: Choice, meeting: list[Choice], budget: int, measure: Measure) 
         why = (
             f"Yours. It meets the goals for {100 * mine.cost / budget:.3g} % of the budget; {before} of those tried come before it."
         )
+        if is_causal and mine.layers is not None:  # what those tried never do
+            why += f" {_layers(mine, is_causal)}"
     alike = [
         each
         for each in meeting

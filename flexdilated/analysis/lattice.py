@@ -69,9 +69,11 @@ def checked_documents(num_tokens: int, document_lengths: Iterable[int] | None) -
     if not isinstance(document_lengths, Iterable) or isinstance(document_lengths, str):
         raise TypeError(f"document_lengths must be a sequence of integers, got {document_lengths!r}")
     lengths = tuple(as_integer("document_lengths", length) for length in document_lengths)
-    if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
-        least, total = min(lengths, default=0), sum(lengths)
-        raise ValueError(f"document_lengths must be at least 0 and num_tokens={num_tokens} in all, got {least} and {total}")
+    least, total = min(lengths, default=0), sum(lengths)
+    if least < 0 or total != num_tokens:
+        raise ValueError(
+            f"document_lengths must add up to num_tokens={num_tokens}, each at least 0, got {total}, the least {least}"
+        )
     return lengths
 
 

@@ -18,6 +18,7 @@ from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.draw.choices import draw_choices
 
+MOST_SHOWN = 1000
 LIMIT = 2**100  # of the budget: more than the pairs of any sequence that can be asked for
 EXPLANATION = """\
 rows: whether each branch keeps all of its rows in some head, or only some: rates beyond the heads leave rows out
@@ -27,7 +28,8 @@ undilated: the longest segment at rate 1, in which a token sees all its neighbou
 These are counts. They do not say how well a model learns: train to know."""
 REACH = "layers: after which every token has seen every other, all heads together; - is never"
 CAUSAL = (
-    "No causal pattern lets a token know of every earlier one, in any number of layers; nothing is known beyond the span's border"
+    "segments of what is tried nest: a token just behind a border of all of them never knows of the one before it, in any number\n"
+    "of layers; one more undilated branch, whose segments end elsewhere, joins the two"
 )
 
 DOCUMENTS = "\nPairs and bytes are those of all documents, each cut by itself; all else is of the longest."
@@ -104,7 +106,7 @@ def choose(
         ("--context-parallel", ranks, MOST_RANKS),
         ("--head-dim", head_dim, MOST_HEAD_DIM),
         ("--within-layers", layers, LIMIT),
-        ("--most", most, LIMIT),
+        ("--most", most, MOST_SHOWN),
     ):
         if value is not None:
             options.check_range(option, value, limit)

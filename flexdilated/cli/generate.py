@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 
 from flexdilated.cli.options import CudaDeviceOption, device_named
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.nn.longnet import LongNetLM
+from flexdilated.nn.longnet import CONFIG_FILE, LongNetLM
 from flexdilated.training.corpus import BYTES
 from flexdilated.training.options import UserError
+from flexdilated.training.weights import what_is
 
 
 def generate(
@@ -52,8 +53,8 @@ def _model(folder: Path, device: torch.device) -> LongNetLM:
     try:
         model = LongNetLM.from_pretrained(folder, device=device)
     except FileNotFoundError as error:
-        inside = next((f"; {path.parent} holds a model" for path in sorted(folder.glob("*/config.json"))), "")
-        raise UserError(f"--model must be a folder that `flexdilated train` wrote: {error}{inside}") from None
+        why = error if (folder / CONFIG_FILE).is_file() else what_is(folder)
+        raise UserError(f"--model must be a folder that `flexdilated train` wrote, got {folder}: {why}") from None
     except (OSError, ValueError, TypeError, SafetensorError, RuntimeError) as error:
         raise UserError(f"--model must hold a whole model, got {folder}: {first_line(error)}") from None
     if model.config.vocab_size != BYTES:

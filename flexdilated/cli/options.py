@@ -115,8 +115,9 @@ DocumentLengthsOption = Annotated[
 def documents_named(text: str | None, tokens: int) -> tuple[int, ...]:
     """The lengths of `--document-lengths`; of one document where there is none."""
     documents = (tokens,) if text is None else integers("--document-lengths", text)
-    if min(documents) < 0 or sum(documents) != tokens:
-        refuse(f"--document-lengths must be at least 0 and --tokens={tokens} in all, got {min(documents)} and {sum(documents)}")
+    least, total = min(documents), sum(documents)
+    if least < 0 or total != tokens:
+        refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {total}, the least {least}")
     return documents
 
 

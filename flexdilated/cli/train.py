@@ -1,4 +1,4 @@
-"""`flexdilated train`: options in, a run under a progress bar, models, picture and sample out."""
+"""`flexdilated train`: options in, a run under a progress bar, models, picture and sample out. Long: what each option means."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from flexdilated.analysis import missing_residues
 from flexdilated.backends.hardware import detect, recommended_dtype
 from flexdilated.cli.generate import continued
 from flexdilated.cli.options import CudaDeviceOption, device_named, integers
@@ -110,7 +111,10 @@ def train(
         rank, context_parallel = place_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
         place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
-        pattern = DilatedPattern(integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates))
+        lengths, rates = integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates)
+        if len(lengths) != len(rates):
+            raise UserError(f"--dilation-rates must hold one rate per segment length={len(lengths)}, got {rates}; give both")
+        pattern = DilatedPattern(lengths, rates)
         options = TrainOptions(
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -154,6 +158,9 @@ def train(
                 console.print(
                     f"positions decay over {scale_base:g} tokens, not {begun_with:g} as in --weights: sequences are longer"
                 )
+            lost = [rate for rate, residues in zip(pattern.dilation_rates, missing_residues(pattern, heads)) if residues]
+            if lost:
+                console.print(f"no head keeps some rows of branches of rate {', '.join(map(str, lost))}: there are {heads} heads")
             if (reach := max(pattern.segment_lengths)) < sequence_length:
                 console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
             trainers = {

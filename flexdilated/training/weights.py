@@ -45,7 +45,7 @@ def read_weights(folder: Path) -> Weights:
         UserError: If there is no whole model in it.
     """
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {_what_is(folder)}")
+        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {what_is(folder)}")
     try:
         model = LongNetLM.from_pretrained(folder)
         digest = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
@@ -54,7 +54,7 @@ def read_weights(folder: Path) -> Weights:
     return Weights(model.config, model.state_dict(), digest[:16])
 
 
-def _what_is(folder: Path) -> str:
+def what_is(folder: Path) -> str:
     """Why a place holds no model, and where one may be."""
     if folder.is_file():
         return "a file; give the folder that it is in"

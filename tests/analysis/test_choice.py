@@ -162,6 +162,16 @@ def test_packed_documents_cost_what_all_of_them_do_and_reach_as_far_as_the_longe
     assert choose_pattern(127, 2, document_lengths=[127]) == choose_pattern(127, 2)
 
 
+def test_a_causal_pattern_whose_borders_part_says_after_how_many_layers_it_reaches() -> None:
+    mine = DilatedPattern((8, 9, 40), (1, 1, 4))
+    found = choose_pattern(40, 4, is_causal=True, budget=10**6, patterns=[mine])
+    (own,) = (each for each in found.shown if each.is_given)
+    assert own.layers is not None
+    assert reachable(mine, 40, 4, layers=own.layers, is_causal=True)[np.tril(np.ones((40, 40), np.bool_))].all()
+    assert f" Every token has seen every earlier one after {own.layers} layers." in own.why
+    assert all(each.layers is None for each in found.tried)
+
+
 def test_rows_of_packed_documents_travel_less_than_those_of_one() -> None:
     pattern = DilatedPattern((64, 512), (1, 2))
     one = count_rank_costs(pattern, 512, 4, 4)["gather"]
@@ -174,7 +184,10 @@ def test_rows_of_packed_documents_travel_less_than_those_of_one() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"document_lengths": [5, 7]}, "document_lengths must be at least 0 and num_tokens=11 in all, got 5 and 12"),
+        (
+            {"document_lengths": [5, 7]},
+            "document_lengths must add up to num_tokens=11, each at least 0, got 12, the least 5",
+        ),
         ({"budget": 0}, "budget must be at least 1, got 0"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),

@@ -66,9 +66,9 @@ def test_pairs_of_packed_documents_are_those_of_each(
 @pytest.mark.parametrize(
     ("documents", "error", "message"),
     [
-        ([5, 7], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got 5 and 12"),
-        ([12, -1], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got -1 and 11"),
-        ([], ValueError, "document_lengths must be at least 0 and num_tokens=11 in all, got 0 and 0"),
+        ([5, 7], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 12, the least 5"),
+        ([12, -1], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 11, the least -1"),
+        ([], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 0, the least 0"),
         ([5.0, 6.0], TypeError, r"document_lengths must be an integer, got 5\.0"),
         (11, TypeError, "document_lengths must be a sequence of integers, got 11"),
     ],

@@ -38,7 +38,10 @@ def test_packed_documents_are_counted_each_by_itself() -> None:
     assert f" {first.cost:,} " in out
     assert "Pairs and bytes are those of all documents, each cut by itself; all else is of the longest." in out
     code, _, err = invoke("choose", "--tokens", 2060, "--document-lengths", "2000,7")
-    assert (code, err) == (2, "error: --document-lengths must be at least 0 and --tokens=2060 in all, got 7 and 2007\n")
+    assert (code, err) == (
+        2,
+        "error: --document-lengths must add up to --tokens=2060, each at least 0, got 2007, the least 7\n",
+    )
 
 
 def test_writes_the_trade_off(tmp_path: Path) -> None:

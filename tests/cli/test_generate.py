@@ -70,13 +70,14 @@ def test_command_refuses_in_one_line(folder: Path, arguments: tuple[str, ...], m
 def test_command_refuses_models_it_cannot_read(folder: Path, tmp_path: Path) -> None:
     model(vocab_size=17).save_pretrained(tmp_path / "words")
     for where, message in (
-        (tmp_path, "--model must be a folder that `flexdilated train` wrote: "),
+        (tmp_path, f"--model must be a folder that `flexdilated train` wrote, got {tmp_path}: "),
+        (tmp_path / "none", f"--model must be a folder that `flexdilated train` wrote, got {tmp_path / 'none'}: no such folder\n"),
         (tmp_path / "words", "--model must be a model of bytes, with vocab_size=256, got vocab_size=17"),
     ):
         code, _, err = generate("--model", where, "--prompt", "a")
         assert (code, err.count("\n")) == (2, 1)
         assert err.startswith(f"error: {message}")
-        assert err.endswith(f"; {folder} holds a model\n") == (where == tmp_path)
+        assert err.endswith(f": {folder} holds one\n") == (where == tmp_path)
     config = (folder / "config.json").read_text()
     for text in ("{", config.replace('"num_layers": 2', '"num_layers": 3')):
         (folder / "config.json").write_text(text)

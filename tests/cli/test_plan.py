@@ -59,8 +59,14 @@ def test_documents_move_segments_against_shards() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--document-lengths", "10,20"), "--document-lengths must be at least 0 and --tokens=64 in all, got 10 and 30"),
-        (("--document-lengths", "-1,65"), "--document-lengths must be at least 0 and --tokens=64 in all, got -1 and 64"),
+        (
+            ("--document-lengths", "10,20"),
+            "--document-lengths must add up to --tokens=64, each at least 0, got 30, the least 10",
+        ),
+        (
+            ("--document-lengths", "-1,65"),
+            "--document-lengths must add up to --tokens=64, each at least 0, got 64, the least -1",
+        ),
         (("--document-lengths", "10,54", "--batch-size", "2"), "--batch-size must be 1 with --document-lengths"),
         (("--document-lengths", "10,x"), "--document-lengths must be integers separated by commas, got '10,x'"),
     ],
