@@ -304,8 +304,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         raise ValueError(f"cu_seqlens must come with q of batch size 1, got batch size {q.shape[0]}; pack the batch in one row")
 
 
-def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """`(first token, number of tokens)` of each packed document.
+def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tuple[tuple[int, int], ...]:
+    """`(first token, number of tokens)` of each packed document; messages say where the tokens are.
 
     Raises:
         ValueError: If the borders do not rise from 0 to `num_tokens`.
@@ -327,7 +327,7 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[tuple[int, in
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
         shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}, got {shown}")
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}{where}, got {shown}")
     return tuple((a, b - a) for a, b in pairwise(borders))
 
 

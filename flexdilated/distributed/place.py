@@ -17,6 +17,7 @@ from flexdilated.backends.recent import recent
 from flexdilated.call import documents
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.distributed.words import shown
 
 
 class Place(NamedTuple):
@@ -50,7 +51,8 @@ def resolve(group_name: str) -> dist.ProcessGroup:
 def plan_of(flat: Flat, place: Place, kv_heads: int, group: int, cu_seqlens: Tensor | None = None) -> ContextPlan:
     """The plan of a call on tensors of some key/value heads."""
     lengths = tuple(int(n) for n in place.shard_lengths)
-    spans = documents(cu_seqlens, sum(lengths))
+    where = "" if cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
+    spans = documents(cu_seqlens, sum(lengths), where)
     within = range(flat.first_head, flat.first_head + kv_heads)
     return context_plan(flat.pattern, lengths, flat.num_heads, within, group, spans, flat.is_causal)
 
