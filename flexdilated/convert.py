@@ -15,6 +15,7 @@ from flexdilated.ordering import Order
 from flexdilated.pattern import DilatedPattern
 
 PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 WANTED = "an nn.MultiheadAttention, or timm's Attention, AttentionRope, EvaAttention, RelPosAttention or BEiT's"
 
 
@@ -71,8 +72,9 @@ def convert(
     Raises:
         ValueError: If the model has no such layer; or, by its path, if a layer is sequence-first, projects keys or values from
             another width, is the cross-attention of a `nn.TransformerDecoderLayer`, adds keys of its own, has a `forward` of its
-            own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if it is
-            attention of timm or torchvision of another kind; or if `skip` holds what is no layer's path. Nothing is changed then.
+            own, hooks or parametrizations, quantized, sharded or adapted weights, or shares weights with another layer; if DDP or
+            FSDP1 wraps the model or a part of it; if it is attention of timm or torchvision of another kind; or if `skip` holds
+            what is no layer's path. Nothing is changed then.
         NotImplementedError: If an order is given and a layer is an `nn.MultiheadAttention`, or a mesh is and a layer is timm's;
             nothing is changed then.
         TypeError: If the model is no module, the pattern is no pattern or the order no `Order`.
@@ -85,6 +87,7 @@ def convert(
         raise ValueError(f"exchange must be 'auto' without mesh, got {exchange!r}")
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of paths, got the string {skip!r}")
+    _refuse_wrapped(model)
     layers = find_modules(model, lambda m: isinstance(m, (nn.MultiheadAttention, *attention_classes())))
     others = _other_attention(model, layers)
     known = {path for paths in (*layers.values(), *others.values()) for path in paths}
@@ -184,6 +187,18 @@ def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set
     }
     if shared:
         raise ValueError(f"module must not share weights, got weights that {sorted(shared)} hold too")
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse what has taken the parameters as they are: of new ones it would reduce no gradient.
+
+    Raises:
+        ValueError: If there is such a wrapper.
+    """
+    for path, module in model.named_modules():
+        if type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
+            where = repr(path) if path else "the model itself"
+            raise ValueError(f"{where}: must be no {type(module).__name__}, got one; convert the model before it is wrapped")
 
 
 def _other_attention(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, list[str]]:

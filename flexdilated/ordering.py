@@ -54,7 +54,7 @@ def grid_order(grid: Sequence[int], *, order: Curve = "hilbert", device: torch.d
     _check_order(order)
     height, width = check_grid(grid)
     tokens = torch.arange(height * width, device=device)
-    return _order(tokens // width, tokens % width, height, width, order)
+    return _with_inverse(_permutation(tokens // width, tokens % width, height, width, order))
 
 
 def coordinate_order(coordinates: Tensor, *, order: Curve = "hilbert") -> Order:
@@ -83,18 +83,22 @@ def coordinate_order(coordinates: Tensor, *, order: Curve = "hilbert") -> Order:
         raise ValueError(f"coordinates must have shape (N, 2), got {tuple(coordinates.shape)}; {ONE_DIMENSIONAL}")
     if coordinates.dtype == torch.bool or coordinates.is_floating_point() or coordinates.is_complex():
         raise TypeError(f"coordinates must be integers, got {coordinates.dtype}")
-    if torch.compiler.is_compiling():  # the box is a matter of values
-        return _with_inverse(_along_coordinates(coordinates, order))
-    if not len(coordinates):
-        empty = torch.empty(0, dtype=torch.int64, device=coordinates.device)
-        return Order(empty, empty.clone())
+    # The box is a matter of values: where a call is traced, an operator looks at them.
+    along = _along_coordinates if torch.compiler.is_compiling() else _along
+    return _with_inverse(along(coordinates, order))
+
+
+def _along(coordinates: Tensor, order: str) -> Tensor:
+    """The permutation of `coordinate_order`."""
+    if not coordinates.shape[0]:
+        return torch.empty(0, dtype=torch.int64, device=coordinates.device)
     coordinates = coordinates.long()
     lowest, highest = coordinates.amin(dim=0), coordinates.amax(dim=0)
     height, width = (b - a + 1 for a, b in zip(lowest.tolist(), highest.tolist()))
     if height * width > MAX_CELLS:
         raise ValueError(f"coordinates must span at most 2**62 cells, got {height} x {width}")
     rows, columns = (coordinates - lowest).unbind(dim=1)
-    return _order(rows, columns, height, width, order)
+    return _permutation(rows, columns, height, width, order)
 
 
 def reorder(x: Tensor, order: Order | tuple[Tensor, Tensor]) -> Tensor:
@@ -144,27 +148,24 @@ def _check_order(order: Any) -> None:
 
 
 def _select(x: Tensor, places: Tensor) -> Tensor:
-    if x.dim() < 2 or x.shape[1] != len(places):
+    if x.dim() < 2 or x.shape[1] != places.shape[0]:
         raise ValueError(f"x must have shape (B, {len(places)}, ...), one token per place of the order, got {tuple(x.shape)}")
     return x.index_select(1, places)
 
 
-def _order(rows: Tensor, columns: Tensor, height: int, width: int, order: Curve) -> Order:
+def _permutation(rows: Tensor, columns: Tensor, height: int, width: int, order: str) -> Tensor:
     if order == "hilbert":
-        permutation = _along_hilbert(rows, columns, height, width).argsort(stable=True)
-    else:
-        if order == "serpentine":
-            _, occupied = rows.unique(return_inverse=True)
-            columns = torch.where(occupied % 2 == 1, width - 1 - columns, columns)
-        permutation = (rows * width + columns).argsort(stable=True)
-    return _with_inverse(permutation)
+        return _along_hilbert(rows, columns, height, width).argsort(stable=True)
+    if order == "serpentine":
+        _, occupied = rows.unique(return_inverse=True)
+        columns = torch.where(occupied % 2 == 1, width - 1 - columns, columns)
+    return (rows * width + columns).argsort(stable=True)
 
 
 # No CUDA graph can look at values.
 @torch.library.custom_op("flexdilated::coordinate_order", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _along_coordinates(coordinates: Tensor, order: str) -> Tensor:
-    """The permutation of `coordinate_order`."""
-    return coordinate_order(coordinates, order=order).permutation  # type: ignore[arg-type]
+    return _along(coordinates, order)
 
 
 @_along_coordinates.register_fake
@@ -174,7 +175,7 @@ def _(coordinates: Tensor, order: str) -> Tensor:
 
 def _with_inverse(permutation: Tensor) -> Order:
     inverse = torch.empty_like(permutation)
-    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    inverse[permutation] = torch.arange(permutation.shape[0], device=permutation.device)
     return Order(permutation, inverse)
 
 

@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, convert
@@ -302,6 +303,25 @@ def test_convert_rejects_a_layer_by_its_path_and_changes_nothing(case: str) -> N
     convert(model, PATTERN, skip={"blocks.0.attn"})
     assert model.blocks[0]["attn"] is before["blocks.0.attn"]
     assert isinstance(model.layers[1], MultiheadDilatedAttention)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_convert_rejects_what_has_taken_the_parameters_already(is_inner: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Model())
+        model, where = (nn.Sequential(wrapped), "'0'") if is_inner else (wrapped, "the model itself")
+        with pytest.raises(ValueError, match=rf"^{where}: must be no DistributedDataParallel, got one; convert the model before"):
+            convert(model, PATTERN)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_from_torch_rejects_an_output_projection_of_another_kind() -> None:
+    module = attention()
+    module.out_proj = nn.Sequential(nn.Linear(EMBED, EMBED))
+    with pytest.raises(ValueError, match=r"^module must have a plain out_proj, got Sequential$"):
+        MultiheadDilatedAttention.from_torch(module, PATTERN)
 
 
 def test_convert_accepts_a_subclass_with_torch_s_forward() -> None:

@@ -217,3 +217,33 @@ def test_reorder_and_restore_reject_another_number_of_tokens(shape: tuple[int, .
     for apply in (reorder, restore):
         with pytest.raises(ValueError, match=r"^x must have shape \(B, 15, \.\.\.\), one token per place of the order, got \("):
             apply(torch.ones(shape), grid_order((3, 5)))
+
+
+# -- traced ------------------------------------------------------------------------------------------------------------------------
+
+
+class Places(torch.nn.Module):
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, coordinates: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(coordinate_order(coordinates, order=self.order))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_coordinate_order_is_exported_for_any_number_of_tokens(order: str, strict: bool) -> None:
+    sizes = {"coordinates": {0: torch.export.Dim("N", min=2, max=999)}}
+    program = torch.export.export(Places(order), (torch.randint(9, (31, 2)),), dynamic_shapes=sizes, strict=strict).module()
+    for count in (2, 31, 57):
+        coordinates = torch.randint(-40, 40, (count, 2))
+        for found, expected in zip(program(coordinates), coordinate_order(coordinates, order=order)):
+            assert torch.equal(found, expected)
+
+
+def test_the_operator_of_an_order_may_run_while_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinates = torch.randint(9, (31, 2))
+    expected = coordinate_order(coordinates)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(coordinate_order(coordinates).permutation, expected.permutation)

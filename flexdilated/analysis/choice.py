@@ -102,9 +102,9 @@ def choose_pattern(
             or of dense attention where these are fewer; the memory of dense attention; a tenth of its traffic.
         measure: `"pairs"`: (query, key) pairs over all heads, forward. `"memory"`: bytes on the rank that needs most.
             `"traffic"`: bytes that the busiest rank receives, forward and backward, under the exchange that `"auto"` takes.
-        goals: Of `"reach"` (every token sees every other, in at most `layers` layers), `"cover"` (every branch keeps every row in
-            some head: no residue is left out by all heads) and `"balance"` (no head scores more than 1.05 times the mean). Default:
-            all; if causal all but `"reach"`.
+        goals: Of `"reach"` (every token sees every other, in the longest document, in at most `layers` layers), `"cover"` (every
+            branch keeps every row in some head: no residue is left out by all heads) and `"balance"` (no head scores more than
+            1.05 times the mean). Default: all; if causal all but `"reach"`.
         layers: The most layers for `"reach"`. Default: any number.
         is_causal: Whether a query sees only keys at its own position and before.
         document_lengths: Tokens of packed documents in their order, `num_tokens` in all, as attention with `cu_seqlens` takes them:

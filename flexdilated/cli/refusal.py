@@ -96,7 +96,8 @@ class Group(TyperGroup):
         try:
             # Where a command raises typer.Exit, its code is what comes back.
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra) or 0
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as where the shell has closed it
+                sys.stdout.flush()
         except ClickException as error:
             context = getattr(error, "ctx", None)
             advice = "" if context is None else f"; see {context.command_path} --help"

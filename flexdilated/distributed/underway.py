@@ -50,7 +50,13 @@ def _others() -> set[str]:
     """What the other threads of the process are."""
     me, frames = threading.current_thread(), sys._current_frames()
     others = [each for each in threading.enumerate() if each is not me and each.name != OWN_THREAD]
-    return {_kind(None if each.ident is None else frames.get(each.ident)) for each in others}
+    found = set()
+    for each in others:
+        frame = None if each.ident is None else frames.get(each.ident)
+        # A thread that Python did not start, and that is in no Python code: it came by once, in a callback say.
+        is_foreign = isinstance(each, threading._DummyThread) and frame is None
+        found.add("idle" if is_foreign else _kind(frame))
+    return found
 
 
 def _kind(frame: FrameType | None) -> str:

@@ -219,7 +219,7 @@ class LongNetViT(nn.Module):
             borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
             orders = [self._along(slide[start:end]) + start for slide in cells for start, end in pairwise(borders)]
             places = torch.cat(orders).reshape(batch, num_tiles, 1)
-            x, cells, inverse = x.take_along_dim(places, 1), cells.take_along_dim(places, 1), places.argsort(dim=1)
+            x, cells, inverse = _taken(x, places), _taken(cells, places), places.argsort(dim=1)
         x = self._embed(x, cells)
         class_token = self.cls_token.expand(batch, -1, -1)
         options: dict[str, Any] = {}
@@ -235,7 +235,7 @@ class LongNetViT(nn.Module):
             shift[cu_seqlens[1:-1]] = 1
         tiles = torch.arange(num_tiles, device=x.device) + 1 + shift.cumsum(0)
         for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
-            yield state if inverse is None else state.index_copy(1, tiles, state[:, tiles].take_along_dim(inverse, 1))
+            yield state if inverse is None else state.index_copy(1, tiles, _taken(state[:, tiles], inverse))
 
     def _along(self, cells: Tensor) -> Tensor:
         """The tiles of a slide along the curve, `(N,)`."""
@@ -367,6 +367,11 @@ def tile_positions(cells: Tensor, embed_dim: int) -> Tensor:
         return halves_of(cells.flip(-1)).flatten(-2)
     values, index = cells.unique(return_inverse=True)
     return halves_of(values)[index.flip(-1)].flatten(-2)
+
+
+def _taken(x: Tensor, places: Tensor) -> Tensor:
+    """The rows of `x` `(B, N, C)` at `places` `(B, N, 1)`; `take_along_dim` would make a graph for every N."""
+    return x.gather(1, places.expand(-1, -1, x.shape[2]))
 
 
 def _spread(tokens: Tensor, kept: Tensor) -> Tensor:

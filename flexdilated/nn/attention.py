@@ -271,6 +271,8 @@ class MultiheadDilatedAttention(nn.Module):
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module must not add keys of its own, got add_bias_kv or add_zero_attn")
         weight, out = module.in_proj_weight, module.out_proj
+        if not isinstance(out, nn.Linear):
+            raise ValueError(f"module must have a plain out_proj, got {type(out).__name__}")
         inner = _kind((module.embed_dim,) * 2, weight, module.in_proj_bias)
         if (outer := _kind(tuple(out.weight.shape), out.weight, out.bias)) != inner:
             raise ValueError(f"module must have an out_proj like its in_proj, of {inner}, got {outer}")

@@ -333,7 +333,11 @@ class LongNetLM(nn.Module):
         return sum(local_shard_lengths(self.mesh, tokens.shape[1], shard_lengths)[1])
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write `config.json` and `model.safetensors` into a folder, made if missing; a file is replaced only when complete."""
+        """Write `config.json` and `model.safetensors` into a folder, made if missing; a file is replaced only when complete.
+
+        Raises:
+            RuntimeError: If the weights are shared out over ranks.
+        """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         weights, config = path / (WEIGHTS_FILE + ".part"), path / (CONFIG_FILE + ".part")
@@ -391,6 +395,8 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, and none in the memory of another: who ties layers finds them equal, and no longer tied."""
     found, held = {}, set()
     for name, value in tensors.items():
+        if hasattr(value, "full_tensor"):
+            raise RuntimeError(f"state_dict must hold whole tensors, got a part of {name}; gather the weights of all ranks first")
         place = value.untyped_storage().data_ptr()
         found[name] = value.clone(memory_format=torch.contiguous_format) if place in held else value.contiguous()
         held.add(place)

@@ -1,5 +1,6 @@
 """Messages on their way, counted and brought to their end, by themselves."""
 
+import _thread
 import multiprocessing
 import threading
 import time
@@ -215,6 +216,28 @@ def test_a_pools_threads_call_nothing_while_they_have_nothing_to_do() -> None:
         ended.set()
         task.result()
         assert underway.is_alone()
+
+
+def test_a_foreign_thread_that_came_by_once_calls_nothing() -> None:
+    """Where a callback of C++ asked who it is, as logging does, it stays listed."""
+    begun, ended, over = threading.Event(), threading.Event(), threading.Event()
+
+    def come_by() -> None:
+        threading.current_thread()
+        begun.set()
+        ended.wait()
+        over.set()
+
+    _thread.start_new_thread(come_by, ())
+    begun.wait()
+    assert not underway.is_alone()  # while it is in code of Python's
+    ended.set()
+    over.wait()
+    for _ in range(100):
+        if underway.is_alone():
+            break
+        time.sleep(SOON / 100)
+    assert underway.is_alone()
 
 
 def test_a_feeding_thread_of_a_queue_calls_nothing() -> None:

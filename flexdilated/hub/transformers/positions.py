@@ -160,7 +160,8 @@ def first_real(real: Tensor) -> Tensor:
 def shifted(x: Tensor, shift: Tensor) -> Tensor:
     """`x` `(B, N, ...)` with row b turned left by `shift[b]`."""
     index = (torch.arange(x.shape[1], device=x.device) + shift[:, None]) % x.shape[1]
-    return torch.take_along_dim(x, index.view(*index.shape, *(1,) * (x.dim() - 2)), dim=1)
+    # `take_along_dim` would make a graph for every N.
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(x.shape))
 
 
 def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from tests.hub.transformers.models import BATCH, INTERLEAVED, RAGGED, TOKENS, longnet, mask_of, run
@@ -83,6 +84,22 @@ def test_longnet_padded_rows_equal_the_documents_alone(side: str) -> None:
         real = mask[b].bool()
         # Rotary positions are float32 tables: another length centres xPos elsewhere.
         torch.testing.assert_close(logits[b, real], model(tokens[b, real][None]).logits[0], **SINGLE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_longnet_compiles_no_graph_for_each_padded_length(side: str) -> None:
+    model, graphs = longnet(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs)
+    counts = []
+    with torch.no_grad():
+        for length in (23, 19, 31, 27, 37):
+            tokens, real = torch.randint(256, (2, length)), torch.arange(length) < torch.tensor([[length], [17]])
+            mask = (real if side == "right" else real.flip(1)).long()
+            torch.testing.assert_close(
+                compiled(tokens, attention_mask=mask).logits, model(tokens, attention_mask=mask).logits, **SINGLE
+            )
+            counts.append(graphs.frame_count)
+    assert counts[-1] == counts[1]
 
 
 def test_longnet_packed_documents_equal_the_documents_alone() -> None:
