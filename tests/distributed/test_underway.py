@@ -160,6 +160,13 @@ def test_a_wait_that_is_interrupted_as_it_begins_can_be_begun_again() -> None:
     assert swap.error is None
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that other tests have left in this process are not looked at."""
+    listed, before = threading.enumerate, set(threading.enumerate()) - {threading.current_thread()}
+    monkeypatch.setattr(threading, "enumerate", lambda: [thread for thread in listed() if thread not in before])
+
+
 @contextmanager
 def beside(module: str, *, name: str | None = None) -> Iterator[None]:
     """A thread whose code lies in a module, by its name."""
@@ -176,6 +183,7 @@ def beside(module: str, *, name: str | None = None) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     ("module", "is_quiet"),
     [
@@ -203,6 +211,7 @@ def test_who_is_alone_has_no_thread_beside_that_may_call(module: str, is_quiet: 
     assert underway.is_alone()
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_pools_threads_call_nothing_while_they_have_nothing_to_do() -> None:
     """torch.compile leaves one behind."""
     begun, ended = threading.Event(), threading.Event()
@@ -218,6 +227,7 @@ def test_a_pools_threads_call_nothing_while_they_have_nothing_to_do() -> None:
         assert underway.is_alone()
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_foreign_thread_that_came_by_once_calls_nothing() -> None:
     """Where a callback of C++ asked who it is, as logging does, it stays listed."""
     begun, ended, over = threading.Event(), threading.Event(), threading.Event()
@@ -240,6 +250,7 @@ def test_a_foreign_thread_that_came_by_once_calls_nothing() -> None:
     assert underway.is_alone()
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_feeding_thread_of_a_queue_calls_nothing() -> None:
     queue: multiprocessing.Queue[int] = multiprocessing.Queue()
     queue.put(1)
