@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -91,6 +92,8 @@ class Group(TyperGroup):
         **extra: Any,
     ) -> Any:
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+            sys.stdout.reconfigure(errors="replace")  # what the terminal cannot write
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:

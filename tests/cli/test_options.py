@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -288,3 +289,13 @@ def test_arguments_have_the_names_of_options_but_not_inside_what_python_prints(c
         refusal._options.reset(token)
     expected = f"error: --tokens must fit --segment-lengths=(64, 512), got call 7 with {pattern}, not --tokens\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("command", ["show --tokens 16 --heads 1", "choose --tokens 300 --heads 2"])
+def test_terminals_of_few_letters_and_closed_ones_are_written_to(command: str) -> None:
+    run = [sys.executable, "-m", "flexdilated", *command.split()]
+    done = subprocess.run(run, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+    closed = subprocess.run(["sh", "-c", f"{shlex.join(run)} >&-"], stderr=subprocess.PIPE, timeout=120)
+    assert b"Traceback" not in closed.stderr
