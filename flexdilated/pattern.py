@@ -228,7 +228,7 @@ class DilatedPattern:
         total = 0
         for branch, (length, rate) in enumerate(self.branches):
             for offset, _, _, heads in self.head_runs(branch, num_heads):
-                for segment, repeats in _segments(num_tokens, length):
+                for segment, repeats in segment_counts(num_tokens, length):
                     kept = num_kept(segment, rate, offset)
                     total += heads * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
         return total
@@ -239,7 +239,7 @@ def num_kept(length: int, rate: int, offset: int) -> int:
     return max(0, ceil_div(length - offset, rate))
 
 
-def _segments(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
+def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
     """(length, how many segments have it): the whole segments, then the shorter last one."""
     whole, rest = divmod(num_tokens, segment_length)
     if whole:

@@ -9,7 +9,7 @@ from math import comb
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import Kept, alike, checked, checked_documents, each_block, meet, sum_exact
-from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept
+from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept, segment_counts
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
 
@@ -74,9 +74,8 @@ def _segments(length: int, documents: Mapping[int, int]) -> Counter[int]:
     """`{tokens: segments}` of a branch in `{tokens: documents}`."""
     found: Counter[int] = Counter()
     for tokens, times in documents.items():
-        whole, rest = divmod(tokens, length)
-        found[length] += times * whole
-        found[rest] += times
+        for segment, repeats in segment_counts(tokens, length):
+            found[segment] += times * repeats
     return found
 
 
