@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends.hardware import detect
+from flexdilated.core.hardware import detect
 
 NUM_HEADS = 12
 HEAD_DIM = 64

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.environment import commit, describe, driver
 from flexdilated import DilatedPattern, LongNetConfig
-from flexdilated.backends.hardware import detect, recommended_dtype
+from flexdilated.core.hardware import detect, recommended_dtype
 from flexdilated.nn.position import scale_base_for
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError

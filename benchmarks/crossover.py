@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.environment import describe, provenance
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
-from flexdilated.backends.hardware import detect
+from flexdilated.core.hardware import detect
 
 NUM_HEADS, ROUNDS = 12, 5
 PATTERN = DilatedPattern.longnet()

@@ -31,10 +31,10 @@ import flexdilated.backends.flex.engine
 from benchmarks import cubins
 from flexdilated import DilatedPattern
 from flexdilated.attention import attend
-from flexdilated.backends import request
 from flexdilated.backends.flex import kernel
-from flexdilated.backends.hardware import Hardware
-from flexdilated.call import Call
+from flexdilated.core import request
+from flexdilated.core.call import Call
+from flexdilated.core.hardware import Hardware
 from flexdilated.masks import block_mask
 from tests.backends import printed_kernels
 from tests.backends.absent_gpu import SHARED_MEMORY

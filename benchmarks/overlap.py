@@ -25,9 +25,9 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.kernel import Options
-from flexdilated.backends.operator import Flat, Inputs
-from flexdilated.backends.pieces import Piece
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.pieces import Piece
 from flexdilated.distributed import cost
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.plan import EXCHANGES, context_plan

@@ -16,7 +16,7 @@ from benchmarks.attention import HEAD_DIM, NUM_HEADS
 from benchmarks.conftest import Sizes
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
-from flexdilated.backends.hardware import detect, recommended_dtype
+from flexdilated.core.hardware import detect, recommended_dtype
 
 PATTERN = DilatedPattern((512, 1024, 2048, 4096), (1, 2, 4, 8))
 WIDTH = NUM_HEADS * HEAD_DIM

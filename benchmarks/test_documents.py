@@ -23,7 +23,7 @@ from benchmarks.memory import Direction
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern
 from flexdilated.backends.kernel import Options
-from flexdilated.backends.pieces import plan_pieces
+from flexdilated.core.pieces import plan_pieces
 
 PATTERN = DilatedPattern.longnet()
 

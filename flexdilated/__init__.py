@@ -1,8 +1,10 @@
 """Dilated attention (LongNet) for PyTorch: exact and differentiable, on CPUs and NVIDIA GPUs."""
 
+from flexdilated._version import __version__ as __version__
 from flexdilated.analysis import choose_pattern as choose_pattern
 from flexdilated.attention import dilated_attention as dilated_attention
 from flexdilated.convert import convert as convert
+from flexdilated.core.pattern import DilatedPattern as DilatedPattern
 from flexdilated.decode import DilatedKVCache as DilatedKVCache
 from flexdilated.draw.map import draw_attention_map as draw_attention_map
 from flexdilated.draw.pattern import draw as draw_pattern
@@ -15,7 +17,6 @@ from flexdilated.nn import LongNet as LongNet
 from flexdilated.nn import LongNetConfig as LongNetConfig
 from flexdilated.nn import LongNetLM as LongNetLM
 from flexdilated.nn import MultiheadDilatedAttention as MultiheadDilatedAttention
-from flexdilated.pattern import DilatedPattern as DilatedPattern
 
 # Without the sub-modules: `from flexdilated import *` must not hide `torch.nn`.
 __all__ = [
@@ -36,5 +37,3 @@ __all__ = [
     "draw_attention_map",
     "draw_pattern",
 ]
-
-__version__ = "0.1.0"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 
 from flexdilated.backends import engines
-from flexdilated.backends.merge import share_beside
-from flexdilated.call import Call
-from flexdilated.pattern import DilatedPattern
-from flexdilated.reference import MaskMod, ScoreMod
+from flexdilated.core.call import Call
+from flexdilated.core.lse import share_beside
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.reference import MaskMod, ScoreMod
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
 from flexdilated.hub.timm import TimmAttention, attention_classes
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.ordering import Order
-from flexdilated.pattern import DilatedPattern
 
 PACKAGES = ("timm", "torchvision")  # whose models are not left half converted
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import without_autocast
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import Call, check_dtypes, check_tensors, refuse_shards_of_torch
-from flexdilated.pattern import DilatedPattern, as_integer, num_kept
+from flexdilated.core.call import Call
+from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
+from flexdilated.core.functorch import is_transformed
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pattern import DilatedPattern, as_integer, num_kept
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

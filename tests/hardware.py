@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexdilated.backends.hardware import Hardware, cuda_level
+from flexdilated.core.hardware import Hardware, cuda_level
 
 
 def simulate(name: str) -> Hardware:

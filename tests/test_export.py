@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from flexdilated import DilatedAttention, DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, dilated_attention
-from flexdilated.backends import request
+from flexdilated.core import request
 from flexdilated.export import portable
 from tests.hardware import simulate
 from tests.tolerances import SINGLE

@@ -23,7 +23,7 @@ from flexdilated import (
     dilated_attention,
 )
 from flexdilated.backends import Request, why_not
-from flexdilated.backends.hardware import detect
+from flexdilated.core.hardware import detect
 from flexdilated.hub.slide_encoder import LongNetViT
 from tests.tolerances import SINGLE
 

@@ -25,7 +25,7 @@ from flexdilated import (
     reference,
 )
 from flexdilated.attention import attend
-from flexdilated.call import Call
+from flexdilated.core.call import Call
 from flexdilated.distributed.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import draw, multiplicity

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from torch.utils.flop_counter import FlopCounterMode
 
-import flexdilated.pattern
+import flexdilated.core.pattern
 from flexdilated import DilatedPattern
-from flexdilated.draw import svg
-from flexdilated.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
+from flexdilated.core import pattern_svg
+from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
 from tests.cases import least_heads, patterns
 
 # -- presets ------------------------------------------------------------------------------------------------------------------
@@ -91,7 +91,14 @@ def test_pattern_differs_by_every_field(change: dict[str, object]) -> None:
     assert DilatedPattern((7,), (2,), **change) != DilatedPattern((7,), (2,))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("module", [flexdilated.pattern, svg])
+def test_a_pickle_made_under_the_earlier_path_loads() -> None:
+    pattern = DilatedPattern.longnet()
+    pickled = pickle.dumps(pattern, protocol=0)
+    assert b"flexdilated.core.pattern" in pickled
+    assert pickle.loads(pickled.replace(b"flexdilated.core.pattern", b"flexdilated.pattern")) == pattern
+
+
+@pytest.mark.parametrize("module", [flexdilated.core.pattern, pattern_svg])
 def test_pattern_module_and_what_it_draws_with_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
@@ -100,7 +107,7 @@ def test_pattern_module_and_what_it_draws_with_import_the_standard_library_only(
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module == svg.__name__:
+            if node.module == pattern_svg.__name__:
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names

@@ -1,4 +1,4 @@
-// A pattern in plain integers: what is refused of it, its offsets, its pairs, its Python. As flexdilated/pattern.py says it.
+// A pattern in plain integers: what is refused of it, its offsets, its pairs, its Python. As flexdilated/core/pattern.py says it.
 "use strict";
 var explorer = window.explorer || {};
 window.explorer = explorer;

@@ -13,7 +13,7 @@ from flexdilated.analysis.family import family
 from flexdilated.analysis.lattice import checked, checked_documents
 from flexdilated.analysis.pairs import balance_of, count_pairs
 from flexdilated.analysis.ranks import DTYPES, count_rank_costs
-from flexdilated.pattern import Branch, DilatedPattern, at_least_one
+from flexdilated.core.pattern import Branch, DilatedPattern, at_least_one
 
 Goal = Literal["reach", "cover", "balance"]
 Measure = Literal["pairs", "memory", "traffic"]

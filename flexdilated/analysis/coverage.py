@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flexdilated.analysis.fronts import MAX_FOLLOWED, MAX_STEPS, MOST_RESIDUES, layers_at_most, layers_of, layers_of_hull
 from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, together
 from flexdilated.analysis.reach import reachable
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 SHORTEST, MOST_RATE = 32, 1024
 MOST_BRANCHES = 5

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.pattern import DilatedPattern, as_integer, at_least_one
+from flexdilated.core.pattern import DilatedPattern, as_integer, at_least_one
 
 Integers = NDArray[np.int64]
 

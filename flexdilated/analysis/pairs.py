@@ -9,7 +9,7 @@ from math import comb
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import Kept, alike, checked, checked_documents, each_block, meet, sum_exact
-from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept, segment_counts
+from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept, segment_counts
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
 

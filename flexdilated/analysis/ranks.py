@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import checked, checked_documents
+from flexdilated.core.pattern import DilatedPattern, at_least_one
 from flexdilated.distributed import cost
 from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
-from flexdilated.pattern import DilatedPattern, at_least_one
 
 MOST_HEAD_DIM, MOST_BATCH = 2**12, 2**16  # bytes are 64-bit integers
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, alike, checked
-from flexdilated.pattern import DilatedPattern, is_integer
+from flexdilated.core.pattern import DilatedPattern, is_integer
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any

@@ -9,7 +9,7 @@ from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.analysis.tiles import BLOCK_SIZE, TileCount, count_tiles
-from flexdilated.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one
+from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flexdilated.analysis.lattice import Integers, Kept, alike, ascending, checked, each_block
 from flexdilated.analysis.pairs import count_pairs
-from flexdilated.pattern import DilatedPattern, at_least_one, num_kept
+from flexdilated.core.pattern import DilatedPattern, at_least_one, num_kept
 
 BLOCK_SIZE = 128
 MOST_BLOCK_SIZE = 2**31  # rows of tiles are counted in 64-bit integers

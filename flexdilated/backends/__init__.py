@@ -9,8 +9,8 @@ from flexdilated.backends import flash, sdpa
 from flexdilated.backends.crossovers import prefer
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
-from flexdilated.backends.request import Request as Request
 from flexdilated.backends.triton import engine as triton_engine
+from flexdilated.core.request import Request as Request
 
 
 def _reference_why_not(request: Request) -> str | None:

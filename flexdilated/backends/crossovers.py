@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexdilated.backends.hardware import Hardware
-from flexdilated.backends.request import Request
+from flexdilated.core.hardware import Hardware
+from flexdilated.core.request import Request
 
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked

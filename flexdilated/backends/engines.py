@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdilated import reference
 from flexdilated.backends import choose, materialised, mixture, portable
 from flexdilated.backends.flex import engine as flex
-from flexdilated.backends.hardware import is_symbolic
-from flexdilated.call import Call, check, documents, refuse_compiled_borders
+from flexdilated.core import reference
+from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.checks import check
+from flexdilated.core.hardware import is_symbolic
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Kernel, Options, aligned
-from flexdilated.backends.request import Request
+from flexdilated.core.request import Request
 
 LEAST_VERSION = (2, 7)  # the first whose entry points take the window as two numbers
 LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90

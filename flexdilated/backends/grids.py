@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import is_symbolic
-from flexdilated.backends.pieces import plan_pieces
-from flexdilated.call import refuse_zero_keys
-from flexdilated.pattern import DilatedPattern, ceil_div
+from flexdilated.core.checks import refuse_zero_keys
+from flexdilated.core.hardware import is_symbolic
+from flexdilated.core.pattern import DilatedPattern, ceil_div
+from flexdilated.core.pieces import plan_pieces
 
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
 LONGEST = 1 << 40  # tokens

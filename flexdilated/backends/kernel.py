@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.backends.merge import safe_lse
-from flexdilated.backends.pieces import Piece
-from flexdilated.backends.request import Request
+from flexdilated.core.lse import safe_lse
+from flexdilated.core.pieces import Piece
+from flexdilated.core.request import Request
 
 # Kernels hold the scale in float32: what is smaller may be 0 to them. Those for GPUs do so in base 2, where what is larger may be
 # infinite.

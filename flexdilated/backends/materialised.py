@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.grids import Grid, draw_grids, num_parts
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
-from flexdilated.backends.merge import accumulated
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
-from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.backends.transforms import is_transformed, may_draw, refuse_traced_derivatives
-from flexdilated.call import Call, call_mod, documents, refuse_compiled_borders, refuse_zero_keys
-from flexdilated.reference import MaskMod, ScoreMod
+from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.checks import call_mod, refuse_zero_keys
+from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.reference import MaskMod, ScoreMod
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
-from flexdilated.backends.merge import accumulated, safe_lse
-from flexdilated.backends.request import Request
-from flexdilated.backends.transforms import may_draw
+from flexdilated.core.functorch import may_draw
+from flexdilated.core.lse import accumulated, safe_lse
+from flexdilated.core.request import Request
 
 SCORES = 1 << 24  # at once: 64 MiB in float32
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.pieces import Piece, box
-from flexdilated.backends.transforms import is_transformed
+from flexdilated.core.functorch import is_transformed
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pieces import Piece, box
 
 
 class Scattered(NamedTuple):

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draw_seed, spread
-from flexdilated.backends.operator import (
+from flexdilated.backends.walk import Walk, backward, forward, tangent
+from flexdilated.core.call import Call, documents
+from flexdilated.core.checks import refuse_shards_of_torch
+from flexdilated.core.custom_op import (
     MORE_TENSORS,
     TENSORS,
     Flat,
@@ -25,10 +27,9 @@ from flexdilated.backends.operator import (
     schema_of,
     shapes_of,
 )
-from flexdilated.backends.pieces import plan_pieces
-from flexdilated.backends.transforms import is_transformed, refuse_traced_derivatives
-from flexdilated.backends.walk import Walk, backward, forward, tangent
-from flexdilated.call import Call, documents, refuse_shards_of_torch
+from flexdilated.core.functorch import is_transformed, refuse_traced_derivatives
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.pieces import plan_pieces
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

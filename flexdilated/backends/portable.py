@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import answers_while_traced
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.operator import Flat, Inputs
-from flexdilated.call import Call
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pattern import DilatedPattern
 
 
 def writes_onnx() -> bool:

@@ -30,7 +30,7 @@ from flexdilated.backends.traffic import (
     walk_backward,
     walk_forward,
 )
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 
 class Work(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexdilated.backends.kernel import Kernel, Options, aligned, bias_of, disabled, unmodified, with_positive_scale
 from flexdilated.backends.math import MATH
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.request import Request
+from flexdilated.core.lse import accumulated
+from flexdilated.core.request import Request
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
-from flexdilated.backends.pieces import Piece, plan_pieces
 from flexdilated.backends.triton.groups import together
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import Piece, plan_pieces
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each

@@ -15,10 +15,10 @@ from torch import Tensor
 from flexdilated.backends import choose_kernel
 from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Options, spread
 from flexdilated.backends.math import differential
-from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_
-from flexdilated.backends.operator import Flat, Inputs
-from flexdilated.backends.pieces import Piece, box, fold, slabs, unfold
-from flexdilated.backends.request import Request
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.lse import accumulated, add_zero_keys_, merge_
+from flexdilated.core.pieces import Piece, box, fold, slabs, unfold
+from flexdilated.core.request import Request
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexdilated import __version__
+from flexdilated._version import __version__
 from flexdilated.cli import choose, doctor, encode_slide, encode_slides, generate, map_slide, plan, show, train
 from flexdilated.cli.refusal import Command, Group
 from flexdilated.training.ranks import is_rank, leave

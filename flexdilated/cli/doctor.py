@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flexdilated import __version__
+from flexdilated._version import __version__
 from flexdilated.backends import Request, choose, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, device_class, is_measured
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
-from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.roofline import roofline
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.hardware import Hardware, detect, recommended_dtype
+from flexdilated.core.pattern import DilatedPattern
 
 CALLS = ("plain", "masked", "dropout", "functions")
 HEAD_DIM = 64

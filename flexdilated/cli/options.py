@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
-from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

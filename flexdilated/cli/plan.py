@@ -16,12 +16,12 @@ from rich.text import Text
 
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
+from flexdilated.core.pattern import BACKWARD, FORWARD
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
-from flexdilated.pattern import BACKWARD, FORWARD
 
 LABELS = {
     "gather": "gather",

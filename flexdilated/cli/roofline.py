@@ -14,7 +14,7 @@ from rich.table import Table
 
 from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.roofline import DEVICES, ENGINES, Device, Engine, Work, seconds, useful_flops, work
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 # As the benchmarks take them: GigaPath's branches without torchscale's zero keys and constant weights.
 PATTERNS = {

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
 from flexdilated.draw.panels import describe_heads, figure_of
 from flexdilated.draw.pattern import draw, multiplicity_panels
 from flexdilated.draw.terminal import print_panels
 from flexdilated.draw.tiles import HeadTiles, all_heads
-from flexdilated.pattern import DilatedPattern
 
 # More cells than this are neither drawn in reasonable time nor seen.
 MAX_TOKENS = 512

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flexdilated import __version__
+from flexdilated._version import __version__
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides import encode, lock, store

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated.analysis import missing_residues
-from flexdilated.backends.hardware import detect, recommended_dtype
 from flexdilated.cli.generate import continued
 from flexdilated.cli.options import CudaDeviceOption, device_named, integers
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.core.hardware import detect, recommended_dtype
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.position import SCALE_BASE, scale_base_for
-from flexdilated.pattern import DilatedPattern
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
 from flexdilated.training.options import TrainOptions, UserError

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated.compat.arguments import warns
 from flexdilated.compat.ring import attention_over
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
-from flexdilated.pattern import DilatedPattern
 
 
 class _Attention(nn.Module):

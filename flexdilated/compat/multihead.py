@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated.compat.arguments import warns
 from flexdilated.compat.ring import attention_over
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn import attention
-from flexdilated.pattern import DilatedPattern
 
 
 class _Multihead(attention.MultiheadDilatedAttention):

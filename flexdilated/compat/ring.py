@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
 from flexdilated.distributed.words import global_ranks
 from flexdilated.nn.attention import DilatedAttention
-from flexdilated.pattern import DilatedPattern, is_integer
 
 SAMPLES = 256  # elements of a tensor that ranks compare
 TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by

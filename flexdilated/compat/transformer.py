@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexdilated.compat.multihead import MultiheadDilatedAttention
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 Activation = str | Callable[[Tensor], Tensor]
 

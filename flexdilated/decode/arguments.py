@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends import BACKENDS
-from flexdilated.backends.hardware import holds_values
-from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import check_dense
-from flexdilated.pattern import DilatedPattern, is_integer
+from flexdilated.core.checks import check_dense
+from flexdilated.core.functorch import is_transformed
+from flexdilated.core.hardware import holds_values
+from flexdilated.core.pattern import DilatedPattern, is_integer
 
 
 class Sizes(NamedTuple):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from flexdilated.attention import attend_with_sinks
-from flexdilated.backends.hardware import without_autocast
-from flexdilated.call import DTYPES, Call, check_scale
+from flexdilated.core.call import Call
+from flexdilated.core.checks import DTYPES, check_scale
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import (
     Sizes,
     Softmax,
@@ -28,7 +30,6 @@ from flexdilated.decode.arguments import (
 from flexdilated.decode.store import Overwritten, Store, kept_where_refused
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
 from flexdilated.distributed.telling import tells_others
-from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +56,6 @@ class DilatedKVCache:
 
     A key or value that is not finite in some element is stored as a mark: the tokens that see it give NaN in that head, and no
     other output changes. Keys and values are attended to in the dtype of the cache, whatever autocast says.
-
     Positions live in tensors: under `torch.compile(fullgraph=True)` a step of one size compiles once. For inference: no gradients.
 
     With `mesh` the rows are dealt over its ranks, whatever positions they hold: row `j` of a branch lies on rank `j % P`, so each

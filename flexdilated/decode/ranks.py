@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import attend_with_sinks
-from flexdilated.backends.hardware import holds_values
-from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
-from flexdilated.call import EXCHANGES, Call
+from flexdilated.core.call import EXCHANGES, Call
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
+from flexdilated.core.hardware import holds_values
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.backends.merge import share_beside
 from flexdilated.backends.sdpa import attend_masked
+from flexdilated.core.lse import share_beside
+from flexdilated.core.pattern import DilatedPattern, num_kept
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.tokens import Tokens
-from flexdilated.pattern import DilatedPattern, num_kept
 
 
 class Overwritten(NamedTuple):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from flexdilated.backends import choose
 from flexdilated.backends.engines import attend as attend_whole
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.backends.kernel import draw_seed
-from flexdilated.backends.operator import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
-from flexdilated.backends.order import unknown
-from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import Call, check, refuse_shards_of_torch
+from flexdilated.core.call import Call
+from flexdilated.core.checks import check, refuse_shards_of_torch
+from flexdilated.core.collective_order import unknown
+from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
+from flexdilated.core.functorch import is_transformed
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.distributed import functions, traced
 from flexdilated.distributed.agreement import in_turn, withdraw
 from flexdilated.distributed.contract import Terms, contract_of

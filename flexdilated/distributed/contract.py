@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flexdilated.backends.operator import Flat, Inputs
-from flexdilated.backends.recent import recent
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.distributed import cost
 from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.ledger import APART

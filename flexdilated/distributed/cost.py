@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.backends.recent import recent
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.pattern import BACKWARD, FORWARD
 from flexdilated.distributed import work
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan
 from flexdilated.distributed.spans import Integers
-from flexdilated.pattern import BACKWARD, FORWARD
 
 LEAST_BUDGET = 1 << 27  # bytes of messages that are worth their time however small a shard is
 

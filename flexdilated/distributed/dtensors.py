@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from flexdilated.call import Call, check_mods
+from flexdilated.core.call import Call
+from flexdilated.core.checks import check_mods
 from flexdilated.distributed.telling import tell, traces_call
 
 BATCH, TOKENS, HEADS = 0, 1, 2

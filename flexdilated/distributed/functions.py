@@ -17,12 +17,13 @@ from torch import Tensor
 from flexdilated.backends import materialised
 from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
-from flexdilated.backends.hardware import without_autocast
 from flexdilated.backends.kernel import draws_of_its_own, spread
 from flexdilated.backends.mixing import Part, Scattered, mix
-from flexdilated.backends.operator import GRADIENT_MESSAGE, Inputs
-from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.call import Call, call_mod, first_pair, refuse_zero_keys
+from flexdilated.core.call import Call
+from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
+from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.distributed.exchange import Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Job, Program

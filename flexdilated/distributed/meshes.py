@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.backends.hardware import answers_while_traced
+from flexdilated.core.hardware import answers_while_traced
 
 
 def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import answers_while_traced
-from flexdilated.backends.operator import Flat
-from flexdilated.backends.pieces import Piece
+from flexdilated.core.custom_op import Flat
+from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.pieces import Piece
 from flexdilated.distributed import functions
 from flexdilated.distributed.place import Place, exchange_of, plan_of
 from flexdilated.distributed.program import Job, Part, Program, program

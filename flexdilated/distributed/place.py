@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from flexdilated.backends.hardware import answers_while_traced
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.operator import Flat
-from flexdilated.backends.recent import recent
-from flexdilated.call import documents
+from flexdilated._version import __version__
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.call import documents
+from flexdilated.core.custom_op import Flat
+from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.lse import accumulated
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from flexdilated.distributed.words import shown
@@ -38,8 +39,6 @@ def made_by(exchange: str) -> str:
 
     It is an argument, so that a graph that was kept on disk is not taken under another version of this library or other speeds.
     """
-    from flexdilated import __version__
-
     return f"flexdilated {__version__}" + (f", {cost.speeds_of_environment()}" if exchange == "auto" else "")
 
 

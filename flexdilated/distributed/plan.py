@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.backends.recent import PIECE, recent
-from flexdilated.call import EXCHANGES as ASKED
+from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.call import EXCHANGES as ASKED
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed import shares
 from flexdilated.distributed.counts import Counter
 from flexdilated.distributed.estimates import by_owner
 from flexdilated.distributed.segments import CutSegments
 from flexdilated.distributed.spans import Integers, Spans, Traffic, expanded, has_rows
 from flexdilated.distributed.work import Parts
-from flexdilated.pattern import DilatedPattern
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where bytes are equal
 SPANS = 1 << 16  # pairs of ranks whose spans are made at once

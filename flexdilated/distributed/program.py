@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexdilated.backends.recent import recent
-from flexdilated.backends.transforms import in_no_mode
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.functorch import in_no_mode
 from flexdilated.distributed.exchange import Index, Links, link
 from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import KINDS, ContextPlan

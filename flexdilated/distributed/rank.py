@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Options, spread
-from flexdilated.backends.merge import add_zero_keys_, merge_
-from flexdilated.backends.operator import Flat, Inputs
 from flexdilated.backends.walk import Walk, backward, forward
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.lse import add_zero_keys_, merge_
 from flexdilated.distributed.exchange import Pending, Transport
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.program import Part, program

@@ -12,8 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.operator import Inputs
+from flexdilated.core.custom_op import Inputs
+from flexdilated.core.lse import accumulated
 from flexdilated.distributed.exchange import Links
 from flexdilated.distributed.program import Job, Part, Program
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.backends.recent import DOCUMENT
+from flexdilated.core.bounded_cache import DOCUMENT
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.spans import Integers, Kept, Spans, expanded
-from flexdilated.pattern import DilatedPattern
 
 
 class Segments(NamedTuple):
@@ -180,7 +180,7 @@ class CutSegments:
         out = self.stride_of_outputs(w, self.rates[branch])
         token, out_token = start + index * w, start + index * out
         size = np.where(whole == 1, w, num_tokens - index * w)
-        # As in backends/pieces.py: only a shifted output can show the padding row of a whole segment.
+        # As in core/pieces.py: only a shifted output can show the padding row of a whole segment.
         slots = np.where((out != w) & (num_tokens > w) & (whole == 1), out, size)
         outputs = np.clip(start + num_tokens - out_token, 0, slots)
         sources = self.rank_of(token), self.rank_of(token + size - 1)

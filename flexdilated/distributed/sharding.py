@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels, unknown
-from flexdilated.backends.transforms import is_transformed
-from flexdilated.call import refuse_shards_of_torch
+from flexdilated.core.checks import refuse_shards_of_torch
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, unknown
+from flexdilated.core.functorch import is_transformed
 from flexdilated.distributed.agreement import in_turn, number_of_collective
 from flexdilated.distributed.ledger import APART
 from flexdilated.distributed.meshes import group_of

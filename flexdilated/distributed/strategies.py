@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed import cost
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.pattern import DilatedPattern
 
 Counts = NDArray[np.int64]
 

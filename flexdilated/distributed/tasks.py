@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexdilated.backends.pieces import Piece, branch_order, document_pieces, everything_kept
-from flexdilated.backends.recent import PIECE, recent
+from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.segments import Segments, inside
 from flexdilated.distributed.spans import Integers, expanded, kept_below

@@ -15,7 +15,7 @@ from torch._guards import CompileContext
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.backends.hardware import answers_while_traced
+from flexdilated.core.hardware import answers_while_traced
 from flexdilated.distributed import agreement
 from flexdilated.distributed.agreement import inform, withdraw
 from flexdilated.distributed.ledger import HEARD, IN_VAIN, LostError

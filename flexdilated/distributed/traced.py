@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.backends.hardware import is_symbolic, without_autocast
-from flexdilated.backends.operator import TENSORS, Flat, Inputs, Operator, declare, refuse, schema_of
-from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels, unknown
-from flexdilated.call import Call, call_mod, check_seen, first_pair, refuse_shards_of_torch
+from flexdilated.core.call import Call
+from flexdilated.core.checks import call_mod, check_seen, first_pair, refuse_shards_of_torch
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, unknown
+from flexdilated.core.custom_op import TENSORS, Flat, Inputs, Operator, declare, refuse, schema_of
+from flexdilated.core.hardware import is_symbolic, without_autocast
 from flexdilated.distributed import functions
 from flexdilated.distributed.agreement import in_turn
 from flexdilated.distributed.contract import Contract, Terms, contract_of

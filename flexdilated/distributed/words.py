@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-import flexdilated
+from flexdilated._version import __version__
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -64,7 +64,7 @@ def fields_of(plan: Mapping[str, object]) -> dict[str, list[str]]:
 
     Fields of a field, and the items of a long list among them, stand alone: messages cut long values, and say which differ.
     """
-    found: dict[str, object] = {VERSION: flexdilated.__version__}
+    found: dict[str, object] = {VERSION: __version__}
     for name, value in plan.items():
         for key, each in value.items() if isinstance(value, dict) and value else [("", value)]:
             of = f"{name}.{key}" if key else name

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from flexdilated.backends.recent import recent
+from flexdilated.core.bounded_cache import recent
 from flexdilated.distributed.segments import CutSegments, inside
 from flexdilated.distributed.spans import Booleans, Integers, expanded, kept_below, portions
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from flexdilated.analysis.lattice import checked
 from flexdilated.analysis.tiles import MOST_BLOCK_SIZE
+from flexdilated.core.pattern import DilatedPattern, at_least_one
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
-from flexdilated.pattern import DilatedPattern, at_least_one
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

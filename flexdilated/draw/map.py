@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from flexdilated.core.pattern import as_integer
 from flexdilated.draw.figure import INK, new, plain, write
 from flexdilated.draw.places import Places, places_of
 from flexdilated.draw.weights import MARK, UNSEEN, add_legend, check_path, check_weights
-from flexdilated.pattern import as_integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

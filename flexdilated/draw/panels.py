@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import INK, new, plain, wrapped
-from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import checked
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
-from flexdilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexdilated.core.pattern import DilatedPattern, num_kept
 from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
-from flexdilated.pattern import DilatedPattern, num_kept
 
 __all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
 

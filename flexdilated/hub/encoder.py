@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import DilatedPattern
 
 __all__ = ["BranchDropout", "LongNetEncoder"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.slide_encoder import LongNetViT as LongNetViT
 from flexdilated.hub.slide_encoder import tile_positions as tile_positions
 from flexdilated.ordering import Curve
-from flexdilated.pattern import DilatedPattern
 
 __all__ = ["ARCHITECTURES", "Architecture", "LongNetViT", "create_model", "load_weights", "tile_positions"]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES, autocast_dtype
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, autocast_dtype
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
 from flexdilated.distributed.telling import tells_others
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.ordering import ORDERS, Curve, coordinate_order
-from flexdilated.pattern import DilatedPattern, is_integer
 
 
 class LongNetViT(nn.Module):

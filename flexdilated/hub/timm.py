@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.swap import check_unhooked
 from flexdilated.ordering import Order
-from flexdilated.pattern import DilatedPattern
 
 __all__ = ["TimmAttention", "attention_classes"]
 

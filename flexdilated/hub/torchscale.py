@@ -11,8 +11,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.swap import check_unhooked, find_modules, put_modules
-from flexdilated.pattern import DilatedPattern
 
 __all__ = ["TorchscaleAttention", "replace_attention"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated.backends.pieces import uncached
-from flexdilated.backends.transforms import in_no_mode
+from flexdilated.core.functorch import in_no_mode
+from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.pieces import uncached
+from flexdilated.core.reference import MaskMod
 from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
-from flexdilated.pattern import DilatedPattern, is_integer
-from flexdilated.reference import MaskMod
 
 LARGE = 1 << 22  # entries: 16 MiB
 TILE = 16  # the least that Triton's matrix product takes

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern
 
 Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 

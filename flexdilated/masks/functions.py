@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends.pieces import plan_pieces, uncached
-from flexdilated.pattern import DilatedPattern, is_integer
-from flexdilated.reference import MaskMod, ScoreMod
+from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.pieces import plan_pieces, uncached
+from flexdilated.core.reference import MaskMod, ScoreMod
 
 
 def dilated_mask_mod(

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
-from flexdilated.call import EXCHANGES, check_dense, check_options
+from flexdilated.core.call import EXCHANGES
+from flexdilated.core.checks import check_dense, check_options
+from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.meshes import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.position import Rotation
-from flexdilated.pattern import DilatedPattern, as_integer
-from flexdilated.reference import MaskMod, ScoreMod
 
 
 class DilatedAttention(nn.Module):

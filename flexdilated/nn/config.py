@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from flexdilated.call import is_number
+from flexdilated.core.checks import is_number
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.nn.position import SCALE_BASE
-from flexdilated.pattern import DilatedPattern, is_integer
 
 NUMBERS = ("dropout_p", "attention_dropout_p", "scale_base")
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.backends.hardware import autocast_dtype, holds_values
+from flexdilated.core.hardware import autocast_dtype, holds_values
+from flexdilated.core.pattern import as_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.meshes import one_of_equal
@@ -28,7 +29,6 @@ from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import INDICES, Sampler, lengths_of_prompts
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import as_integer
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 

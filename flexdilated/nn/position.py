@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flexdilated.backends.portable import writes_onnx
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.sharding import replicated_like
-from flexdilated.pattern import DilatedPattern
 
 # Leaves room for queries and keys of up to 160 in float16, whose largest number is 65504.
 FLOAT16_LOG_GROWTH = 6.0

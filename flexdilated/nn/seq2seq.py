@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
-from flexdilated.pattern import DilatedPattern
 
 EVERYTHING = DilatedPattern((1 << 40,), (1,))  # one segment, however long: a sum of lengths would be another graph each time
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-import flexdilated
+from flexdilated._version import __version__
 from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import RankLostError, UserError
 from flexdilated.training.waking import sign, wake_others
@@ -143,7 +143,7 @@ def ensure_alike(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
     from flexdilated.distributed.agreement import agree  # not in every build, as above
     from flexdilated.distributed.words import VERSION
 
-    held = {VERSION: flexdilated.__version__, **held}
+    held = {VERSION: __version__, **held}
     # A collective, which hears of a lost rank at once; the agreement then knows all ranks there.
     digest = sha256(json.dumps(held).encode()).digest()
     if len(span(mesh, int.from_bytes(digest[:7], "big"))) == 1:

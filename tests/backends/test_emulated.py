@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 import flexdilated.backends.flex.engine
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import request
 from flexdilated.backends.flex import kernel
+from flexdilated.core import request
 from flexdilated.masks import block_mask
 from tests.backends import test_gpu_flex
 from tests.backends.printed_kernels import Printer, backend, printing

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import flexdilated.backends.request
+import flexdilated.core.request
 from flexdilated import DilatedPattern, backends, dilated_attention
 from flexdilated.backends import BACKENDS, Request, choose_kernel, flash
 from flexdilated.backends.crossovers import DEFAULT
-from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import Options
+from flexdilated.core.hardware import detect
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT, assert_twice_naive
@@ -304,7 +304,7 @@ def test_flash_runs_by_its_own_word_in_low_precision(
     dtype: torch.dtype, is_causal: bool, package: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash, "INSTALLED", (2, 7, 3))
-    monkeypatch.setattr(flexdilated.backends.request, "detect", lambda device: simulate("sm_80"))
+    monkeypatch.setattr(flexdilated.core.request, "detect", lambda device: simulate("sm_80"))
     case = Case(PATTERN, kv_heads=3, group=2, head_dim=24, is_causal=is_causal, lse_gradient=False)
     actual, naive, expected = run_engine(case, "flash", dtype), run_plain(case, dtype), run_reference(case, dtype)
     for i in (0, 2, 3, 4):

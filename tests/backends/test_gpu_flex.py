@@ -31,7 +31,7 @@ from flexdilated import (
 )
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
-from flexdilated.call import Call
+from flexdilated.core.call import Call
 from tests.backends import flex_emulation
 from tests.cases import Case, differentiate, run_plain
 from tests.tolerances import SINGLE, assert_twice_naive

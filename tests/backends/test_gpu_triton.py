@@ -12,9 +12,9 @@ import torch
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import Request, why_not
-from flexdilated.backends.hardware import detect
-from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.triton.tiles import DESCRIBED, LEAST_DESCRIBED_ROWS, tiles_of
+from flexdilated.core.hardware import detect
+from flexdilated.core.pieces import plan_pieces
 from tests.backends.test_gpu import CASES
 from tests.cases import Case, differentiate, run_engine, run_plain, run_reference
 from tests.tolerances import SINGLE, assert_twice_naive

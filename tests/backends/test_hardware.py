@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import Request, choose_kernel
-from flexdilated.backends.hardware import Hardware, detect, recommended_dtype
+from flexdilated.core.hardware import Hardware, detect, recommended_dtype
 from tests.cases import Case, dense_attention
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import walk
-from flexdilated.backends.operator import Inputs
-from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.call import Call, documents
+from flexdilated.core.call import Call, documents
+from flexdilated.core.custom_op import Inputs
+from flexdilated.core.pieces import Piece, plan_pieces
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT

@@ -20,8 +20,8 @@ import flexdilated.backends.flex.engine
 import flexdilated.backends.materialised
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from tests.backends import flex_emulation
 from tests.cases import Case, calls, run_reference
 from tests.tolerances import EXACT, SINGLE

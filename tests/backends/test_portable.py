@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern, reference
 from flexdilated.backends.portable import attend
-from flexdilated.call import Call, check
+from flexdilated.core.call import Call
+from flexdilated.core.checks import check
 from tests.cases import Case, calls
 from tests.tolerances import EXACT
 

@@ -21,13 +21,13 @@ from flexdilated import DilatedPattern
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.kernel import Kernel
-from flexdilated.backends.operator import Flat, Inputs
-from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.roofline import DEVICES, ENGINES, Work, seconds, useful_flops, work
 from flexdilated.backends.traffic import Step
 from flexdilated.backends.triton.groups import together
 from flexdilated.backends.walk import Walk, backward, forward
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.pieces import plan_pieces
 from tests.cases import least_heads, patterns
 
 LONGNET = DilatedPattern.longnet()

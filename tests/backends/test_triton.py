@@ -22,12 +22,12 @@ from flexdilated.attention import attend
 from flexdilated.backends import Request
 from flexdilated.backends.kernel import Options
 from flexdilated.backends.math import MATH
-from flexdilated.backends.pieces import plan_pieces
 from flexdilated.backends.triton import engine
 from flexdilated.backends.triton.groups import Group
 from flexdilated.backends.triton.tiles import Tiles, padded
-from flexdilated.call import Call
-from flexdilated.pattern import ceil_div
+from flexdilated.core.call import Call
+from flexdilated.core.pattern import ceil_div
+from flexdilated.core.pieces import plan_pieces
 from tests.backends import interpreter
 from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
 from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive

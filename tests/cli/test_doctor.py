@@ -12,13 +12,13 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex.cost import Shape
-from flexdilated.backends.hardware import detect
 from flexdilated.backends.roofline import DEVICES, ENGINES, seconds, useful_flops, work
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
 from flexdilated.cli.options import DTYPES
 from flexdilated.cli.selfcheck import QUANTITIES, SWITCHES, TOLERANCES, Engine
+from flexdilated.core.hardware import detect
 from tests.commands import invoke
 from tests.hardware import simulate
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends.merge import accumulated
+from flexdilated.core.lse import accumulated
 from flexdilated.distributed.plan import ContextPlan, context_plan
 from tests.cases import Case, differentiate, least_heads, run_reference
 from tests.tolerances import EXACT

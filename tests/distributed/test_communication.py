@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends.merge import accumulated
+from flexdilated.core.lse import accumulated
 from flexdilated.distributed import cost
 from flexdilated.distributed.ledger import Ledger
 from flexdilated.distributed.plan import EXCHANGES

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexdilated
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention
-from flexdilated.backends import order
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
+from flexdilated.core import collective_order
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import cost, even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.meshes import one_of_equal
 from tests.distributed.processes import Ranks, exactly, several
@@ -129,10 +129,10 @@ def check_compiled_backward(rank: int, mesh: DeviceMesh, name: str) -> None:
     operators = [getattr(torch.ops.flexdilated, each).default for each in (name, f"{name}_backward")]
     for each in operators:
         lowering.lowerings.pop(each, None)
-    order._unordered.extend(operators)
+    collective_order._unordered.extend(operators)
     with compiled_autograd._enable(torch.compile(backend="inductor", fullgraph=True)):
         out.backward()
-    assert not order._unordered
+    assert not collective_order._unordered
     forward(y, is_one=True).backward()
     torch.testing.assert_close(x.grad, (1 if name == "context_parallel" else mesh.size()) * shard(y.grad), **EXACT)
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flexdilated import DilatedKVCache, DilatedPattern, dilated_attention, reference
 from flexdilated.attention import attend_with_sinks
-from flexdilated.call import Call
+from flexdilated.core.call import Call
 from flexdilated.decode import store as store_module
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.ranks import Ranks as CacheRanks

@@ -23,8 +23,8 @@ import flexdilated.backends.materialised
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import kernel as flex
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import cost, functions
 from flexdilated.distributed.sharding import shard_sequence
 from flexdilated.distributed.tasks import tasks_of

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
 from flexdilated.backends import Request, why_not
 from flexdilated.backends.flex import kernel as flex
-from flexdilated.backends.hardware import detect
+from flexdilated.core.hardware import detect
 from flexdilated.distributed import exchange as exchanging
 from flexdilated.distributed import shard_sequence, shared_failures
 from flexdilated.distributed.plan import EXCHANGES

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.operator import Inputs
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.custom_op import Inputs
 from flexdilated.distributed import cost, rows
 from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.plan import EXCHANGES, ContextPlan

@@ -20,7 +20,8 @@ from hypothesis import assume, example, given, settings
 from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.pieces import Piece
+from flexdilated.core.pieces import Piece
+from flexdilated.core.reference import _rows
 from flexdilated.distributed import cost, estimates, lines, listing, tasks
 from flexdilated.distributed import counts as counting
 from flexdilated.distributed import plan as planning
@@ -32,7 +33,6 @@ from flexdilated.distributed.program import Program, program
 from flexdilated.distributed.segments import inside
 from flexdilated.distributed.spans import Kept, Spans, Traffic
 from flexdilated.distributed.tasks import Task, local_pieces, tasks_of
-from flexdilated.reference import _rows
 from tests.cases import least_heads
 from tests.distributed.cases import cut_segments, executors
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends.hardware import TRACES_UNKNOWN_SIZES
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import shard_sequence
 from tests.distributed.processes import Ranks, exactly
 from tests.distributed.test_dtensors import scattered

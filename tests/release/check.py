@@ -83,7 +83,7 @@ def left_to_a_person(files: dict[str, str], tags: Sequence[str]) -> list[str]:
         places = [name for name, text in files.items() if placeholder in text]
         if places:
             found.append(f"before the first upload: {placeholder} ({what}) in {', '.join(places)}")
-    version = re.findall(r'^__version__ = "(.+)"$', files["flexdilated/__init__.py"], flags=re.MULTILINE)[0]
+    version = re.findall(r'^__version__ = "(.+)"$', files["flexdilated/_version.py"], flags=re.MULTILINE)[0]
     newest, dated = re.findall(r"^## (\S+)(?: \((.*)\))?$", files["CHANGELOG.md"], flags=re.MULTILINE)[0]
     cited = re.findall(r"^version: (.+)$", files["CITATION.cff"], flags=re.MULTILINE)[0]
     if {newest, cited} != {version}:

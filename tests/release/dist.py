@@ -10,8 +10,8 @@ from email import message_from_bytes
 from pathlib import Path
 
 # The one place of the version, read: this runs where no torch is.
-INIT = Path(__file__).parents[2] / "flexdilated" / "__init__.py"
-VERSION = re.findall(r'^__version__ = "(.+)"$', INIT.read_text(), flags=re.MULTILINE)[0]
+VERSION_FILE = Path(__file__).parents[2] / "flexdilated" / "_version.py"
+VERSION = re.findall(r'^__version__ = "(.+)"$', VERSION_FILE.read_text(), flags=re.MULTILINE)[0]
 
 
 def relative_links(description: str) -> list[str]:

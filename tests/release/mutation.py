@@ -40,9 +40,9 @@ ENDS = {0: "alive", int(pytest.ExitCode.NO_TESTS_COLLECTED): "alive", -signal.SI
 
 # What is mutated, and the tests that must notice.
 TESTS = {
-    "flexdilated/pattern.py": ("tests/test_pattern.py",),
-    "flexdilated/backends/pieces.py": ("tests/backends/test_pieces.py",),
-    "flexdilated/backends/merge.py": ("tests/backends/test_merge.py",),
+    "flexdilated/core/pattern.py": ("tests/test_pattern.py",),
+    "flexdilated/core/pieces.py": ("tests/core/test_pieces.py",),
+    "flexdilated/core/lse.py": ("tests/core/test_lse.py",),
     "flexdilated/distributed/plan.py": ("tests/distributed/test_plan.py",),
     "flexdilated/distributed/segments.py": ("tests/distributed/test_plan.py",),
     "flexdilated/distributed/work.py": ("tests/distributed/test_plan.py", "tests/distributed/test_shares.py"),
@@ -102,7 +102,7 @@ class _Plugin:
             items[:] = sorted(chosen, key=lambda item: order.get(item.nodeid, -1))
         modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "flexdilated"]
         holders = [each for module in modules for each in (module, *(x for x in vars(module).values() if isinstance(x, type)))]
-        kinds = type(functools.lru_cache(maxsize=1)(len)), sys.modules["flexdilated.backends.recent"].Recent
+        kinds = type(functools.lru_cache(maxsize=1)(len)), sys.modules["flexdilated.core.bounded_cache"].Recent
         self.caches = list({id(x): x for each in holders for x in vars(each).values() if isinstance(x, kinds)}.values())
         self.begin = time.process_time()
 

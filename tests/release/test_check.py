@@ -13,7 +13,7 @@ from tests.release.test_release import constant, sessions
 
 ROOT = Path(flexdilated.__file__).parents[1]
 DONE = {
-    "flexdilated/__init__.py": '__version__ = "0.1.0"\n',
+    "flexdilated/_version.py": '__version__ = "0.1.0"\n',
     "CHANGELOG.md": "# Changelog\n\n## 0.1.0 (2026-12-01)\n\n- All.\n\n## 0.0.1 (2025-01-01)\n",
     "CITATION.cff": "version: 0.1.0\ndate-released: 2026-12-01\n",
     "tests/release/artefacts/0.1.0/run/x.json": "",
@@ -53,7 +53,7 @@ def test_what_is_left_to_a_person_is_named_until_it_is_done() -> None:
     assert check.left_to_a_person(DONE, ()) == ["then: git tag -s v0.1.0"]
     assert check.left_to_a_person(DONE, ("v0.1.0",)) == ["v0.1.0 is a tag already: raise the version"]
     undone = {
-        "flexdilated/__init__.py": '__version__ = "0.2.0"\n',
+        "flexdilated/_version.py": '__version__ = "0.2.0"\n',
         "CHANGELOG.md": "# Changelog\n\n## 0.1.0 (unreleased)\n",
         "CITATION.cff": 'version: 0.1.0\nurl: "https://flexdilated.example/"\n',
         ".github/CODEOWNERS": "* @flexdilated/maintainers\n",

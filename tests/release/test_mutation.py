@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "noxfile.py").exists(), reason="need
 
 
 def test_every_mutant_differs_from_its_file_and_from_the_others() -> None:
-    file = "flexdilated/backends/merge.py"
+    file = "flexdilated/core/lse.py"
     found = mutants(file)
     sources = {ast.unparse(mutated(mutant)) for mutant in found}
     assert len(sources) == len(found) > 10
@@ -28,8 +28,8 @@ def test_every_mutant_differs_from_its_file_and_from_the_others() -> None:
 
 
 def test_mutants_change_what_computes_and_no_words() -> None:
-    lines = (ROOT / "flexdilated/pattern.py").read_text().splitlines()
-    for mutant in mutants("flexdilated/pattern.py"):
+    lines = (ROOT / "flexdilated/core/pattern.py").read_text().splitlines()
+    for mutant in mutants("flexdilated/core/pattern.py"):
         assert not lines[mutant.line - 1].lstrip().startswith(("raise", '"""', "@", "import", "from"))
         first, last = mutant.span
         assert first <= mutant.line <= last
@@ -48,14 +48,14 @@ def test_a_statement_that_holds_others_begins_and_ends_before_them() -> None:
 
 
 def test_a_loader_gives_the_mutant_and_nothing_else() -> None:
-    mutant = next(each for each in mutants("flexdilated/backends/merge.py") if each.change == "-1  ->  1")
+    mutant = next(each for each in mutants("flexdilated/core/lse.py") if each.change == "-1  ->  1")
     loader = Loader(mutant)
-    assert loader.find_spec("flexdilated.backends.merge", None).loader is loader
-    assert loader.find_spec("flexdilated.backends.pieces", None) is None
+    assert loader.find_spec("flexdilated.core.lse", None).loader is loader
+    assert loader.find_spec("flexdilated.core.pieces", None) is None
 
 
 def test_a_mutant_meets_the_tests_of_its_statement_first_and_all_where_every_import_runs_it() -> None:
-    mutant = next(each for each in mutants("flexdilated/backends/merge.py") if each.change == "-1  ->  1")
+    mutant = next(each for each in mutants("flexdilated/core/lse.py") if each.change == "-1  ->  1")
     first, last = mutant.span
     seconds = {"slow": 3.0, "fast": 1.0, "other": 2.0}
     clean = mutation.Clean(1.0, seconds, {first: {"slow"}, last: {"fast", "slow"}, last + 1: {"other"}})

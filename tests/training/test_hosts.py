@@ -58,7 +58,7 @@ def started(folder: Path, text: Path, odd: str, *more: str, rank: int = 1, **cha
 def test_a_rank_of_another_version_is_named(tmp_path: Path, text: Path) -> None:
     copy = tmp_path / "other" / PACKAGE.name
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    names = copy / "__init__.py"
+    names = copy / "_version.py"
     here = f'__version__ = "{flexdilated.__version__}"'
     assert here in names.read_text()
     names.write_text(names.read_text().replace(here, '__version__ = "9.9.9"'))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from flexdilated.backends.hardware import answers_while_traced
-from flexdilated.backends.pieces import Piece, plan_pieces
+from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.masks.blocks import head_branches
-from flexdilated.pattern import DilatedPattern
 
 Layout = Literal["packed", "fused"]
 BLOCK = 128

@@ -15,15 +15,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated.backends.flex import kernel
 from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
-from flexdilated.backends.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
-from flexdilated.backends.pieces import Piece, plan_pieces
-from flexdilated.call import Call, documents, refuse_compiled_borders, refuse_zero_keys
+from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.checks import refuse_zero_keys
+from flexdilated.core.hardware import TRACES_FUNCTIONS, without_autocast
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.reference import ScoreMod
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
-from flexdilated.pattern import DilatedPattern
-from flexdilated.reference import ScoreMod
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexdilated.backends.flex.tiles import tiles_of
-from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.backends.request import Request
-from flexdilated.reference import ScoreMod
+from flexdilated.core.hardware import detect
+from flexdilated.core.reference import ScoreMod
+from flexdilated.core.request import Request
 
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from flexdilated.backends.flex.cost import BLOCK
 from flexdilated.backends.flex.engine import run_kernel
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.backends.transforms import in_no_mode
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.functorch import in_no_mode
 from flexdilated.masks.block_mask import assemble
 from flexdilated.masks.blocks import BlockLists
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from flexdilated.backends.hardware import ON_ROCM, family_of
+from flexdilated.core.hardware import ON_ROCM, family_of
 
 
 def _forward(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import ON_ROCM
 from flexdilated.backends.kernel import InPlace, Kernel, Options
-from flexdilated.backends.request import Request
 from flexdilated.backends.triton.tiles import ROW_BYTES, is_aligned
+from flexdilated.core.hardware import ON_ROCM
+from flexdilated.core.request import Request
 
 LEAST_VERSION = (3, 5)  # of torch 2.9
 LEAST_LEVEL = (8, 0)

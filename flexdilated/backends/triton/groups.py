@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexdilated.backends.pieces import Piece
-from flexdilated.backends.recent import PIECE, recent
 from flexdilated.backends.triton.tiles import LEAST_DESCRIBED_ROWS
+from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.pieces import Piece
 
 # Pieces of a branch, for a table that takes the host as long as some launches. One document of a published pattern has fewer.
 LEAST = 8

@@ -13,14 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from flexdilated.backends.hardware import detect
 from flexdilated.backends.kernel import Options, with_positive_scale
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.pieces import Piece
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import Group, groups, table_of
 from flexdilated.backends.triton.tiles import ROW_BYTES, Tiles, is_aligned, padded, tiles_of
+from flexdilated.core.hardware import detect
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pieces import Piece
 
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes

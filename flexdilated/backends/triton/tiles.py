@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexdilated.backends.hardware import family_of
+from flexdilated.core.hardware import family_of
 
 
 class Tiles(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexdilated.core.pattern import is_integer
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.maps import attention_map
 from flexdilated.ordering import coordinate_order
-from flexdilated.pattern import is_integer
 
 TABLES = (".csv", ".parquet", ".geojson")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.hub.transformers.heads import HeadShard
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import first_real, shifted
-from flexdilated.pattern import DilatedPattern, is_integer
 
 # Since `activate_past_recording` the library tells that it will crop, but never that it is done; before, it tells nothing: every
 # call is recorded. So the last calls are kept, of more tokens than are drafted at once.

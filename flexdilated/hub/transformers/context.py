@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from flexdilated.call import EXCHANGES
+from flexdilated.core.call import EXCHANGES
+from flexdilated.core.pattern import at_least_one
 from flexdilated.distributed.agreement import failed, number_of_collective
 from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.ledger import APART
@@ -33,7 +34,6 @@ from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import token_positions
-from flexdilated.pattern import at_least_one
 
 PLACE = "_dilated_context"  # the attribute by which the attention function finds the mesh of a module
 FIELD = "dilated_context"  # of a config

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.transformers.heads import HeadShard
 from flexdilated.masks import dilated_score_mod
-from flexdilated.pattern import DilatedPattern
 
 
 def decode(

@@ -12,9 +12,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import attend_with_sinks
-from flexdilated.backends.hardware import autocast_dtype
-from flexdilated.backends.pieces import uncached
-from flexdilated.call import Call
+from flexdilated.core.call import Call
+from flexdilated.core.hardware import autocast_dtype
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import uncached
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import check_sharded, context_of
 from flexdilated.hub.transformers.decoding import decode
@@ -22,7 +23,6 @@ from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks
 from flexdilated.hub.transformers.options import refuse_options, tokens_seen
 from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, refuse_documents, shifted
-from flexdilated.pattern import DilatedPattern
 
 
 def dilated_attention_forward(

@@ -15,6 +15,7 @@ from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.decode.arguments import cache_refusal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
@@ -26,7 +27,6 @@ from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import SCALE_BASE, XPos, token_positions
 from flexdilated.nn.transformer import Block
-from flexdilated.pattern import DilatedPattern, is_integer
 
 PACKED = (*FlashAttentionKwargs.__annotations__, "position_ids", "shift_labels", "shard_lengths")
 

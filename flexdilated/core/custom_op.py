@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from flexdilated.backends.merge import accumulated
-from flexdilated.backends.order import OVER_RANKS, keep_order, order_kernels
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pattern import DilatedPattern
 
 GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "

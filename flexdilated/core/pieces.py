@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.backends.recent import DOCUMENT, PIECE, recent
-from flexdilated.pattern import DilatedPattern, HeadRun, ceil_div, num_kept
+from flexdilated.core.bounded_cache import DOCUMENT, PIECE, recent
+from flexdilated.core.pattern import DilatedPattern, HeadRun, ceil_div, num_kept
 
 
 class Piece(NamedTuple):

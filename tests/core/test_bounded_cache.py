@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from flexdilated.backends.pieces import _plan, plan_pieces
-from flexdilated.backends.recent import Recent, recent
-from flexdilated.pattern import DilatedPattern
+from flexdilated.core.bounded_cache import Recent, recent
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import _plan, plan_pieces
 
 
 def squares(room: int = 10**6, most: int = 4, fewest: int = 2) -> tuple[Recent[[int], list[int]], list[int]]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.backends.pieces import Piece, box, fold, plan_pieces, segment_pieces, slabs, unfold
+from flexdilated.core.pieces import Piece, box, fold, plan_pieces, segment_pieces, slabs, unfold
 from tests.cases import least_heads, patterns
 
 

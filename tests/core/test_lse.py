@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.backends.merge import accumulated, add_zero_keys_, merge_, safe_lse, share_beside
+from flexdilated.core.lse import accumulated, add_zero_keys_, merge_, safe_lse, share_beside
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5

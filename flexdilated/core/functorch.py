@@ -21,7 +21,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexdilated.backends.hardware import TRACES_FUNCTIONS
+from flexdilated.core.hardware import TRACES_FUNCTIONS
 
 Made = TypeVar("Made", bound=Callable[..., object])
 

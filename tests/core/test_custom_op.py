@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexdilated.distributed.attention
-from flexdilated.backends.operator import Flat, schema_of
+from flexdilated.core.custom_op import Flat, schema_of
 
 OPTIONS = (
     "SymInt[] segment_lengths, SymInt[] dilation_rates, str heads, str offsets, bool zero_padding, bool detach_weights, "

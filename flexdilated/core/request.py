@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexdilated.backends.hardware import Hardware, detect
+from flexdilated.core.hardware import Hardware, detect
 
 
 @dataclass(frozen=True)

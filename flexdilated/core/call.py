@@ -1,0 +1,136 @@
+"""One call of dilated attention: its options on the way to an engine, and the documents that it packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.core.custom_op import Flat
+from flexdilated.core.functorch import is_mapped, is_transformed
+from flexdilated.core.hardware import holds_values
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.reference import MaskMod, ScoreMod
+from flexdilated.core.request import Request
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+EXCHANGES = ("auto", "gather", "ring", "heads")
+
+
+class Call(NamedTuple):
+    """The options of `dilated_attention`, which says what they mean, and which heads of a model the tensors hold.
+
+    `check` gives it complete: a scale and a number of heads, and whether the score function learns. Methods and no properties: the
+    compiler of torch 2.9 looks for those in the fields.
+    """
+
+    pattern: DilatedPattern
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    backend: str = "auto"
+    return_lse: bool = False
+    mesh: DeviceMesh | None = None
+    exchange: str = "auto"
+    shard_lengths: Sequence[int] | None = None
+    first_head: int = 0  # of the key/value heads held here, among those of the model
+    num_heads: int | None = None  # key/value heads of the model; None: all of them are held here
+    first_sequence: int = 0  # of the batch held here, among those of all ranks
+    learns: bool = False
+
+    def is_modified(self) -> bool:
+        """Whether it has a score or mask function."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    def part_of_heads(self, num_kv_heads: int) -> range | None:
+        """The key/value heads held here, where they are not all of the model's."""
+        if self.num_heads in (None, num_kv_heads):
+            return None
+        return range(self.first_head, self.first_head + num_kv_heads)
+
+    def checked_scale(self) -> float:
+        """The scale, of a checked call."""
+        assert self.scale is not None
+        return self.scale
+
+    def request(self, q: Tensor, k: Tensor, v: Tensor, *, dynamic: bool = False) -> Request:
+        """What it asks of an engine; `dynamic`: for a number of tokens that is a symbol."""
+        return Request.of(
+            q,
+            k,
+            masked=self.key_padding_mask is not None,
+            dropout=self.dropout_p > 0.0,
+            modified=self.is_modified(),
+            differentiable=torch.is_grad_enabled() and (self.learns or q.requires_grad or k.requires_grad or v.requires_grad),
+            transformed=is_transformed(q, k, v),
+            wants_lse=self.return_lse,
+            dynamic=dynamic,
+        )
+
+    def flat(self) -> Flat:
+        """The options that an operator takes, of a checked call."""
+        assert self.num_heads is not None
+        pattern = self.pattern
+        return Flat(
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            pattern.heads,
+            pattern.offsets,
+            pattern.zero_padding,
+            pattern.detach_weights,
+            self.is_causal,
+            self.checked_scale(),
+            self.dropout_p,
+            self.backend,
+            self.first_head,
+            self.num_heads,
+        )
+
+
+def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tuple[tuple[int, int], ...]:
+    """`(first token, number of tokens)` of each packed document; messages say where the tokens are.
+
+    Raises:
+        ValueError: If the borders do not rise from 0 to `num_tokens`.
+        NotImplementedError: If they hold no values, or torch.func.vmap maps over them, outside of an operator that has been given
+            each sample's.
+    """
+    if cu_seqlens is None:
+        return ((0, num_tokens),)
+    if not holds_values(cu_seqlens):  # only operators, which say shapes without them, take such
+        raise NotImplementedError(
+            "cu_seqlens must hold values for this call, got a meta or fake tensor: score_mod, mask_mod, backend='flex' and "
+            "backend='reference' plan by them; use backend='sdpa' without functions"
+        )
+    if is_mapped(cu_seqlens):
+        raise NotImplementedError(
+            "cu_seqlens must be the same for every sample of torch.func.vmap with backend='reference', score_mod or mask_mod, got "
+            "mapped borders; loop over the samples, or use backend='sdpa' without functions"
+        )
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens or any(b < a for a, b in pairwise(borders)):
+        shown = borders if len(borders) <= 8 else [*borders[:4], "...", *borders[-3:]]
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens={num_tokens}{where}, got {shown}")
+    return tuple((a, b - a) for a, b in pairwise(borders))
+
+
+def refuse_compiled_borders(call: Call, what: str) -> None:
+    """Refuse documents where a graph would be one for their borders alone.
+
+    Raises:
+        NotImplementedError: In compiled code, if a call has borders.
+    """
+    if call.cu_seqlens is not None and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"cu_seqlens must come without {what} in compiled code, got both: the graph would depend on its values; call "
+            "dilated_attention outside of torch.compile, or once per document"
+        )

@@ -1,0 +1,292 @@
+"""What attends to what: the dilated pattern, its branches and their offsets, in plain integers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+from flexdilated.core.pattern_svg import branches_svg
+
+Heads = Literal["all", "grouped"]
+Offsets = Literal["blocked", "interleaved"]
+
+HEADS: tuple[Heads, ...] = ("all", "grouped")
+OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
+
+MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
+FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
+
+
+class Branch(NamedTuple):
+    """One (segment length, dilation rate) pair of a pattern."""
+
+    segment_length: int
+    dilation_rate: int
+
+
+class HeadRun(NamedTuple):
+    """The heads of one branch that keep the same offset: `start, start + step, ...`, `heads` of them."""
+
+    offset: int
+    start: int
+    step: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """Segment-local dilated attention with one or more branches, as a frozen value of plain integers.
+
+    Branch `i` cuts the sequence in segments of `segment_lengths[i]` tokens and keeps, for head `h`, the positions `p` with
+    `(p % w_i) % r_i == offset(i, h)`. Inside a branch, kept queries attend to kept keys of their own segment; the branches are
+    mixed by log-sum-exp, which is one softmax over the multiset union of their keys.
+    Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
+
+    Args:
+        segment_lengths: Tokens per segment, one per branch, each at least 1. A segment longer than the sequence means one
+            segment as long as the sequence.
+        dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
+        heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
+            branch, the first `H % K` groups one head larger; a group runs its own branch alone with offset `i % r_i`, and what
+            it does not keep is 0. There must be a (key/value) head for every branch.
+        offsets: Which residue a head keeps when `heads="all"`. `"blocked"`: `h // ceil(H / r)` (torchscale, GigaPath, LongViT).
+            `"interleaved"`: `h % r` (the text of the paper).
+        zero_padding: Reproduce torchscale's zero keys: the projected keys and values are padded with zeros to whole segments
+            and whole rates, and those keys take part in non-causal softmaxes. Where a rate does not divide its segment and
+            there are several segments, torchscale's shifted output positions are reproduced too.
+        detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
+
+    Raises:
+        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is below 1, a rate is outside
+            `[1, segment_length]`, or a rule is unknown.
+        TypeError: If a length or a rate is not an integer, or a flag is not a bool.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    heads: Heads = field(default="all", kw_only=True)
+    offsets: Offsets = field(default="blocked", kw_only=True)
+    zero_padding: bool = field(default=False, kw_only=True)
+    detach_weights: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", _integers("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", _integers("dilation_rates", self.dilation_rates))
+        if not self.segment_lengths:
+            raise ValueError("segment_lengths must hold at least one length, got ()")
+        if len(self.segment_lengths) > MAX_BRANCHES:
+            raise ValueError(
+                f"segment_lengths must hold at most {MAX_BRANCHES} lengths, one for each branch, got {len(self.segment_lengths)}"
+            )
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"dilation_rates must hold one rate per segment length={len(self.segment_lengths)}, got {self.dilation_rates}"
+            )
+        for i, (length, rate) in enumerate(self.branches):
+            if length < 1:
+                raise ValueError(f"segment_lengths[{i}] must be at least 1, got {length}")
+            if not 1 <= rate <= length:
+                raise ValueError(f"dilation_rates[{i}] must be in [1, segment_lengths[{i}]={length}], got {rate}")
+        if self.heads not in HEADS:
+            raise ValueError(f"heads must be one of {HEADS}, got {self.heads!r}")
+        if self.offsets not in OFFSETS:
+            raise ValueError(f"offsets must be one of {OFFSETS}, got {self.offsets!r}")
+        for name in ("zero_padding", "detach_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    @classmethod
+    def longnet(cls) -> DilatedPattern:
+        """The five branches of the LongNet paper (arXiv 2307.02486, section 4.1): 2048..32768 at rates 1, 2, 4, 6, 12."""
+        return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+
+    @classmethod
+    def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), zero_padding=True, detach_weights=True)
+
+    @classmethod
+    def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
+        """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), heads="grouped")
+
+    @classmethod
+    def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
+        """The pattern of Prov-GigaPath's slide encoder for slides of `max_wsi_size` pixels cut in tiles of `tile_size` pixels.
+
+        Five lengths, evenly spaced in log2 from 1024 to the largest number of tiles, rounded down; rates 1, 2, 4, 8, 16;
+        torchscale's rules. The default gives 1024, 5792, 32768, 185363, 1048576.
+
+        Raises:
+            ValueError: If the slide is not at least four tiles wide: a segment of its 16 tiles is the shortest for rate 16.
+        """
+        if not 1 <= tile_size <= max_wsi_size // 4:
+            least = f"[1, {max_wsi_size // 4}], a quarter of max_wsi_size={max_wsi_size}"
+            raise ValueError(f"tile_size must be in {least}, got {tile_size}")
+        last = int(math.log2((max_wsi_size // tile_size) ** 2))
+        lengths = [int(2 ** (10 + (last - 10) * i / 4)) for i in range(5)]
+        return cls.torchscale(lengths, (1, 2, 4, 8, 16))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pattern as JSON types; `from_dict` is the inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DilatedPattern:
+        """The pattern that `to_dict` wrote.
+
+        Raises:
+            ValueError: If a key is unknown, or the lengths or rates are missing.
+            TypeError: If the values are no mapping, or one has the wrong type.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"pattern must be a mapping, got {values!r}")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"pattern keys must be among {sorted(known)}, got {unknown}")
+        missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
+        if missing:
+            raise ValueError(f"pattern keys must include segment_lengths and dilation_rates, {missing} missing")
+        return cls(**values)
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows: segments on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
+        rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
+        flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
+        words = [f"{length:,} tokens, rate {rate}" for length, rate in self.branches]
+        return branches_svg(self.branches, repr(self), [", ".join([rule, *flags]), *words])
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The (segment length, dilation rate) pairs, in order."""
+        return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+
+    def check_heads(self, num_heads: int) -> None:
+        """Refuse fewer heads than `heads="grouped"` has branches: some of them would never be computed.
+
+        Raises:
+            ValueError: If some branch would have no head.
+        """
+        if self.heads == "grouped" and num_heads < len(self.segment_lengths):
+            raise ValueError(
+                f"pattern must have at most one branch per key/value head={num_heads} under heads='grouped', got "
+                f"{len(self.segment_lengths)} branches; use more heads, fewer branches or heads='all'"
+            )
+
+    def head_range(self, branch: int, num_heads: int) -> range:
+        """The heads that run a branch. Under grouped-query attention these are key/value heads."""
+        if self.heads == "all":
+            return range(num_heads)
+        self.check_heads(num_heads)
+        size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
+        start = branch * size + min(branch, larger)
+        return range(start, start + size + (branch < larger))
+
+    def offset(self, branch: int, head: int, num_heads: int) -> int:
+        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`."""
+        rate = self.dilation_rates[branch]
+        if self.heads == "grouped":
+            return branch % rate
+        if self.offsets == "interleaved":
+            return head % rate
+        return head // ceil_div(num_heads, rate)
+
+    def head_runs(self, branch: int, num_heads: int, within: range | None = None) -> tuple[HeadRun, ...]:
+        """The heads of a branch gathered by offset, in ascending order of the offset.
+
+        Args:
+            branch: Which branch.
+            num_heads: Of the whole model.
+            within: The consecutive heads that are held here; runs count heads from its start. Default: all of them.
+        """
+        first = 0 if within is None else within.start
+        by_offset: dict[int, list[int]] = {}
+        for head in self.head_range(branch, num_heads):
+            if within is None or head in within:
+                by_offset.setdefault(self.offset(branch, head, num_heads), []).append(head - first)
+        return tuple(
+            HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
+            for offset, heads in sorted(by_offset.items())
+        )
+
+    def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
+        """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
+
+        The useful work of the pattern: forward attention costs `4 * head_dim` floating-point operations per pair. Zero keys of
+        `zero_padding` are not counted.
+
+        Raises:
+            ValueError: If a number is below 1.
+            TypeError: If a number is not an integer.
+        """
+        num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
+        total = 0
+        for branch, (length, rate) in enumerate(self.branches):
+            for offset, _, _, heads in self.head_runs(branch, num_heads):
+                for segment, repeats in segment_counts(num_tokens, length):
+                    kept = num_kept(segment, rate, offset)
+                    total += heads * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+        return total
+
+
+def num_kept(length: int, rate: int, offset: int) -> int:
+    """How many positions `offset, offset + rate, ...` lie below `length`."""
+    return max(0, ceil_div(length - offset, rate))
+
+
+def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
+    """(length, how many segments have it): the whole segments, then the shorter last one."""
+    whole, rest = divmod(num_tokens, segment_length)
+    if whole:
+        yield segment_length, whole
+    if rest:
+        yield rest, 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def is_integer(x: object) -> bool:
+    """Whether x is an int of Python, and no bool."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def as_integer(name: str, value: object) -> int:
+    """An integer as Python's: numpy's overflow.
+
+    Raises:
+        TypeError: If it is no integer.
+    """
+    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
+    try:
+        number = None if is_bool else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # a float, in a tensor too; an array of several
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return number
+
+
+def at_least_one(name: str, value: object) -> int:
+    """As `as_integer`, of at least 1.
+
+    Raises:
+        ValueError: If it is less.
+        TypeError: If it is no integer.
+    """
+    number = as_integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    return tuple(as_integer(f"{name}[{i}]", value) for i, value in enumerate(values))
