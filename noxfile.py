@@ -21,7 +21,7 @@ TORCH_VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # the oldest supported
 TRANSFORMERS_VERSIONS = ("5.12.0", "5.23.0")  # the oldest supported one, and the newest when this was written
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CHECKS = ("lint", "types", "types_pythons", "hooks", "hosting", "api", "build")
-RELEASE = (*CHECKS, "tests", "tests_sweep", "tests_python", "tests_torch", "minimums", "mutation", "docs")
+RELEASE = (*CHECKS, "tests", "tests_sweep", "tests_python", "tests_torch", "minimums", "docs")
 WORKERS = ("-n", str(min(8, (os.cpu_count() or 1) + 1)))  # some tests wait for a timeout
 SITE = os.path.join("docs", "_build", "html")
 CAPABILITIES = ("cpu", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90", "sm_100")
@@ -343,14 +343,6 @@ def minimums(session: nox.Session) -> None:
     session.install(next(pin for pin in lowest if pin.startswith("torch==")))
     session.install("-e", ".[test]", *lowest)
     _pytest(session)
-
-
-@nox.session
-def mutation(session: nox.Session) -> None:
-    """Mutants of the integer core, which its tests must kill: 20 of each file, `-- --sample 0` for all (no Windows)."""
-    _install(session)
-    session.install("coverage==7.17.3")
-    session.run("python", "-m", "tests.release.mutation", *session.posargs)
 
 
 @nox.session(name="release-check", venv_backend="none")
