@@ -20,7 +20,6 @@ from flexdilated.backends import Request, choose, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, device_class, is_measured
 from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.cli.options import DTYPES, device_named, spelled
-from flexdilated.cli.roofline import roofline
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
 from flexdilated.core.pattern import DilatedPattern
@@ -40,15 +39,8 @@ def doctor(
         bool,
         typer.Option("--all", help="Check engines that compile on all cases: many minutes on a GPU, else one or two."),
     ] = False,
-    model: Annotated[
-        bool,
-        typer.Option("--roofline", help="Only tell what every engine for GPUs moves and launches, and the least time of that."),
-    ] = False,
 ) -> None:
     """Say what this machine can run and why not, and check every kernel against the definition. Exit code 1 if a check fails."""
-    if model:
-        roofline(as_json=as_json)
-        return
     place = device_named(device, auto=["cuda", "mps"])
     hardware = detect(place)
     machine = _machine(place, hardware)
@@ -143,7 +135,7 @@ def _preference(hardware: Hardware) -> str:
     text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
         text += (
-            ". By published rates triton needs the least time there forward (--roofline), and did on an H200: name it to try it; "
+            ". By published rates triton needs the least time there forward, and did on an H200: name it to try it; "
             "python -m benchmarks.crossover in a clone measures it, and auto follows"
         )
     return text
@@ -219,7 +211,7 @@ def _layouts() -> list[dict[str, Any]]:
 def _layout_table() -> Table:
     table = _table(
         "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16); "
-        "estimates for the choice between these two; for all engines see --roofline"
+        "estimates for the choice between these two"
     )
     for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
         table.add_column(column, justify="left" if column == "choice" else "right")

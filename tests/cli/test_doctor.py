@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated import DilatedPattern
 from flexdilated.backends import BACKENDS
-from flexdilated.backends.flex.cost import Shape
-from flexdilated.backends.roofline import DEVICES, ENGINES, seconds, useful_flops, work
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
@@ -249,37 +246,6 @@ def test_table_fits_every_kind_of_gpu() -> None:
     for name in ("sm_60", "sm_75", "sm_90", "mps"):
         table = doctor._engine_table(simulate(name))
         assert table.row_count == len(selfcheck.engines())
-
-
-# -- the roofline -------------------------------------------------------------------------------------------------------------
-
-
-def test_roofline_tells_every_engine_on_every_device() -> None:
-    code, text, _ = run("--roofline")
-    assert code == 0
-    for name in (*(engine.name for engine in ENGINES), *(device.source for device in DEVICES), "longnet", "gigapath"):
-        assert name in text
-    assert text.startswith("each cell of a device: a lower bound in ms / an upper bound in useful TFLOP/s")
-    tables = text[text.index("\nlongnet, ") : text.index("H100: ")]
-    assert max(map(len, tables.splitlines())) <= 80
-
-
-def test_roofline_s_json_holds_the_model() -> None:
-    code, text, _ = run("--roofline", "--json")
-    assert code == 0
-    report = json.loads(text)
-    assert len(report["settings"]) == 2 * 3 * 2
-    for setting in report["settings"]:
-        shape = Shape(**{name: setting[name] for name in Shape._fields})
-        pattern = DilatedPattern.from_dict(setting["pattern"])
-        assert setting["useful_flops"]["forward"] == useful_flops(pattern, shape)[0]
-        rows = {(row["engine"], row["direction"]): row for row in setting["engines"]}
-        for engine in ENGINES:
-            for direction, found in zip(("forward", "backward"), work(engine, pattern, shape)):
-                row = rows[engine.name, direction]
-                assert (row["flops"], row["bytes"], row["launches"]) == (found.flops, found.bytes, found.launches)
-                assert row["least_seconds"]["H200"] == seconds(found, DEVICES[1])
-                assert (row["least_seconds"]["T4"] is None) == (engine.name != "sdpa efficient")
 
 
 # -- what it refuses ----------------------------------------------------------------------------------------------------------

@@ -24,11 +24,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="needs t
 
 def test_a_release_checks_sessions_that_exist_with_arguments_of_some_of_them() -> None:
     release = set(constant("RELEASE"))
-    assert (
-        {"lint", "types_pythons", "hooks", "hosting", "api", "build", "tests", "minimums", "docs"}
-        < release
-        <= sessions()
-    )
+    assert {"lint", "types_pythons", "hooks", "hosting", "api", "build", "tests", "minimums", "docs"} < release <= sessions()
     assert check.ARGUMENTS.keys() <= release
 
 

@@ -1,4 +1,4 @@
-"""What each engine for GPUs computes, moves and launches, on the pieces of a pattern. Long: every engine's steps, side by side.
+"""What each engine for GPUs computes, moves and launches, on the pieces of a pattern.
 
 Every tensor that a launch is given moves once: what caches save or cost is left out. A kernel of a library, or an operation of
 torch, counts as one launch, whatever it launches inside. The tensors are contiguous.

@@ -1,5 +1,7 @@
 """The least time that a call of each engine for GPUs takes, by what it computes and moves and a device's published rates.
 
+    python -m benchmarks.roofline
+
 A launch takes at least its floating-point operations at the device's rate, and its bytes at the memory's; a call the sum over its
 launches. The time that launching itself takes is left out.
 """
@@ -8,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from flexdilated.backends.flex.cost import Shape
-from flexdilated.backends.traffic import (
+from benchmarks.traffic import (
     BACKWARD_PRODUCTS,
     CUDNN,
     EFFICIENT,
@@ -30,6 +32,7 @@ from flexdilated.backends.traffic import (
     walk_backward,
     walk_forward,
 )
+from flexdilated.backends.flex.cost import Shape
 from flexdilated.core.pattern import DilatedPattern
 
 
@@ -123,3 +126,34 @@ def work(engine: Engine, pattern: DilatedPattern, shape: Shape) -> tuple[Work, W
         ValueError: If the pattern has torchscale's zero keys or constant weights.
     """
     return Work(tuple(engine.forward(pattern, shape))), Work(tuple(engine.backward(pattern, shape)))
+
+
+def main() -> None:
+    """Print, for published patterns, bytes and launches of each engine and its least time on each device."""
+    longnet, gigapath = DilatedPattern.longnet(), replace(DilatedPattern.gigapath(), zero_padding=False, detach_weights=False)
+    for name, pattern in (("longnet", longnet), ("gigapath", gigapath)):
+        for num_tokens in (1 << 15, 1 << 17, 1 << 20):
+            for head_dim in (64, 128):
+                shape = Shape(1, num_tokens, 12, 12, head_dim, 2, False)
+                print(
+                    f"\n{name}, {num_tokens:,} tokens, 12 heads of {head_dim}, 16 bits, not causal: least ms / most useful TFLOP/s"
+                )
+                print(f"{'engine':15} {'pass':8} {'GB':>8} {'launches':>8}" + "".join(f"{device.name:>13}" for device in DEVICES))
+                for engine in ENGINES:
+                    for direction, useful, found in zip(
+                        ("forward", "backward"), useful_flops(pattern, shape), work(engine, pattern, shape)
+                    ):
+                        row = f"{engine.name:15} {direction:8} {found.bytes / 1e9:8.2f} {found.launches:8}"
+                        for device in DEVICES:
+                            least = seconds(found, device)
+                            bound = f"{least * 1e3:.3g} / {useful / least / 1e12:.0f}"
+                            row += f"{bound if device.capability >= engine.capability else '-':>13}"
+                        print(row)
+    for device in DEVICES:
+        print(
+            f"{device.name}: {device.flops_per_second / 1e12:g} TFLOP/s, {device.bytes_per_second / 1e12:g} TB/s ({device.source})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 import flexdilated.backends.flex.engine
 import flexdilated.backends.walk
+from benchmarks.roofline import DEVICES, ENGINES, Work, seconds, useful_flops, work
+from benchmarks.traffic import Step
 from flexdilated import DilatedPattern
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.kernel import Kernel
-from flexdilated.backends.roofline import DEVICES, ENGINES, Work, seconds, useful_flops, work
-from flexdilated.backends.traffic import Step
 from flexdilated.backends.triton.groups import together
 from flexdilated.backends.walk import Walk, backward, forward
 from flexdilated.core.call import Call
@@ -30,8 +30,6 @@ from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.pieces import plan_pieces
 from tests.cases import least_heads, patterns
 
-LONGNET = DilatedPattern.longnet()
-GIGAPATH = replace(DilatedPattern.gigapath(), zero_padding=False, detach_weights=False)
 ENGINE = {engine.name: engine for engine in ENGINES}
 LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient", "flash": "flash_attn"}
 KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, flash.KERNEL)}
@@ -232,21 +230,6 @@ def test_the_kernel_in_place_moves_each_kept_row_once_per_branch(drawn: tuple[Di
     launches = len(together(plan_pieces(pattern, ((0, shape.num_tokens),), shape.num_kv_heads, shape.is_causal)))
     assert forward.launches in (launches, launches + 2)
     assert backward.launches in (2 * launches + 1, 2 * launches + 4)
-
-
-@pytest.mark.parametrize("pattern", [LONGNET, GIGAPATH], ids=["longnet", "gigapath"])
-@pytest.mark.parametrize("num_tokens", [1 << 15, 1 << 17, 1 << 20])
-def test_published_patterns_in_place_come_near_the_ideal(pattern: DilatedPattern, num_tokens: int) -> None:
-    for head_dim in (64, 128):
-        shape = Shape(1, num_tokens, 12, 12, head_dim, 2, False)
-        forward, _ = work(ENGINE["triton"], pattern, shape)
-        rows = sum(
-            heads * sum(max(0, -(-(min(length, num_tokens - start) - offset) // rate)) for start in range(0, num_tokens, length))
-            for i, (length, rate) in enumerate(pattern.branches)
-            for offset, _, _, heads in pattern.head_runs(i, 12)
-        )
-        assert forward.bytes <= 1.1 * rows * (5 * head_dim * 2 + 8)
-        assert forward.bytes < min(work(engine, pattern, shape)[0].bytes for engine in ENGINES[1:6])
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------------------------
