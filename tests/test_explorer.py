@@ -15,9 +15,6 @@ import pytest
 from numpy.typing import NDArray
 
 from flexdilated import DilatedPattern, analysis
-from flexdilated.distributed.plan import ContextPlan, context_plan
-from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.distributed.strategies import Layer, strategies
 from flexdilated.draw.pattern import multiplicity
 from flexdilated.draw.tiles import head_tiles
 from flexdilated.masks.functions import checked
@@ -92,37 +89,19 @@ def random_state(rng: random.Random) -> State:
         "seq_len": num_tokens,
         "block_size": rng.choice((1, 2, 3, 7, 16)),
         "head_dim": 11,
-        "itemsize": 2,
-        "ranks": rng.randint(1, 5),
         "layers": rng.randint(1, 3),
         "head": rng.randrange(kv_heads * group),
         "query": rng.randrange(num_tokens),
-        "exchange": rng.choice(("gather", "heads")),
     }
 
 
 STATES = [random_state(random.Random(seed)) for seed in range(200)]
-STATES += [  # dealt heads, and a segment whose outputs, shifted, are fewer than its offsets
-    STATES[0]
-    | {"segment_lengths": [10], "dilation_rates": [8], "heads": "all", "offsets": "interleaved", "zero_padding": True}
-    | {"is_causal": False, "num_heads": 8, "num_kv_heads": 8, "seq_len": 20, "ranks": 8, "head": 5, "query": 17}
-]
-STATES += [  # segments of the whole sequence, in one branch or beside narrower ones, for some or many ranks per head
+STATES += [  # one segment of the whole sequence, alone or beside narrower branches
     STATES[0]
     | {"segment_lengths": [59, *lengths], "dilation_rates": [rate, *([1] * len(lengths))], "heads": "all", "offsets": "interleaved"}
-    | {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "seq_len": num_tokens, "ranks": ranks, "head": 0, "query": 11}
-    | {"is_causal": is_causal, "zero_padding": False}
+    | {"num_heads": 6, "num_kv_heads": 3, "seq_len": 59, "head": 0, "query": 11, "is_causal": is_causal, "zero_padding": False}
     for is_causal in (True, False)
-    for num_tokens, kv_heads, group, ranks in ((59, 3, 2, 5), (53, 1, 3, 13), (59, 2, 1, 31))
     for lengths, rate in (((), 1), ((), 3), ((7, 19), 2))
-]
-STATES += [  # outputs that the end of the sequence cuts, of a segment inside the last shard
-    STATES[-1]
-    | {"segment_lengths": [61, 7], "dilation_rates": [1, 2], "zero_padding": True, "is_causal": is_causal}
-    | {"seq_len": num_tokens, "ranks": ranks}
-    for is_causal in (True, False)
-    for num_tokens in (59, 61)
-    for ranks in (2, 3, 5)
 ]
 
 
@@ -153,19 +132,6 @@ def masks(state: State) -> Counts:
 def binned(counts: Counts, cell: int) -> Counts:
     starts = np.arange(0, len(counts), cell)
     return np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
-
-
-def plan_of(state: State) -> ContextPlan:
-    kv_heads, group = state["num_kv_heads"], state["num_heads"] // state["num_kv_heads"]
-    shards, documents = even_shard_lengths(state["seq_len"], state["ranks"]), ((0, state["seq_len"]),)
-    return context_plan(pattern_of(state), shards, kv_heads, range(kv_heads), group, documents, state["is_causal"])
-
-
-def traffic(state: State, kind: str, exchange: str = "gather") -> list[list[int]]:
-    found = np.zeros((state["ranks"], state["ranks"]), np.int64)
-    there = plan_of(state).traffic(exchange, kind)
-    found[there.receiver, there.sender] = there.rows
-    return found.tolist()
 
 
 def test_offsets_pairs_and_masks_are_the_librarys(answers: list[State]) -> None:
@@ -243,53 +209,12 @@ def test_reach_over_layers_is_the_librarys(answers: list[State]) -> None:
 def test_reach_of_one_query_over_a_long_sequence_is_the_librarys(page: Any) -> None:
     state = published(segment_lengths=[64, 1021, 20_011], dilation_rates=[1, 5, 9], num_heads=4, num_kv_heads=4, seq_len=50_021)
     for causal in (False, True):
-        found = asked(page, "state => explorer.compute(state, ['reachOf'])", state | {"ranks": 1, "is_causal": causal})
+        found = asked(page, "state => explorer.compute(state, ['reachOf'])", state | {"is_causal": causal})
         arguments = pattern_of(state), 50_021, 4, state["query"]
         layers = range(len(found["reachOf"]["reached"]) + 1)
         seen = [analysis.keys_seen(*arguments, layers=layer, is_causal=causal) for layer in layers]
         assert found["reachOf"]["reached"] == grown([len(each) for each in seen])
         assert np.flatnonzero(found["reachOf"]["shown"]).tolist() == seen[state["layers"]].tolist()
-
-
-def test_traffic_is_the_plans(answers: list[State]) -> None:
-    some = 0
-    for state, found in zip(STATES, answers):
-        for kind in ("kv", "q"):
-            assert found["traffic"][kind] == traffic(state, kind), (kind, state)
-            some += sum(map(sum, found["traffic"][kind]))
-    assert some
-
-
-def test_traffic_of_dealt_heads_is_the_plans(answers: list[State]) -> None:
-    paying = 0
-    for state, found in zip(STATES, answers):
-        for kind in ("kv", "q", "out"):
-            assert found["traffic"]["heads"][kind] == traffic(state, kind, "heads"), (kind, state)
-        pays = any(taken.any() for taken in plan_of(state).by_heads)
-        assert found["traffic"]["heads"]["pays"] == pays, state
-        paying += pays
-    assert paying > 20
-
-
-def test_bytes_are_those_of_the_strategies(answers: list[State]) -> None:
-    for state, found in zip(STATES, answers):
-        layer = Layer(
-            pattern_of(state),
-            state["seq_len"],
-            state["ranks"],
-            state["num_heads"],
-            state["num_kv_heads"],
-            state["head_dim"],
-            "bfloat16",
-            1,
-            is_causal=state["is_causal"],
-        )
-        expected = {each.name: each for each in strategies(layer, with_pairs=False)}
-        assert found["traffic"]["ring"] == expected["ring-all"].forward.tolist(), state
-        ulysses = expected["ulysses"].forward
-        assert found["traffic"]["ulysses"] == (None if ulysses is None else ulysses.tolist()), state
-        assert found["traffic"]["bytes"] == expected["gather"].forward.tolist(), state
-        assert found["traffic"]["heads"]["bytes"] == expected["heads"].forward.tolist(), state
 
 
 def test_copied_python_gives_the_pattern(answers: list[State]) -> None:
@@ -306,12 +231,10 @@ def published(**changes: Any) -> State:
     numbers = {
         "is_causal": False,
         "head_dim": 64,
-        "itemsize": 2,
         "block_size": 128,
         "layers": 2,
         "head": 0,
         "query": 5003,
-        "exchange": "gather",
     }
     return {"heads": "all", "offsets": "blocked", "zero_padding": False, "detach_weights": False, **numbers, **changes}
 
@@ -323,7 +246,6 @@ LARGE = [
         num_heads=24,
         num_kv_heads=12,
         seq_len=100_003,
-        ranks=17,
         is_causal=True,
     ),
     published(
@@ -332,7 +254,6 @@ LARGE = [
         num_heads=16,
         num_kv_heads=16,
         seq_len=70_121,
-        ranks=64,
         zero_padding=True,
     ),
     published(  # rates whose least common multiple is far beyond the sequence
@@ -341,57 +262,17 @@ LARGE = [
         num_heads=5,
         num_kv_heads=5,
         seq_len=59_999,
-        ranks=3,
         offsets="interleaved",
     ),
-    published(  # several ranks for each head
-        segment_lengths=[1021, 8191, 1048576],
-        dilation_rates=[1, 4, 3],
-        num_heads=8,
-        num_kv_heads=2,
-        seq_len=50_021,
-        ranks=29,
-        is_causal=True,
-    ),
 ]
-VAST = published(  # more pairs than numbers hold, and more tokens than units of them
-    segment_lengths=[2**30, 2**28 + 1],
-    dilation_rates=[1, 3],
-    num_heads=4,
-    num_kv_heads=4,
-    seq_len=2**30 - 35,
-    ranks=11,
-    is_causal=True,
-)
 
 
-def test_who_computes_which_part_of_which_heads_is_the_plans(page: Any) -> None:
-    expression = """states => states.map(state => explorer.dealtHeads(state, explorer.borders(state.seq_len, state.ranks))
-        .map(({ dealt }) => dealt.flatMap(({ s, parts }) =>
-            parts.map(({ place, places, rank, low, high }) => [s, place, places, rank, low, high]))))"""
-    states = [state for state in (*STATES, *LARGE, VAST) if not plan_of(state).is_local]
-    cut, shared = set(), 0
-    for state, found in zip(states, asked(page, expression, states), strict=True):
-        plan = plan_of(state)
-        for cells, parts, each in zip(plan.cut, plan.parts, found, strict=True):
-            assert each == np.stack([cells[parts.segment, 2], *parts[1:]], axis=1).tolist(), state
-            if (parts.low > 0).any():
-                cut.add((state["is_causal"], state["num_heads"] > state["num_kv_heads"], state["ranks"] > state["num_kv_heads"]))
-            shared += len(parts.low) >= 3 * state["num_kv_heads"] * len(set(parts.segment.tolist())) > 0
-    assert len(cut) == 8  # heads are cut by their queries: causal or not, shared by query heads or not, for few ranks or many
-    assert shared > 10
-
-
-@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime", "shared"))
+@pytest.mark.parametrize("state", LARGE, ids=("longnet", "gigapath", "coprime"))
 def test_long_sequences_are_counted_exactly(page: Any, state: State) -> None:
-    found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'traffic', 'pictures', 'uncovered'])", state)
+    found = asked(page, "state => explorer.compute(state, ['pairs', 'query', 'tiles', 'pictures', 'uncovered'])", state)
     pattern, num_tokens, kv_heads = pattern_of(state), state["seq_len"], state["num_kv_heads"]
     assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"])
     assert sum(sum(each["counts"]) * len(each["heads"]) for each in found["pictures"]) == found["pairs"]["total"]
-    for kind in ("kv", "q"):
-        assert found["traffic"][kind] == traffic(state, kind)
-    for kind in ("kv", "q", "out"):
-        assert found["traffic"]["heads"][kind] == traffic(state, kind, "heads")
     by_head = {
         head: each.each
         for each in head_tiles(pattern, num_tokens, kv_heads, 128, 2, is_causal=state["is_causal"])
@@ -448,7 +329,7 @@ def test_presets_are_the_librarys(page: Any) -> None:
     ],
 )
 def test_a_refused_state_says_what_the_library_says(page: Any, changes: State) -> None:
-    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8, ranks=2) | changes
+    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8) | changes
     with pytest.raises((TypeError, ValueError)) as error:
         checked(pattern_of(state), state["num_heads"], state["seq_len"], state["is_causal"], state["num_kv_heads"])
     assert asked(page, "state => explorer.compute(state)", state) == {"message": str(error.value)}
@@ -460,28 +341,26 @@ def test_a_refused_state_says_what_the_library_says(page: Any, changes: State) -
         ({"segment_lengths": [4, 2**40 + 1]}, "segment_lengths[1] must be at most 1099511627776 on this page, got 1099511627777"),
         ({"seq_len": 2**30 + 1}, "seq_len must be at most 1073741824 on this page, got 1073741825"),
         ({"num_heads": 132}, "num_heads must be at most 128 on this page, got 132"),
-        ({"ranks": 65}, "ranks must be at most 64 on this page, got 65"),
         ({"layers": 0}, "layers must be an integer of at least 1, got 0"),
-        ({"exchange": "it's"}, """exchange must be one of ('gather', 'heads') on this page, got "it's\""""),
         ({"segment_lengths": [1] * 13, "dilation_rates": [1] * 13}, "pattern must have at most 12 branches on this page, got 13"),
     ],
 )
 def test_what_this_page_cannot_draw_is_refused(page: Any, changes: State, message: str) -> None:
-    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8, ranks=2)
+    state = published(segment_lengths=[4, 8], dilation_rates=[1, 2], num_heads=4, num_kv_heads=4, seq_len=8)
     assert asked(page, "state => explorer.compute(state, [])", state)["message"] is None
     assert asked(page, "state => explorer.compute(state)", state | changes) == {"message": message}
 
 
 def test_the_longest_sequence_is_answered(page: Any) -> None:
     lengths, rates = [2048, 2**30], [1, 4096]
-    state = published(segment_lengths=lengths, dilation_rates=rates, num_heads=4, num_kv_heads=4, seq_len=2**30, ranks=8)
-    found = page.evaluate("state => String(explorer.compute(state, ['pairs', 'pictures', 'query', 'traffic']).pairs.total)", state)
+    state = published(segment_lengths=lengths, dilation_rates=rates, num_heads=4, num_kv_heads=4, seq_len=2**30)
+    found = page.evaluate("state => String(explorer.compute(state, ['pairs', 'pictures', 'query']).pairs.total)", state)
     assert int(found) == pattern_of(state).count_pairs(2**30, 4)
 
 
 # -- the page itself ----------------------------------------------------------------------------------------------------------
 
-VIEWS = ("pairs", "query", "tiles", "cost", "layers", "ranks")
+VIEWS = ("pairs", "query", "tiles", "cost", "layers")
 
 
 def opened(page: Any, address: str) -> None:
@@ -493,15 +372,15 @@ def opened(page: Any, address: str) -> None:
 
 def test_the_address_gives_every_state_back(page: Any) -> None:
     for state in STATES[:50]:
-        again = asked(page, "state => explorer.fromAddress(explorer.toAddress(state))", state | {"view": "ranks"})
-        assert again == state | {"view": "ranks"}
+        again = asked(page, "state => explorer.fromAddress(explorer.toAddress(state))", state | {"view": "layers"})
+        assert again == state | {"view": "layers"}
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_draws(page: Any, view: str) -> None:
     for address in (
         "#w=16,32,64&r=1,2,4",
-        "#w=5,7&r=2,3&N=1&H=2&causal=1&ranks=3",
+        "#w=5,7&r=2,3&N=1&H=2&causal=1",
         "#w=8192,1048576&r=1,16&N=1048576&H=6&KV=2&causal=1",
     ):
         opened(page, f"{address}&view={view}")
@@ -570,8 +449,6 @@ BAD_ADDRESSES = [
     ("w=16&r=1&head=-5", "head must be an integer of at least 0, got -5"),
     ("w=16&r=1&query=xyz&view=query", "query must be an integer of at least 0, got 'xyz'"),
     ("w=16&r=1&tile=3.5&view=tiles", "block_size must be an integer of at least 1, got '3.5'"),
-    ("w=16&r=1&bytes=-2&view=ranks", "itemsize must be one of (2, 4) on this page, got -2"),
-    ("w=16&r=1&exchange=ring&view=ranks", "exchange must be one of ('gather', 'heads') on this page, got 'ring'"),
     ("w=16&r=1&layers=65&view=layers", "layers must be at most 64 on this page, got 65"),
 ]
 
@@ -623,32 +500,19 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     assert page.get_by_label("Query", exact=True).input_value() == "63"
 
 
-def test_dealt_heads_show_what_else_travels(page: Any) -> None:
-    opened(page, "#w=64&r=1&N=64&H=8&ranks=4&view=ranks")
-    needed = page.locator(".conclusion").inner_text()
-    page.get_by_label("Exchange").select_option("heads")
-    page.locator("th", has_text="output rows").wait_for()
-    assert page.locator(".conclusion").inner_text() != needed
-    page.wait_for_function("location.hash.includes('exchange=heads')")
-    page.locator(".stack canvas").first.focus()
-    page.keyboard.press("ArrowRight")
-    expected = "rank 0 receives 32 rows of keys and values, 32 of queries, 32 of outputs from rank 1"
-    assert page.locator(".readout").inner_text() == expected
-
-
 def test_tabs_are_reached_by_arrows(page: Any) -> None:
     page.locator("#tab-pairs").focus()
     page.keyboard.press("ArrowRight")
     page.locator("h2", has_text="One query").wait_for()
     assert page.evaluate("document.activeElement.id") == "tab-query"
     page.keyboard.press("End")
-    page.locator("h2", has_text="Shards").wait_for()
+    page.locator("h2", has_text="Reach over layers").wait_for()
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_fits_a_page_8_cm_wide(page: Any, view: str) -> None:
     page.set_viewport_size({"width": 302, "height": 700})
-    for address in ("#w=16,32,64&r=1,2,4", "#w=2048,1048576&r=1,16&N=1048576&H=6&KV=2&exchange=heads"):
+    for address in ("#w=16,32,64&r=1,2,4", "#w=2048,1048576&r=1,16&N=1048576&H=6&KV=2"):
         opened(page, f"{address}&view={view}")
         assert page.evaluate("document.documentElement.scrollWidth") == 302
 

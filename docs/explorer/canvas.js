@@ -49,9 +49,9 @@
   }
 
   // A square of cells with query rows and key columns in tokens. Gives where a point lies.
-  function square(canvas, { level, cells, palette, perCell, count, labels = ["key", "query"], segments = [], isCausal = false, width }) {
+  function square(canvas, { level, cells, palette, perCell, count, segments = [], isCausal = false }) {
     const ratio = window.devicePixelRatio || 1;
-    const room = (width || canvas.parentElement.parentElement.clientWidth) - MARGIN.left - MARGIN.right;
+    const room = canvas.parentElement.parentElement.clientWidth - MARGIN.left - MARGIN.right;
     // Whole device pixels per cell where there is room: all cells are equally large.
     const most = Math.min(room, 620) * ratio;
     const side = (most >= cells ? Math.floor(most / cells) * cells : most) / ratio;
@@ -94,12 +94,12 @@
     }
     context.textBaseline = "alphabetic";
     context.textAlign = "left";
-    context.fillText(`${labels[0]} →`, MARGIN.left, 11);
+    context.fillText("key →", MARGIN.left, 11);
     context.save();
     context.translate(11, MARGIN.top);
     context.rotate(-Math.PI / 2);
     context.textAlign = "right";
-    context.fillText(`← ${labels[1]}`, 0, 0);
+    context.fillText("← query", 0, 0);
     context.restore();
     return { side, cells, left: MARGIN.left, top: MARGIN.top };
   }
@@ -206,5 +206,5 @@
     }
   }
 
-  Object.assign(explorer, { axis, cellsOf, cursor, logLines, sized, square, strip });
+  Object.assign(explorer, { axis, cellsOf, cursor, logLines, square, strip });
 })();

@@ -11,7 +11,6 @@
     reach: (state) => explorer.reach(state),
     reachOf: (state) => explorer.reachOf(state),
     uncovered: (state) => explorer.uncovered(state),
-    traffic: (state) => explorer.traffic(state),
   };
 
   // The key/value head of the query head that is looked at.

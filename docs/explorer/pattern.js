@@ -6,10 +6,8 @@ window.explorer = explorer;
 (() => {
   const HEADS = ["all", "grouped"];
   const OFFSETS = ["blocked", "interleaved"];
-  const ITEM_SIZES = [2, 4]; // bytes
-  const EXCHANGES = ["gather", "heads"]; // of the library's, those that move other rows
   // Beyond these nothing is drawn in time. Positions stay far below 2^53, where numbers stop being integers.
-  const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, ranks: 64, layers: 64, branches: 12 };
+  const LIMITS = { segment_length: 2 ** 40, seq_len: 2 ** 30, num_heads: 128, layers: 64, branches: 12 };
 
   const ceilDiv = (a, b) => Math.ceil(a / b);
   const mod = (a, b) => ((a % b) + b) % b;
@@ -92,9 +90,7 @@ window.explorer = explorer;
     for (const name of ["head", "query"]) {
       if (!isInteger(state[name]) || state[name] < 0) return `${name} must be an integer of at least 0, got ${repr(state[name])}`;
     }
-    if (!ITEM_SIZES.includes(state.itemsize)) return `itemsize must be one of ${tuple(ITEM_SIZES)} on this page, got ${repr(state.itemsize)}`;
-    if (!EXCHANGES.includes(state.exchange)) return `exchange must be one of ${tuple(EXCHANGES)} on this page, got ${repr(state.exchange)}`;
-    for (const name of ["ranks", "layers", "block_size", "head_dim"]) {
+    for (const name of ["layers", "block_size", "head_dim"]) {
       if (!Number.isInteger(state[name]) || state[name] < 1) return `${name} must be an integer of at least 1, got ${repr(state[name])}`;
       if (state[name] > (LIMITS[name] || 2 ** 20)) return most(name, LIMITS[name] || 2 ** 20, state[name]);
     }
@@ -184,13 +180,13 @@ window.explorer = explorer;
   // -- patterns to begin with --------------------------------------------------------------------------------------------------
 
   const RULES = { heads: "all", offsets: "blocked", zero_padding: false, detach_weights: false };
-  const NUMBERS = { block_size: 128, head_dim: 64, itemsize: 2, ranks: 8, layers: 2, head: 0, query: 0, exchange: "gather", is_causal: false };
+  const NUMBERS = { block_size: 128, head_dim: 64, layers: 2, head: 0, query: 0, is_causal: false };
   const TORCHSCALE = { zero_padding: true, detach_weights: true };
   const example = (segment_lengths, dilation_rates, num_heads, seq_len, more = {}) => ({
     ...RULES, ...NUMBERS, segment_lengths, dilation_rates, num_heads, num_kv_heads: num_heads, seq_len, ...more,
   });
   const PRESETS = {
-    example: { title: "Small example", state: example([16, 32, 64], [1, 2, 4], 4, 64, { block_size: 16, ranks: 4, query: 32 }) },
+    example: { title: "Small example", state: example([16, 32, 64], [1, 2, 4], 4, 64, { block_size: 16, query: 32 }) },
     longnet: {
       title: "LongNet",
       state: example([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], 12, 65536, { is_causal: true, query: 50000 }),

@@ -2,8 +2,8 @@
 "use strict";
 
 (() => {
-  const { axis, bytes, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, sized,
-    square, strip, table, times } = explorer;
+  const { axis, cellsOf, colors, cursor, escaped, flops, headNames, levels, logLines, number, percent, plural, range, square,
+    strip, table, times } = explorer;
 
   const SHARES = [1 / 256, 1 / 64, 1 / 16, 1 / 4, 1]; // where columns of many tokens change colour
   // What the colours of cells of many pairs mean: a cell of more than limits[i] per pair has at least the colour of names[i + 1].
@@ -515,126 +515,5 @@
       ...(reachOf ? [`tokens seen by query ${number(state.query)}`, "of all"] : [])], rows, Math.min(state.layers, count - 1));
   }
 
-  // -- ranks -------------------------------------------------------------------------------------------------------------------
-
-  const ranksView = {
-    id: "ranks",
-    title: "Ranks",
-    parts: ["traffic"],
-    markup: `<h2>Shards over ranks, and what travels</h2><p class="about">The sequence in equal contiguous shards. A segment inside one shard stays there; of a
-      cut segment each rank receives the kept rows of keys and values that its own queries need, each once, whatever the number of branches. Or, where that is
-      less or shares out causal work, heads of a cut segment, or parts of heads, go to the ranks that compute them, and their outputs come back.</p>
-      <div class="tools"><label>Exchange <select data-state="exchange"><option value="gather">rows that are needed</option>
-        <option value="heads">heads, where less</option></select></label>
-        <label>Ranks <input inputmode="numeric" data-state="ranks" data-integer></label>
-        <input type="range" data-state="ranks" aria-label="Ranks, slider" min="1" max="64">
-        <label>Elements per head <input inputmode="numeric" data-state="head_dim" data-integer></label>
-        <label>Bytes per element <select data-state="itemsize"><option value="2">2 (bfloat16)</option><option value="4">4 (float32)</option></select></label></div>
-      <p class="conclusion" aria-live="polite"></p>
-      <h3>Segments over shards</h3><figure><canvas class="shards" role="img" aria-label="Segments of each branch over the shards of the ranks: cut ones are dark"></canvas><ul class="legend" data-of="shards"></ul></figure>
-      <h3>Rows of keys and values, by receiver and sender</h3>
-      <div class="side"><figure>${stack("Rows received: receivers down, senders across. Arrow keys move.")}<output class="readout"></output></figure>
-        <div><ul class="legend tall" data-of="rows"></ul></div></div>
-      <div class="numbers"></div>`,
-    build(el) {
-      const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at two ranks, or move with the arrow keys.";
-      this.place = explore(el.querySelector(".stack"), readout, {
-        say: ({ row, column }) => {
-          if (row === column) return `rank ${row} holds its own rows`;
-          const more = [["q", "queries"], ["out", "outputs"]].map(([kind, name]) => [this.found[kind]?.[row][column], name])
-            .filter(([count]) => count).map(([count, name]) => `, ${number(count)} of ${name}`);
-          return `rank ${row} receives ${plural(this.found.kv[row][column], "row")} of keys and values${more.join("")} from rank ${column}`;
-        },
-      });
-    },
-    render(el, { traffic, state }) {
-      for (const input of el.querySelectorAll("[data-state]")) {
-        if (document.activeElement !== input || input.type === "range") input.value = state[input.dataset.state];
-      }
-      const byHeads = state.exchange === "heads";
-      this.found = byHeads ? traffic.heads : traffic;
-      const most = Math.max(...this.found.bytes), ring = Math.max(...traffic.ring);
-      const same = byHeads && !traffic.heads.pays && most ? " Heads are less for no segment: the same rows travel as without them." : "";
-      el.querySelector(".conclusion").textContent = state.ranks === 1 ? "One rank: nothing travels." : !most
-        ? `Nothing travels: no rank needs a row of another. A ring of everything would move ${bytes(ring)} to each rank.`
-        : `The busiest rank receives ${bytes(most)} in a forward, ${percent(most, ring)} of the ${bytes(ring)} of a ring of everything.${same}`;
-      shards(el.querySelector(".shards"), traffic, state);
-      el.querySelector("[data-of=shards]").innerHTML = legend([[colors().scale[0], "segment inside a shard"], [colors().scale[3], "cut segment"], [colors().mark, "border of shards"]]);
-      const { level, palette, items } = rowLevels(this.found.kv);
-      this.place(square(el.querySelector(".stack canvas"), {
-        level, palette, cells: state.ranks, perCell: 1, count: state.ranks, labels: ["from rank", "to rank"], width: Math.min(420, el.clientWidth - 40),
-      }));
-      el.querySelector("[data-of=rows]").innerHTML = legend(items);
-      el.querySelector(".numbers").innerHTML = rankTable(traffic, state);
-    },
-  };
-
-  function rankTable(traffic, state) {
-    const { bytes: received, heads, ring, ulysses, borders } = traffic;
-    const found = state.exchange === "heads" ? heads : traffic;
-    const kinds = [["kv", "K, V rows"], ["q", "query rows"], ["out", "output rows"]]
-      .filter(([kind]) => kind === "kv" || (found[kind] && sum(found[kind].flat())));
-    const rows = borders.slice(1).map((end, rank) => [number(rank), borders[rank] < end ? range(borders[rank], end) : "none",
-      ...kinds.map(([kind]) => number(sum(found[kind][rank]))),
-      bytes(received[rank]), bytes(heads.bytes[rank]), bytes(ring[rank]), ulysses ? bytes(ulysses[rank]) : "-"]);
-    return table(`Received by each rank in a forward, over ${plural(state.num_kv_heads, "key/value head")}`,
-      ["rank", "tokens", ...kinds.map(([, name]) => name), "rows needed", "heads, where less", "full ring", "Ulysses"], rows);
-  }
-
-  // Rows in equal steps up to the most.
-  function rowLevels(rows) {
-    const flat = rows.flat(), most = Math.max(...flat);
-    const { scale, apart } = colors();
-    const steps = Math.min(scale.length, most);
-    const limits = Array.from({ length: steps }, (_, i) => Math.ceil(((i + 1) * most) / steps));
-    const palette = [apart, ...levels(steps)];
-    const level = Uint8Array.from(flat, (count) => (count ? 1 + limits.findIndex((limit) => count <= limit) : 0));
-    return { level, palette, items: [[apart, "none"], ...limits.map((limit, i) => [palette[i + 1], `up to ${plural(limit, "row")}`])] };
-  }
-
-  // The segments of each branch under the shards; cut ones dark.
-  function shards(canvas, { borders }, state) {
-    const branches = explorer.branchesOf(state), n = state.seq_len, line = 26, left = 108;
-    const width = Math.min(canvas.parentElement.clientWidth, 900), room = width - left - 2;
-    const context = sized(canvas, width, (branches.length + 1) * line);
-    const { scale, quiet, mark, paper } = colors();
-    const x = (token) => left + (token / n) * room;
-    context.fillStyle = quiet;
-    context.textAlign = "center";
-    const each = room / state.ranks;
-    for (let rank = 0; rank < state.ranks; rank++) {
-      if (each < 20 && rank % Math.ceil(20 / each)) continue;
-      context.fillText(String(rank), (x(borders[rank]) + x(borders[rank + 1])) / 2, 15);
-    }
-    context.textAlign = "left";
-    context.fillText("rank", 0, 15);
-    branches.forEach(({ length, rate }, i) => {
-      const y = (i + 1) * line, w = Math.min(length, n);
-      context.fillStyle = quiet;
-      context.fillText(`w ${number(length)}, r ${rate}`, 0, y + 14);
-      const isNarrow = (w / n) * room < 3; // single segments are not seen
-      if (isNarrow) {
-        context.fillStyle = scale[0];
-        context.fillRect(left, y + 3, room, line - 8);
-      }
-      const chosen = isNarrow ? cutSegments(borders, w) : Array.from({ length: Math.ceil(n / w) }, (_, s) => s);
-      for (const s of chosen) {
-        const begin = s * w, end = Math.min(n, begin + w);
-        const isCut = borders.some((border) => begin < border && border < end);
-        context.fillStyle = isCut ? scale[3] : scale[0];
-        context.fillRect(x(begin), y + 3, Math.max(1, x(end) - x(begin)), line - 8);
-        if (!isNarrow) {
-          context.fillStyle = paper;
-          context.fillRect(x(end) - 0.5, y + 3, 1, line - 8);
-        }
-      }
-    });
-    context.fillStyle = mark;
-    for (const border of borders.slice(1, -1)) context.fillRect(x(border) - 0.5, 20, 1.5, branches.length * line + 4);
-  }
-
-  const cutSegments = (borders, w) => [...new Set(borders.slice(1, -1).filter((border) => border % w).map((border) => Math.floor(border / w)))];
-
-  explorer.VIEWS = [pairsView, queryView, tilesView, costView, layersView, ranksView];
+  explorer.VIEWS = [pairsView, queryView, tilesView, costView, layersView];
 })();

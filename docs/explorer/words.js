@@ -2,8 +2,6 @@
 "use strict";
 
 (() => {
-  const UNITS = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
-
   const FORMAT = new Intl.NumberFormat("en");
   const number = (value) => FORMAT.format(value);
 
@@ -15,7 +13,6 @@
     return `${digits} ${units[at]}`;
   }
 
-  const bytes = (value) => scaled(value, UNITS);
   const flops = (value) => scaled(value, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"]);
 
   // A share of BigInts or numbers, in per cent.
@@ -84,5 +81,5 @@
     });
   }
 
-  Object.assign(explorer, { bytes, colors, escaped, flops, headNames: heads, levels, number, percent, plural, range, table, times });
+  Object.assign(explorer, { colors, escaped, flops, headNames: heads, levels, number, percent, plural, range, table, times });
 })();
