@@ -1,4 +1,4 @@
-"""Sessions for trying, testing, measuring and releasing flexdilated. `nox -l` lists them. Long: every command of the project."""
+"""Sessions for trying, testing, measuring and releasing flexdilated. `nox -l` lists them."""
 
 from __future__ import annotations
 

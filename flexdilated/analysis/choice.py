@@ -1,4 +1,4 @@
-"""Patterns that meet named goals under a budget. Long: which there are, in order, and why each is shown, in words of one kind."""
+"""Patterns that meet named goals under a budget."""
 
 from __future__ import annotations
 

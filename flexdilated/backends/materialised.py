@@ -1,4 +1,4 @@
-"""The mixture under users' score and mask functions. Long: pieces, and grids where sizes are symbols, share what a pair is.
+"""The mixture under users' score and mask functions.
 
 Scores are held a bounded number at a time and differentiated by autograd: they are computed for some segments and some of their
 queries at once, and again in the backward (activation checkpointing), so that never more than `SCORES` of them exist. Autograd

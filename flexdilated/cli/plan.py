@@ -1,4 +1,4 @@
-"""`flexdilated plan`: what a sharded sequence costs each rank. Long: a table, JSON and a picture that explain themselves."""
+"""`flexdilated plan`: what a sharded sequence costs each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flexdilated train`: options in, a run under a progress bar, models, picture and sample out. Long: what each option means."""
+"""`flexdilated train`: options in, a run under a progress bar, models, picture and sample out."""
 
 from __future__ import annotations
 

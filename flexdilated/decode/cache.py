@@ -1,4 +1,4 @@
-"""Causal decoding in memory that does not grow with the context. Long: one class, the bounded cache and what it refuses."""
+"""Causal decoding in memory that does not grow with the context."""
 
 from __future__ import annotations
 

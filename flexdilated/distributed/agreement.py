@@ -1,4 +1,4 @@
-"""The ranks of a group agree on a plan over their store, without a collective. Long: and on how a step ends, wherever cut off."""
+"""The ranks of a group agree on a plan over their store, without a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's side of what the ranks of a group agree on, over their store. Long: every way to miss each other is told."""
+"""One rank's side of what the ranks of a group agree on, over their store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of heads along a line of tokens: how many different rows spans hold. Long: each way to add a span, the fastest being taken.
+"""Sets of heads along a line of tokens: how many different rows spans hold.
 
 An entry is a set of heads, one bit each: what a branch adds is its spans, or, where few spans are long, one common period of them.
 """

@@ -1,4 +1,4 @@
-"""Which rows each rank needs of which other, in integers: intervals and strides, never lists. Long: every kind, every exchange."""
+"""Which rows each rank needs of which other, in integers: intervals and strides, never lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's part of attention over a sharded sequence. Long: forward and backward of three exchanges share what a task is.
+"""One rank's part of attention over a sharded sequence.
 
 Pieces inside the shard, tasks of segments that shards cut, one merge.
 

@@ -1,4 +1,4 @@
-"""A sequence in contiguous shards, one per rank of a mesh. Long: cutting it, putting it together, and the operator of that."""
+"""A sequence in contiguous shards, one per rank of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks waited in that lost each other, which no transport says. Long: what each looks for, and all that they tell."""
+"""What ranks waited in that lost each other, which no transport says."""
 
 from __future__ import annotations
 

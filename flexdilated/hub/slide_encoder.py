@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder: tile embeddings and coordinates in, slide embedding out. Long: each argument and its refusals."""
+"""Prov-GigaPath's slide encoder: tile embeddings and coordinates in, slide embedding out."""
 
 from __future__ import annotations
 

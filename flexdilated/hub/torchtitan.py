@@ -1,4 +1,4 @@
-"""torchtitan's inner attention made ours, by its own overrides. Long: two of them, and what each takes and refuses.
+"""torchtitan's inner attention made ours, by its own overrides.
 
 Nothing of torchtitan is changed: a run names `dilated_flex` or `dilated_varlen` in `--override.imports`, with the pattern.
 

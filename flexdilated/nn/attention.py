@@ -1,4 +1,4 @@
-"""Dilated attention as modules: the bare mixture, and the multi-head layer. Long: what every argument means and refuses."""
+"""Dilated attention as modules: the bare mixture, and the multi-head layer."""
 
 from __future__ import annotations
 

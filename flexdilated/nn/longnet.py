@@ -1,4 +1,4 @@
-"""LongNet as a language model, `head(norm(blocks(embedding(tokens))))`. Long: the model and its files."""
+"""LongNet as a language model, `head(norm(blocks(embedding(tokens))))`."""
 
 from __future__ import annotations
 

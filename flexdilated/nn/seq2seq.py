@@ -1,4 +1,4 @@
-"""LongNet as encoder and decoder, on embeddings. Long: one constructor says all of both sides.
+"""LongNet as encoder and decoder, on embeddings.
 
 Dilated self-attention in both, dilated or dense cross-attention in the decoder.
 """

@@ -1,4 +1,4 @@
-"""The tiles of a slide as CLAM, TRIDENT, slide2vec, LazySlide and plain files store them. Long: each tool has its own way."""
+"""The tiles of a slide as CLAM, TRIDENT, slide2vec, LazySlide and plain files store them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of the library whose tokens are sharded over ranks. Long: by a call or a field of its config, and what is refused."""
+"""A model of the library whose tokens are sharded over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LongNet as a model of the transformers library. Long: its config, its forward, its cache, and what each of them refuses."""
+"""LongNet as a model of the transformers library."""
 
 from __future__ import annotations
 
