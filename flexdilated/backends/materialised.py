@@ -1,8 +1,8 @@
-"""The mixture under users' score and mask functions.
+"""Attention under users' score and mask functions: scores are computed, modified and differentiated by autograd.
 
-Scores are held a bounded number at a time and differentiated by autograd: they are computed for some segments and some of their
-queries at once, and again in the backward (activation checkpointing), so that never more than `SCORES` of them exist. Autograd
-finds whatever tensors the functions hold, learnable tables included. Under torch.func, which checkpoints nothing, all scores are
+At most `SCORES` of them exist at once: scores of some segments and some of their queries are computed together, and again in the
+backward, from the record of the functions (`recorded.py`) or by activation checkpointing in compiled code. Tensors that the
+functions read, learnable tables included, get gradients. Under torch.func, and in programs exported for training, all scores are
 kept.
 
 Where compiled code has a symbol for the number of tokens, branches are read as padded grids instead of pieces, so that few graphs
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated.backends.grids import Grid, draw_grids, num_parts
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
+from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
@@ -90,7 +91,7 @@ def attend_piece(
     """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`."""
     group, device = q.shape[2] // k.shape[2], q.device
     lanes = piece.offsets * piece.heads
-    per_row = max(1, q.shape[0] * lanes * group * piece.rows)
+    per_row = max(1, known_batch(q.shape[0]) * lanes * group * piece.rows)
     segments = max(1, SCORES // (per_row * piece.rows))
     rows = max(1, SCORES // (per_row * min(segments, piece.segments)))
 
@@ -114,6 +115,11 @@ def attend_piece(
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
+def known_batch(batch: int) -> int:
+    """The batch size by which scores are counted; 1 for a dynamic one of an exported program, which must hold for all of them."""
+    return 1 if torch.compiler.is_exporting() and is_symbolic(batch) else batch
+
+
 def attend_rows(
     q: Tensor,
     k: Tensor,
@@ -130,10 +136,14 @@ def attend_rows(
     `hidden`, `b`, `h`, `q_idx` and `kv_idx`, what is ignored and where the pairs stand, broadcast to `(B, ..., group, rows, R)`.
     The backward computes scores again, but where a checkpoint cannot run: in torch.func and in programs exported strictly.
     """
-    arguments = (q, k, v, hidden, b, h, q_idx, kv_idx, call)
-    if torch.is_grad_enabled() and not is_transformed(q, k, v) and not torch.compiler.is_exporting():
-        return checkpoint(_attend, *arguments, use_reentrant=False)
-    return _attend(*arguments)
+    tensors = (q, k, v, hidden, b, h, q_idx, kv_idx)
+    if not torch.is_grad_enabled() or is_transformed(q, k, v) or torch.compiler.is_exporting():
+        return _attend(*tensors, call)
+    if torch.compiler.is_compiling():
+        # Symbols must be used outside of checkpoints first, or a second checkpoint does not find them (torch 2.13).
+        call = call._replace(scale=call.checked_scale() * 1.0, dropout_p=call.dropout_p if call.dropout_p > 0.0 else 0.0)
+        return checkpoint(_attend, *tensors, call, use_reentrant=False)
+    return attend_recorded(_attend, tensors, call)
 
 
 def _attend(
@@ -191,7 +201,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     pattern, ignored = call.pattern, call.key_padding_mask
     (batch, num_tokens, heads), kv_heads = q.shape[:3], k.shape[2]
     group = heads // kv_heads
-    parts = num_parts(pattern, batch, num_tokens, kv_heads, group, SCORES)
+    parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
     tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, call.is_causal, parts, q.device)
     if ignored is not None:
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))

@@ -1,0 +1,161 @@
+"""Score and mask functions recorded in the forward, so that the backward differentiates what the forward applied.
+
+Scores are computed again in the backward. A user's function may return other values by then: a loop has changed a number that the
+function reads, or a module has left its training mode. So the forward records the operations of the function, and the backward runs
+the record; the function itself is called once for each pair. Numbers become constants. Tensors that the function reads become
+inputs of an autograd function: autograd saves them, raises if they were modified in place, and computes their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from flexdilated.backends.kernel import draws_of_its_own
+from flexdilated.core.call import Call
+from flexdilated.core.hardware import without_autocast
+
+Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call: out and lse
+
+
+class _Slot(int):
+    """The number of a tensor in a record."""
+
+
+class _Record(TorchDispatchMode):
+    """The operations of one call of a function, and the tensors that they read besides the arguments."""
+
+    def __init__(self, name: str, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.held: dict[_Slot, Tensor] = {}  # tensors that the function reads
+        self._name, self._function = name, function
+        self._slots: Any = WeakTensorKeyDictionary()
+        self._steps: list[tuple[Any, ...]] = []  # operator, arguments, keyword arguments, results, slots that nothing reads later
+        self._result = _Slot(0)
+        self._count = 0
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        """The function's result, recorded."""
+        for x in arguments:
+            self._new_slot(x)
+        with torch.enable_grad(), self:  # with gradients on, __torch_dispatch__ sees where the function switches them off
+            result = self._function(*arguments)
+        if isinstance(result, Tensor):  # else the caller raises
+            self._result, result = self._slot(result), result.detach()
+        self._release()
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{self._name} must not switch gradients off, got torch.no_grad or a torch.autograd.Function inside it; use "
+                "detach() and torch's own operations"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotImplementedError(
+                f"{self._name} must not draw random numbers, got {func}; draw a table of them before the call and index it by "
+                "q_idx and kv_idx"
+            )
+        inputs = tree_map(self._slot, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x not in self._slots:
+                self._new_slot(x)
+        self._steps.append((func, *inputs, tree_map(self._slot, result)))
+        return result
+
+    def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
+        """The result again, differentiable in the arguments and in `held`, which replaces the values of `self.held`."""
+        values: dict[int, Tensor] = dict(enumerate(arguments)) | dict(zip(self.held, held))
+
+        def value(x: Any) -> Any:
+            return values[x] if isinstance(x, _Slot) else x
+
+        for func, args, kwargs, results, unused in self._steps:
+            result = func(*tree_map(value, args), **tree_map(value, kwargs))
+            values |= {slot: x for slot, x in zip(tree_leaves(results), tree_leaves(result)) if isinstance(slot, _Slot)}
+            for slot in unused:
+                del values[slot]
+        return values[self._result]
+
+    def _slot(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and x not in self._slots:
+            self._new_slot(x)
+            self.held[self._slots[x]] = x.clone() if x.is_inference() else x  # autograd saves no inference tensors
+        return self._slots[x] if isinstance(x, Tensor) else x
+
+    def _new_slot(self, x: Tensor) -> None:
+        self._slots[x], self._count = _Slot(self._count), self._count + 1
+
+    def _release(self) -> None:
+        """Note after each step which slots no later step reads: the backward frees their tensors, as the function did."""
+        used = {self._result}
+        for number, step in reversed(list(enumerate(self._steps))):
+            slots = {x for x in tree_leaves(step[1:]) if isinstance(x, _Slot)}
+            self._steps[number] = (*step, slots - used)
+            used |= slots
+        self._slots = None
+
+
+def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call) -> tuple[Tensor, Tensor]:
+    """`attend(*tensors, call)`, whose backward computes it again, with the call's functions as they were in the forward.
+
+    Raises:
+        NotImplementedError: If a function draws random numbers or switches gradients off.
+    """
+    assert tensors[0] is not None
+    device = tensors[0].device
+    seed = int(torch.randint(1 << 62, (1,), device="cpu")) if call.dropout_p > 0.0 else None
+    records: dict[str, Any] = {
+        name: _Record(name, function)
+        for name, function in (("score_mod", call.score_mod), ("mask_mod", call.mask_mod))
+        if function is not None
+    }
+    with torch.no_grad(), draws_of_its_own(seed, device):
+        results = attend(*tensors, call._replace(**records))
+
+    def again(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        functions: dict[str, Any] = {}
+        at = 0
+        for name, record in records.items():
+            functions[name] = _bound(record, held[at : at + len(record.held)])
+            at += len(record.held)
+        with without_autocast(device, traced_before=True), draws_of_its_own(seed, device):
+            return attend(*tensors, call._replace(**functions))
+
+    held = [x for record in records.values() for x in record.held.values()]
+    out, lse = _Recomputed.apply(again, results, len(tensors), *tensors, *held)
+    return out, lse
+
+
+def _bound(record: _Record, held: Sequence[Tensor]) -> Callable[..., Tensor]:
+    return lambda *arguments: record.replay(held, *arguments)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Results as they are; the backward computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Any, results: tuple[Tensor, Tensor], count: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.again, ctx.count = again, count
+        ctx.save_for_backward(*tensors)
+        return results
+
+    @staticmethod
+    @torch.compiler.disable  # compiled autograd would trace it, for a minute
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        create_graph = torch.is_grad_enabled()
+        if not create_graph:
+            tensors = [x.detach().requires_grad_() if need else x for x, need in zip(tensors, needs)]
+        with torch.enable_grad():
+            results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
+        inputs = [x for x, need in zip(tensors, needs) if need]
+        grads = iter(torch.autograd.grad(results, inputs, (dout, dlse), create_graph=create_graph, allow_unused=True))
+        return None, None, None, *(next(grads) if need else None for need in needs)

@@ -1,0 +1,201 @@
+"""Score and mask functions that change between the forward and the backward: gradients are those of the forward, or an error."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flexdilated.backends.materialised
+from flexdilated import DilatedPattern, dilated_attention, reference
+from tests.tolerances import EXACT
+
+PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
+N, H = 41, 5
+
+
+def tensors() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(2, N, H, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+
+
+class Bias(nn.Module):
+    """A score function with a table, and a number that a training loop changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1.0, 1.0, N, dtype=torch.float64))
+        self.slope = 0.3
+
+    def forward(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = s.clone()
+        s += self.table[j] if self.training else self.table[i]
+        return s - self.slope * (i - j).abs()
+
+
+def loop_of_scores(of: Any) -> Tensor:
+    q, k, v = tensors()
+    for slope in (0.1, 0.7):
+        q, _ = of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s - slope * (i - j).abs())  # noqa: B023 - the fault
+    return q
+
+
+def loop_of_masks(of: Any) -> Tensor:
+    q, k, v = tensors()
+    for window in (3, 9):
+        q, _ = of(q, k, v, PATTERN, mask_mod=lambda b, h, i, j: (i - j).abs() < window)  # noqa: B023 - the fault
+    return q
+
+
+def module(of: Any) -> Tensor:
+    bias = Bias()
+    q, k, v = tensors()
+    out, lse = of(q, k, v, PATTERN, score_mod=bias, is_causal=True)
+    bias.slope = 5.0
+    bias.eval()
+    return out + lse.transpose(1, 2)[..., None]
+
+
+def branch_on_values(of: Any) -> Tensor:
+    """A function that reads values in Python: FlexAttention cannot trace it, eager code may run it."""
+    calls: list[bool] = []
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        calls.append(bool((i >= 0).all()))
+        far = torch.from_numpy((i - j).abs().numpy())
+        return s - far * (0.2 if calls[-1] else 9.0)
+
+    return of(*tensors(), PATTERN, score_mod=score_mod)[0]
+
+
+def several_results(of: Any) -> Tensor:
+    """Operators with several results, some unused, and a result that is an argument."""
+    table = torch.linspace(0.0, 1.0, N, dtype=torch.float64)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        largest, _ = torch.stack([table[i] + table[j], table[i] * table[j]], dim=-1).max(dim=-1)
+        return torch.where((i + j) % 3 == 0, s + largest, s - torch.tensor(0.25, dtype=s.dtype))
+
+    q, k, v = tensors()
+    q, _ = of(q, k, v, PATTERN, score_mod=score_mod, mask_mod=lambda b, h, i, j: j <= i + table.sum() / 4)
+    return of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s)[0]
+
+
+@pytest.mark.parametrize("scores", [2000, 1 << 24])
+@pytest.mark.parametrize("model", [loop_of_scores, loop_of_masks, module, branch_on_values, several_results])
+def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
+    model: Callable[[Any], Tensor], scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flexdilated.backends.materialised, "SCORES", scores)
+    ours = model(lambda *args, **options: dilated_attention(*args, return_lse=True, **options))
+    definition = model(reference.dilated_attention)
+    torch.testing.assert_close(ours, definition, **EXACT)
+    assert all(torch.equal(*pair) for pair in zip(gradients(ours), gradients(ours)))  # the record serves twice
+    for ours_i, definition_i in zip(gradients(ours), gradients(definition), strict=True):
+        torch.testing.assert_close(ours_i, definition_i, **EXACT)
+
+
+def gradients(out: Tensor) -> list[Tensor]:
+    """Of all leaves that `out` was computed from, in the order of their shapes and values."""
+    leaves, nodes, seen = [], [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            nodes += [following for following, _ in node.next_functions]
+    leaves.sort(key=lambda x: (x.shape, x.flatten()[0].item()))
+    return list(torch.autograd.grad(out, leaves, torch.cos(out.detach()), retain_graph=True))
+
+
+CHANGED = {"q": 0, "k": 1, "v": 2}
+
+
+@pytest.mark.parametrize("changed", ["q", "k", "v", "table", "parameter", "key_padding_mask"])
+def test_tensors_changed_in_place_before_the_backward_raise(changed: str) -> None:
+    qkv = [x.detach().clone().requires_grad_() for x in tensors()]
+    x = {name: tensor.clone() for name, tensor in zip("qkv", qkv)}  # no leaves: they may be written to
+    table, parameter = torch.ones(N, dtype=torch.float64), nn.Parameter(torch.ones(H, dtype=torch.float64))
+    ignored = torch.zeros(2, N, dtype=torch.bool)
+    out = dilated_attention(
+        *x.values(), PATTERN, key_padding_mask=ignored, score_mod=lambda s, b, h, i, j: s * parameter[h] + table[j]
+    )
+    with torch.no_grad():
+        written = {**x, "table": table, "parameter": parameter, "key_padding_mask": ignored}[changed]
+        written[0] = 1
+    if changed in ("k", "v"):  # hidden keys are taken out of copies, which nobody can write to
+        torch.autograd.grad(out.sum(), qkv)
+        return
+    with pytest.raises(RuntimeError, match="modified"):
+        torch.autograd.grad(out.sum(), qkv)
+
+
+class Straight(torch.autograd.Function):
+    """Rounding with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
+def without_gradients(s: Tensor, *_: Tensor) -> Tensor:
+    with torch.no_grad():
+        return s * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda s, b, h, i, j: s + 0.1 * torch.randn_like(s), "must not draw random numbers, got aten.randn_like"),
+        (lambda s, b, h, i, j: nn.functional.dropout(s, 0.5), "must not draw random numbers"),
+        (without_gradients, "must not switch gradients off"),
+        (lambda s, b, h, i, j: Straight.apply(s), "must not switch gradients off, got torch.no_grad or a torch.autograd.Function"),
+    ],
+)
+def test_functions_that_no_record_can_repeat_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        dilated_attention(*tensors(), PATTERN, score_mod=function)
+    with torch.no_grad():  # nothing is computed again
+        assert dilated_attention(*tensors(), PATTERN, score_mod=function).isfinite().all()
+
+
+def test_a_table_of_inference_mode_may_be_held() -> None:
+    with torch.inference_mode():
+        table = torch.linspace(0.0, 1.0, N, dtype=torch.float64)
+    out = dilated_attention(*tensors(), PATTERN, score_mod=lambda s, b, h, i, j: s + table[j])
+    out.sum().backward()
+
+
+def test_a_backward_keeps_no_more_tensors_than_the_function_did() -> None:
+    """Integer tensors of all pairs are dropped from the record's run as soon as no step needs them."""
+    alive: list[int] = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.sub.Tensor and result.dtype == torch.int64 and result.numel() > N:
+                seen.append(weakref.ref(result))
+                alive.append(sum(ref() is not None for ref in seen))
+            return result
+
+    seen: list[Any] = []
+    pattern = DilatedPattern((64,), (1,))
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for _ in range(6):
+            s = torch.where((i - j) % 2 == 0, s, -math.inf)
+        return s
+
+    out = dilated_attention(*tensors(), pattern, score_mod=score_mod)
+    with Count():
+        out.sum().backward()
+    assert max(alive) <= 2
