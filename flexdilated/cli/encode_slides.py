@@ -31,7 +31,8 @@ from flexdilated.cli.slide_options import (
 )
 from flexdilated.cli.slide_run import Job, Ranks, run
 from flexdilated.hub.gigapath import LongNetViT, load_weights
-from flexdilated.hub.slides.formats import DAMAGED, list_slides
+from flexdilated.hub.slides.folder import list_slides
+from flexdilated.hub.slides.formats import DAMAGED
 from flexdilated.hub.slides.source import digest_of
 from flexdilated.training.options import RankLostError, UserError
 from flexdilated.training.ranks import losses_of_ranks, started
@@ -52,8 +53,8 @@ def encode_slides(
         Path,
         typer.Argument(
             metavar="FOLDER",
-            help="Slides, one file each, in it and in folders below: .h5 of CLAM or TRIDENT, .pt and .npz of slide2vec, .zarr of "
-            "LazySlide, or plain ones that hold features (N, C) and coords (N, 2).",
+            help="Slides, one file each, in it and in folders below: .h5 of CLAM, TRIDENT, STAMP or Mussel, .pt and .npz of "
+            "slide2vec, .pt of slideflow, .zarr of LazySlide, or plain ones that hold features (N, C) and coords (N, 2).",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, .h5.")],
@@ -134,7 +135,10 @@ def encode_slides(
     try:
         sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
         model = build(arch, in_chans, order, global_pool=global_pool, **sizes)
-        slides = list_slides(folder, coords_folder=coords)
+        patches: list[Path] = []
+        slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
+        if patches and rank == 0:
+            typer.echo(f"skipped {len(patches):,} files of patches, which hold coordinates and no embeddings", err=True)
         digest = _load(model, weights)
         model = model.eval().to(place, computed)
         options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}

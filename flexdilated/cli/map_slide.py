@@ -1,7 +1,8 @@
-"""`flexdilated map-slide`: what the class token or a tile reads of a slide, as a picture and as a table."""
+"""`flexdilated map-slide`: how much of each tile reaches the class token or a tile, as a picture and as a table."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ from flexdilated.draw.slide import draw_slide_map
 from flexdilated.draw.weights import PICTURE_FORMATS
 from flexdilated.hub.gigapath import load_weights
 from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, Tiles
-from flexdilated.hub.slides.heatmap import TABLES, tile_attention, write_table
+from flexdilated.hub.slides.heatmap import TABLES, tile_attention, tile_relevance, write_table
 
 
 def map_slide(
@@ -40,8 +41,17 @@ def map_slide(
         Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv, .parquet).")
     ],
     weights: Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Layers from 0 on, comma separated.", show_default="the last one")] = None,
-    head: Annotated[str, typer.Option(help="Heads from 0 on, comma separated; mean: their mean; each: all of them.")] = "mean",
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            help="Draw raw weights of single layers, from 0 on, comma separated. They follow the order of tiles in the file.",
+            show_default="relevance through all layers",
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="With --layer: heads from 0 on, comma separated; mean: their mean; each: all.", show_default="mean"),
+    ] = None,
     tile: Annotated[
         int | None,
         typer.Option(
@@ -65,7 +75,11 @@ def map_slide(
     order: OrderOption = TileOrder.FILE,
     device: Annotated[str, typer.Option(help="Where to compute, as torch spells it.")] = "auto",
 ) -> None:
-    """Draw which tiles of a slide the class token, or a tile, attends to: by layer and head, exactly, zero keys included."""
+    """Draw how much of each tile of a slide reaches the class token, or a tile, through the attention of all layers.
+
+    Attention is rolled out over the layers and divided by its value under equal scores, which removes what the order of tiles in
+    the file does to it. The picture says how well the map agrees with that of the tiles in reverse order.
+    """
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
@@ -83,11 +97,15 @@ def map_slide(
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
+    if head is not None and layer is None:
+        refuse(f"--head must come with --layer, got '{head}' and no layer")
     place = device_named(device, auto=["cuda", "mps"])
     try:
         slide, cells = reading.read(tiles.name, tiles, slide_ngrids=slide_ngrids)
     except SlideError as error:
         refuse(f"'{tiles}' {error}")
+    if not slide.is_level0 and (suffix in TABLES or thumbnail is not None):
+        refuse(f"--tile-size-level0 must be given where the file holds micrometres, as '{tiles}' does, got none")
     row = _row(slide, tile)
     if thumbnail is not None and size is None and slide.slide_size is None:
         refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
@@ -105,11 +123,21 @@ def map_slide(
     try:
         layers = None if layer is None else integers("--layer", layer)
         x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
-        found = tile_attention(model.eval().to(place), x, where, layers=layers, tile=row).cpu()
+        model = model.eval().to(place)
+        if layers is None:
+            columns = {"relevance": tile_relevance(model, x, where, tile=row).cpu()}
+            turned = None if row is None else len(x) - 1 - row
+            reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
+            note = f"tiles in reverse order: rank correlation {_rank_correlation(columns['relevance'], reverse):.2f}"
+        else:
+            found = tile_attention(model, x, where, layers=layers, tile=row).cpu()
+            named = [_chosen(heads, head or "mean", f"layer {number}") for number, heads in zip(layers, found)]
+            columns = {name: weights for part in named for name, weights in part.items()}
+            hidden = float((found == 0).all(dim=1).float().mean())
+            note = f"raw weights of a layer follow the order of tiles; {hidden:.0%} of tiles are hidden by the pattern"
+            typer.echo(f"WARNING: --layer: {note}; leave --layer out for a map through all layers", err=True)
     except ValueError as error:
         refuse(error)
-    numbers = layers or (len(model.encoder.layers) - 1,)
-    columns = {name: row for number, heads in zip(numbers, found) for name, row in _chosen(heads, head, f"layer {number}").items()}
     if suffix in TABLES:
         with writing(output):
             write_table(output, slide.coords, side, columns, tile_ids=slide.tile_ids)
@@ -122,13 +150,22 @@ def map_slide(
                 thumbnail=thumbnail,
                 slide_size=None if thumbnail is None else (size[0], size[1]) if size is not None else slide.slide_size,
                 query=row,
-                title=f"{tiles.stem}: what {'the class token' if tile is None else f'tile {tile}'} reads",
+                title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
                 titles=list(columns),
+                label="attention weight" if layers is not None else "relevance, 1: as the pattern alone",
+                note=note,
             )
         except (ValueError, OSError) as error:  # too many panels; a thumbnail that is no picture
             refuse(error)
         save_picture(figure, output)
-    typer.echo(f"wrote {len(columns)} maps of {len(slide.coords):,} tiles to '{output}'")
+    typer.echo(f"wrote {len(columns)} maps of {len(slide.coords):,} tiles to '{output}'" + (f"; {note}" if layers is None else ""))
+
+
+def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Spearman's: 1 where two maps order the tiles in the same way; 1 for a map of equal values too."""
+    ranks = torch.stack([values.unique(return_inverse=True)[1].double() for values in (first, second)])
+    found = float(torch.corrcoef(ranks)[0, 1]) if len(first) > 1 else 1.0
+    return 1.0 if math.isnan(found) else found
 
 
 def _row(slide: Tiles, tile: int | None) -> int | None:

@@ -29,7 +29,7 @@ CoordsOption = Annotated[
     ),
 ]
 TileSizeLevel0Option = Annotated[
-    float | None, typer.Option(help="Side of a tile in pixels of level 0, where the files do not say it.")
+    float | None, typer.Option(help="Side of a tile in pixels of level 0, where the files do not say it; always for slideflow.")
 ]
 MagnificationOption = Annotated[
     float, typer.Option(help="At which tiles were embedded; files that say another are refused. Prov-GigaPath's is 20.")

@@ -43,7 +43,7 @@ def draw_attention_map(
 ) -> Figure:
     """Draw attention weights as coloured cells with one colour bar: tiles of a slide, patches of an image, or tokens of a text.
 
-    Dark to light is small to large in cividis, which colour-blind readers see alike; a weight of exactly 0 is a smaller grey cell.
+    Dark to light is small to large in cividis, which colour-blind readers see alike; a weight of exactly 0 is small and light blue.
     Tiles lie where `coords` says, the y axis down, as on a slide; patches lie row by row in a `grid`; without either, tokens follow
     one another in lines like those of a text, and beyond 4,096 of them a cell is the sum of several neighbours, as a note says.
 

@@ -40,12 +40,15 @@ def draw_slide_map(
     query: int | None = None,
     title: str | None = None,
     titles: Sequence[str] | None = None,
+    label: str = "attention weight",
+    note: str | None = None,
 ) -> Figure:
     """Draw weights over a slide as an image, legible from ten tiles to hundreds of thousands.
 
-    Dark to light is small to large in cividis, on a logarithmic scale of three decades below the largest weight; one of exactly 0
-    is light grey. Where a panel has fewer pixels than the slide has tiles, a pixel shows the largest weight of its tiles, so none
-    is lost. Places without a tile are white, or show the thumbnail, over which tiles are drawn a little transparent.
+    Dark to light is small to large in cividis, on a logarithmic scale from the smallest to the largest weight, three decades at
+    most. A weight of exactly 0 is light blue, a colour that cividis does not contain. Where a panel has fewer pixels than the slide
+    has tiles, a pixel shows the largest weight of its tiles, so none is lost. Places without a tile are white, or show the
+    thumbnail, over which tiles are drawn a little transparent.
 
     Args:
         weights: `(N,)`, or `(P, N)` for P panels on one scale, not negative.
@@ -57,6 +60,8 @@ def draw_slide_map(
         query: Which tile asked, outlined in red.
         title: Above all panels.
         titles: One text per panel.
+        label: What the weights are, beside the scale.
+        note: A text below the panels.
 
     Returns:
         The figure, of matplotlib.
@@ -109,14 +114,15 @@ def draw_slide_map(
         dpi=DPI,
     )
     largest = panels.max().item()
-    norm, colours = LogNorm(largest / DECADES, largest), colormaps["cividis"]
+    lowest = max(panels[panels > 0].min().item(), largest / DECADES)
+    norm, colours = LogNorm(min(lowest, largest / 1.01), largest), colormaps["cividis"]
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for i, axis in enumerate(axes):
         axis.set_axis_off()
         if i >= len(panels):
             continue
         image, extent = _raster(panels[i], corners - low, tile_size, longest, pixels)
-        faces = colours(norm(np.maximum(image, largest / DECADES)))
+        faces = colours(norm(np.maximum(image, lowest)))
         faces[image == 0.0] = to_rgba(UNSEEN)
         faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if below is None else OVER)
         if below is not None:
@@ -133,10 +139,15 @@ def draw_slide_map(
             halo = [withStroke(linewidth=3.6, foreground="white")]
             drawn: dict[str, Any] = {"edgecolor": MARK, "linewidth": 1.8, "path_effects": halo, "clip_on": False}
             axis.add_patch(Rectangle((middle[0], middle[1]), side, side, fill=False, **drawn))
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes), extend="min", shrink=0.7)
-    bar.set_label("attention weight, logarithmic", color=INK, fontsize=11)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours),
+        ax=list(axes),
+        extend="min" if bool(((panels > 0) & (panels < lowest)).any()) else "neither",
+        shrink=0.7,
+    )
+    bar.set_label(f"{label}, logarithmic", color=INK, fontsize=11)
     bar.ax.tick_params(labelsize=10, colors=INK)
-    add_legend(figure, unseen=bool((panels == 0).any()), query=query is not None)
+    add_legend(figure, unseen=bool((panels == 0).any()), query=query is not None, note=note)
     if heading:
         figure.suptitle(plain("\n".join(heading)), fontsize=12, weight="bold", color=INK)
     if path is not None:

@@ -1,4 +1,4 @@
-"""What pictures of attention weights share: what they take, the colours that mean something, and the legend of those."""
+"""What pictures of attention weights share: what they take, the colours with a meaning, and the legend of those."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 MAX_PANELS = 64
-UNSEEN = "#d9d9d9"  # a weight of exactly 0: no branch joins the cell with the query
+UNSEEN = "#a6e3f0"  # a weight of exactly 0: no branch joins the cell with the query. Cividis has dark blue, greys, and yellow
 MARK = "#e31a1c"  # around the query
 
 
@@ -45,7 +45,7 @@ def check_path(path: str | Path | None) -> Path | None:
 
 
 def add_legend(figure: Figure, *, unseen: bool, query: bool, note: str | None = None) -> None:
-    """Say what a grey cell and a red outline are, where there are such, and a note."""
+    """Say what a light blue cell and a red outline are, where there are such, and a note."""
     from matplotlib.lines import Line2D
 
     styles: list[tuple[str, dict[str, Any]]] = []

@@ -215,7 +215,7 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[
         "bad-twice": "has 1 tiles at coordinates that another tile has too",
         "bad-empty": "has no tiles: embeddings of shape (0, 7)",
         "bad-width": "must have embeddings of --in-chans=7 elements, got 5",
-        "bad-size": "does not say how large a tile is at level 0; give it as --tile-size-level0",
+        "bad-size": "does not say how large a tile is at level 0; give the folder of files that do, as CLAM's patches, as --coords",
         "bad-level": "would put 11 tiles in",
         "bad-magnification": "says that its tiles were embedded at magnification 40, --magnification is 20",
         "bad-cut": "is damaged or no whole .h5 file: ",

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from torch import Tensor
 
 from flexdilated import draw_attention_map
+from flexdilated.draw.weights import UNSEEN
 
 GRID = torch.cartesian_prod(torch.arange(7), torch.arange(5)) * 256  # x, y
 
@@ -39,14 +41,14 @@ def test_picture_puts_each_weight_at_its_tile(tmp_path: Path) -> None:
     assert bright.sum() * 20 < dark.sum()
 
 
-def test_picture_shows_tiles_of_weight_zero_in_grey_and_holes_in_white(tmp_path: Path) -> None:
+def test_picture_shows_tiles_of_weight_zero_in_light_blue_and_holes_in_white(tmp_path: Path) -> None:
     weights = torch.linspace(0.1, 1.0, 35)
-    grey = (217 / 255, 217 / 255, 217 / 255)
+    unseen = to_rgb(UNSEEN)
     draw_attention_map(weights, GRID, tmp_path / "all.png")
-    assert count(pixels(tmp_path / "all.png"), grey) < 500  # the edges of letters
+    assert count(pixels(tmp_path / "all.png"), unseen) < 500  # the edges of letters
     weights[10:20] = 0.0
     draw_attention_map(weights, GRID, tmp_path / "some.png")
-    assert count(pixels(tmp_path / "some.png"), grey) > 5000
+    assert count(pixels(tmp_path / "some.png"), unseen) > 5000
     hole = torch.arange(35) != 17
     white = count(pixels(tmp_path / "all.png"), (1.0, 1.0, 1.0))
     draw_attention_map(torch.linspace(0.1, 1.0, 35)[hole], GRID[hole], tmp_path / "hole.png")

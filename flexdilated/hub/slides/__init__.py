@@ -4,12 +4,13 @@ from flexdilated.hub.slides.encode import Clock as Clock
 from flexdilated.hub.slides.encode import EncodedSlide as EncodedSlide
 from flexdilated.hub.slides.encode import FailedSlide as FailedSlide
 from flexdilated.hub.slides.encode import encode_slides as encode_slides
+from flexdilated.hub.slides.folder import list_slides as list_slides
 from flexdilated.hub.slides.formats import SlideError as SlideError
 from flexdilated.hub.slides.formats import Tiles as Tiles
-from flexdilated.hub.slides.formats import list_slides as list_slides
 from flexdilated.hub.slides.formats import read_tiles as read_tiles
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
 from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
+from flexdilated.hub.slides.heatmap import tile_relevance as tile_relevance
 from flexdilated.hub.slides.heatmap import write_table as write_table
 from flexdilated.hub.slides.reading import Reading as Reading
 from flexdilated.hub.slides.source import Source as Source
@@ -27,5 +28,6 @@ __all__ = [
     "list_slides",
     "read_tiles",
     "tile_attention",
+    "tile_relevance",
     "write_table",
 ]

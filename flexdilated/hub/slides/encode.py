@@ -148,10 +148,11 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
     except OSError as error:
         return FailedSlide(name, path, f"must stay readable, got: {error.strerror}")
     note = None
-    if found.tile_size_level0 is None and reading.tile_size_level0 is not None:
-        step = neighbour_distance(found.coords)
-        if step is not None and step > SPARSE * reading.tile_size_level0:
-            note = f"neighbours are {step:g} apart: is a tile {reading.tile_size_level0:g} pixels wide at level 0?"
+    side = found.tile_size_level0 or reading.tile_size_level0
+    assert side is not None  # or there would be no cells
+    step = neighbour_distance(found.coords)
+    if step is not None and step > SPARSE * side:
+        note = f"neighbours are {step:g} apart: is a tile {side:g} pixels wide at level 0?"
     return _Read(name, path, found, cells, source, note)
 
 

@@ -1,15 +1,14 @@
-"""The tiles of a slide as CLAM, TRIDENT, slide2vec, LazySlide and plain files store them."""
+"""The tiles of a slide as tools store them: CLAM, TRIDENT, slide2vec, LazySlide, STAMP, Mussel, slideflow."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +19,17 @@ from torch import Tensor
 
 from flexdilated.hub.slides import spatialdata
 
-# What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by others.
-EMBEDDINGS = ("tile_embeds", "features", "embeddings")
+# What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by STAMP, by others.
+EMBEDDINGS = ("tile_embeds", "features", "feats", "embeddings")
 COORDINATES = "coords"
 # Of coordinates in .h5, what is read unless it is a text: HDF5 may loop for ever at the heap of texts of a damaged file.
 ATTRIBUTES = (
     *("patch_size", "patch_size_level0", "target_magnification", "level0_width", "level0_height"),  # TRIDENT's
-    *("downsample", "level_dim"),  # CLAM's
+    *("downsample", "level_dim", "patch_level", "custom_downsample"),  # CLAM's
+    *("mpp", "native_mpp"),  # Mussel's: micrometres per pixel of a tile, and of level 0
 )
+FILE_ATTRIBUTES = ("tile_size_um", "tile_size_px", "tile_size")  # STAMP's, of the file, with a text `unit` beside
+INDEX = ".index.npz"  # slideflow's file of the centres of tiles
 SUFFIXES = (".pt", ".h5", ".npz")
 STORE_SUFFIX = ".zarr"
 
@@ -66,6 +68,8 @@ class Tiles(NamedTuple):
         magnification: At which the tiles were embedded, where the files say: 20 is half a micrometre per pixel.
         tile_ids: `(N,)` integers, where the tool gives tiles such.
         slide_size: Width and height of the slide in pixels of level 0, where the files say.
+        is_level0: Whether coordinates are in pixels of level 0. False for STAMP's micrometres where the side of a tile at level 0
+            was not given: coordinates and `tile_size_level0` are then pixels of the embedded tiles.
     """
 
     x: Tensor
@@ -74,6 +78,7 @@ class Tiles(NamedTuple):
     magnification: float | None
     tile_ids: Tensor | None = None
     slide_size: tuple[float, float] | None = None
+    is_level0: bool = True
 
 
 class _Found(NamedTuple):
@@ -83,48 +88,9 @@ class _Found(NamedTuple):
     attributes: Mapping[str, Any]  # of the coordinates
 
 
-def list_slides(folder: Path, *, coords_folder: Path | None = None) -> dict[str, Path]:
-    """The slides in a folder and those below it, by name: the path without its ending, in the order of names.
-
-    Links are followed; one that leads nowhere counts as a slide, which cannot be read. What tools write beside embeddings is left
-    out: hidden files, the folder of coordinates, slide2vec's tables of them, embeddings that `encode-slide` put beside the tiles.
-
-    Raises:
-        ValueError: If two files have one name, a name is no UTF-8 or leads back to a folder above, or there is none.
-    """
-    found: dict[str, Path] = {}
-    for path in sorted(_files(folder, (), None if coords_folder is None else coords_folder.resolve())):
-        name = path.relative_to(folder).with_suffix("").as_posix()
-        if name in found:
-            raise ValueError(f"FOLDER must hold one file of each slide, got '{found[name]}' and '{path}'")
-        if any("\ud800" <= letter <= "\udfff" for letter in str(path.absolute())):  # as Python reads other bytes
-            raise ValueError(f"FOLDER must hold slides whose names are UTF-8, got {os.fsencode(path.absolute())!r}")
-        found[name] = path
-    if not found:
-        raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
-    return dict(sorted(found.items()))
-
-
-def _files(folder: Path, above: tuple[Path, ...], left_out: Path | None) -> Iterator[Path]:
-    above = (*above, folder.resolve())
-    try:
-        inside = list(folder.iterdir())
-    except OSError as error:
-        raise ValueError(f"FOLDER must hold folders that can be read, got '{folder}': {error.strerror}") from None
-    for path in inside:
-        suffix = path.suffix.lower()
-        if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz", ".slide.pt", ".slide.npz")):
-            continue
-        if suffix == STORE_SUFFIX or (suffix in SUFFIXES and not path.is_dir()):
-            yield path
-        elif path.is_dir():
-            if (target := path.resolve()) in above:
-                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{path}'")
-            if target != left_out:
-                yield from _files(path, above, left_out)
-
-
-def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | None = None) -> Tiles:
+def read_tiles(
+    path: Path, *, coords_folder: Path | None = None, table: str | None = None, tile_size_level0: float | None = None
+) -> Tiles:
     """The tiles of a slide.
 
     Args:
@@ -132,6 +98,8 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
         coords_folder: Where files of the same name hold coordinates: CLAM's `patches`, TRIDENT's, whose names end in `_patches`,
             slide2vec's `tiles`. What the file of the embeddings says as well must agree.
         table: Which table of a .zarr holds the embeddings. Default: the only one.
+        tile_size_level0: Side of a tile in pixels of level 0. Needed to read slideflow's centres of tiles, and to convert STAMP's
+            micrometres to pixels of level 0.
 
     Raises:
         SlideError: If a file is damaged, something is missing, or shapes and dtypes are wrong.
@@ -147,9 +115,15 @@ def read_tiles(path: Path, *, coords_folder: Path | None = None, table: str | No
         if len(keys) != 1:
             raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
         x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
-        coords, attributes = _coordinates(path, found, coords_folder)
-        tiles = _checked(x, coords, _tile_side(attributes), _number(attributes.get("target_magnification")))
-        return tiles._replace(slide_size=_slide_size(attributes))
+        coords, attributes = _coordinates(path, found, coords_folder, tile_size_level0)
+        micrometres = _micrometres(attributes)
+        side = _tile_side(attributes, tile_size_level0) if micrometres is None else tile_size_level0
+        if micrometres is not None:
+            side = side or _number(attributes.get("tile_size_px")) or micrometres
+            coords = (coords.double() * (side / micrometres)).round()
+        tiles = _checked(x, coords, side, _magnification(attributes))
+        is_level0 = micrometres is None or tile_size_level0 is not None
+        return tiles._replace(slide_size=_slide_size(attributes), is_level0=is_level0)
     except ImportError as error:
         raise SlideError(f"needs {error.name}: pip install 'flexdilated[slides]'") from None
     except SlideError:
@@ -167,7 +141,8 @@ def files_beside(path: Path, coords_folder: Path | None = None) -> list[Path]:
     if meta.is_file():
         with suppress(SlideError):
             table = _table_of(meta, _read_metadata(meta), coords_folder)
-    return [file for file in (_beside(path, coords_folder), meta, table) if file is not None and file.is_file()]
+    index = path.with_name(path.stem + INDEX)
+    return [file for file in (_beside(path, coords_folder), meta, table, index) if file is not None and file.is_file()]
 
 
 def count_tiles(path: Path, table: str | None = None) -> int:
@@ -211,7 +186,7 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
         OSError: If it is damaged, like the others of `DAMAGED`.
     """
     found = _open(path, named_only=True)
-    return dict(found.arrays), _tile_side(found.attributes)
+    return dict(found.arrays), _tile_side(found.attributes, None)
 
 
 def _load(path: Path, *, mmap: bool = False) -> Any:
@@ -227,7 +202,7 @@ def _load(path: Path, *, mmap: bool = False) -> Any:
 
 def _open(path: Path, *, named_only: bool = False) -> _Found:
     """A file's arrays and attributes; `named_only`: neither a bare tensor as embeddings nor slide2vec's tables of coordinates."""
-    wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y")
+    wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y", "arr_0")
     if path.suffix.lower() == ".pt":
         loaded = _load(path)
         if not named_only and isinstance(loaded, (Tensor, np.ndarray)):
@@ -248,19 +223,25 @@ def _open(path: Path, *, named_only: bool = False) -> _Found:
     with h5py.File(path, "r") as file:
         # A group, which is no array, has no shape.
         arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
-        if COORDINATES not in file:
-            return _Found(arrays, {})
-        said = file[COORDINATES].attrs
-        return _Found(arrays, {name: said[name] for name in ATTRIBUTES if name in said and said.get_id(name).dtype != object})
+        attributes = _numbers(file.attrs, FILE_ATTRIBUTES) | {"has_unit": "unit" in file.attrs}
+        return _Found(arrays, attributes | (_numbers(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
 
 
-def _coordinates(path: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
+def _numbers(attributes: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: attributes[name] for name in names if name in attributes and attributes.get_id(name).dtype != object}
+
+
+def _coordinates(
+    path: Path, found: _Found, coords_folder: Path | None, tile_size_level0: float | None
+) -> tuple[Tensor, dict[str, Any]]:
     """The coordinates, and what is said about them."""
     attributes = dict(found.attributes)
     own = _tensor(COORDINATES, found.arrays[COORDINATES], PIXELS) if COORDINATES in found.arrays else None
     meta = _metadata_of(path)
     if own is None and meta.is_file():
         return _of_slide2vec(meta, found, coords_folder)
+    if own is None and (index := path.with_name(path.stem + INDEX)).is_file():
+        return _of_slideflow(index, tile_size_level0), {}
     beside = _beside(path, coords_folder)
     if beside is None:
         if own is None:
@@ -337,6 +318,17 @@ def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tupl
     return coords, {"patch_size_level0": said.get("tile_size_lv0"), **magnification}
 
 
+def _of_slideflow(index: Path, tile_size_level0: float | None) -> Tensor:
+    """Corners of tiles, of the centres that slideflow keeps: the corner plus half a side, rounded down."""
+    try:
+        centres = _tensor("arr_0", _open(index).arrays.get("arr_0"), PIXELS)
+    except DAMAGED as error:
+        raise SlideError(f"must have a whole file of coordinates, got '{index}': {_first_line(error)}") from None
+    if tile_size_level0 is None:
+        raise SlideError(f"has the centres of its tiles in '{index.name}', not their size; give it as --tile-size-level0")
+    return centres - int(tile_size_level0 / 2)
+
+
 def _number(value: object) -> float | None:
     """A number above 0 of an attribute, which may be an array of equal ones, or TRIDENT's `'None'`."""
     try:
@@ -346,17 +338,41 @@ def _number(value: object) -> float | None:
     return values.pop() if len(values) == 1 and 0 < min(values) < math.inf else None
 
 
-def _tile_side(attributes: Mapping[str, Any]) -> float | None:
+def _micrometres(attributes: Mapping[str, Any]) -> float | None:
+    """Side of a tile where coordinates are micrometres, as STAMP's are: version 2.0 calls it `tile_size` and names the unit."""
+    return _number(attributes.get("tile_size_um")) or (_number(attributes.get("tile_size")) if attributes.get("has_unit") else None)
+
+
+def _magnification(attributes: Mapping[str, Any]) -> float | None:
+    """At which tiles were embedded: as TRIDENT says it, or from STAMP's or Mussel's micrometres per pixel."""
+    spacing = _number(attributes.get("mpp")) if "native_mpp" in attributes else None
+    micrometres, pixels = _micrometres(attributes), _number(attributes.get("tile_size_px"))
+    if micrometres is not None and pixels is not None:
+        spacing = micrometres / pixels
+    return _number(attributes.get("target_magnification")) if spacing is None else 10.0 / spacing
+
+
+def _downsample(attributes: Mapping[str, Any]) -> Any:
+    """Of the level of the patches: CLAM says it, Mussel only names level 0."""
+    at_level0 = np.array_equal(np.asarray(attributes.get("patch_level", -1)), 0)
+    return attributes.get("downsample", 1.0 if at_level0 else None)
+
+
+def _tile_side(attributes: Mapping[str, Any], given: float | None) -> float | None:
     """In pixels of level 0: as TRIDENT says it, or CLAM's size at the level of the patches times its downsample.
 
-    CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another.
+    CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another. With `custom_downsample` a
+    patch is that many times as wide, as TRIDENT reads it; some tools write the wide patch itself, so a side that is given counts.
     """
     side = _number(attributes.get("patch_size_level0"))
     if side is not None:
         return side
-    size, downsample = _number(attributes.get("patch_size")), attributes.get("downsample")
+    size, downsample = _number(attributes.get("patch_size")), _downsample(attributes)
     whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
-    return None if size is None or whole is None else size * whole
+    custom = _number(attributes.get("custom_downsample")) or 1.0
+    if size is None or whole is None or (custom != 1.0 and given is not None):
+        return None
+    return size * whole * custom
 
 
 def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -364,7 +380,7 @@ def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
     said: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
     with suppress(TypeError, ValueError):
         if said == [None, None]:
-            level = [np.asarray(attributes.get(name), np.float64) for name in ("level_dim", "downsample")]
+            level = [np.asarray(value, np.float64) for value in (attributes.get("level_dim"), _downsample(attributes))]
             said = np.multiply(*level).tolist() if level[0].shape == (2,) else said
     width, height = (_number(size) for size in said)
     return None if width is None or height is None else (width, height)

@@ -36,7 +36,10 @@ def grid_cells(
     """
     read, said = tiles.tile_size_level0, tiles.magnification
     if read is None and tile_size_level0 is None:
-        raise SlideError("does not say how large a tile is at level 0; give it as --tile-size-level0")
+        raise SlideError(
+            "does not say how large a tile is at level 0; give the folder of files that do, as CLAM's patches, as --coords, or the "
+            "size as --tile-size-level0"
+        )
     if read is not None and tile_size_level0 is not None and abs(read - tile_size_level0) > 0.5:
         raise SlideError(f"says that a tile has {read:g} pixels at level 0, --tile-size-level0 is {tile_size_level0:g}")
     side = read if read is not None else tile_size_level0

@@ -1,4 +1,4 @@
-"""What the class token, or a tile, reads of a slide: weights by layer and head, and files of them for viewers of slides."""
+"""How much of each tile reaches the class token, or another tile: through all layers, or in one; and files for viewers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexdilated.core.pattern import is_integer
+from flexdilated.attention import dilated_attention
+from flexdilated.core.lse import accumulated
+from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.maps import attention_map
@@ -23,13 +25,71 @@ from flexdilated.ordering import coordinate_order
 TABLES = (".csv", ".parquet", ".geojson")
 
 
+@torch.no_grad()
+def tile_relevance(model: LongNetViT, x: Tensor, coords: Tensor, *, tile: int | None = None) -> Tensor:
+    """How much of each tile reaches the class token, or another tile, through all layers, over its value under equal scores.
+
+    Attention rollout: the row `r` of the query begins as 1 at the query and becomes `(r + r A) / 2` in every layer, from the last
+    to the first, where `A` `(N, N)` is the mean of the heads' attention. It is divided by the same rollout with all scores 0, which
+    is what the pattern alone gives a tile at its place in the sequence: 1 means neither more nor less than that. Memory and time
+    grow with the number of tiles, never with its square.
+    Source: attention rollout, Abnar and Zuidema, arXiv 2005.00928.
+
+    Args:
+        model: In evaluation mode, without a mesh.
+        x: Tile embeddings, `(N, in_chans)`.
+        coords: Their corners as the model takes them, `(N, 2)`.
+        tile: Which tile asks, in `[0, N)`. Default: the class token.
+
+    Returns:
+        `(N,)`, float32 (float64 for a float64 model), on the device of the model; 0 for a tile that does not reach the query.
+
+    Raises:
+        ValueError: If the model is in training mode, or the tile is none of the slide's.
+        NotImplementedError: If the model has a mesh.
+    """
+    places, query = _asked(model, x, coords, tile)
+    inputs: list[Tensor] = []
+    with ExitStack() as stack:
+        for block in model.encoder.layers:
+            attention: Any = block.self_attn
+            stack.callback(attention.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0])).remove)
+        model(x[None], coords[None])
+    rows = torch.zeros(2, 1 + len(x), dtype=accumulated(x.dtype), device=x.device)  # with the scores, and with scores of 0
+    rows[:, query] = 1.0
+    for block in reversed(model.encoder.layers):
+        attention = block.self_attn
+        hidden = inputs.pop()
+        q, k = (p(hidden).unflatten(-1, (-1, attention.head_dim)).to(rows.dtype) for p in (attention.q_proj, attention.k_proj))
+        rows = (rows + _times_attention(rows, q, k, attention.attention.pattern)) / 2
+    actual, equal = rows[:, 1:][:, places]
+    return torch.where(equal > 0, actual / equal, 0.0)
+
+
+def _times_attention(rows: Tensor, q: Tensor, k: Tensor, pattern: DilatedPattern) -> Tensor:
+    """`rows[0] @ A` and `rows[1] @ A0`, with the mean `A` of the heads' attention, and `A0` that of scores of 0; `(2, N)`.
+
+    Output is linear in v, so its gradient with respect to v is the product with the transposed matrix, which is never built.
+    """
+    q, k = torch.cat([q, torch.zeros_like(q)]), torch.cat([k, torch.zeros_like(k)])
+    v = torch.zeros_like(k, requires_grad=True)
+    with torch.enable_grad():
+        out = dilated_attention(q, k, v, pattern)
+    upstream = torch.zeros_like(out)
+    upstream[..., 0] = rows[..., None] / out.shape[2]
+    (gradient,) = torch.autograd.grad(out, v, upstream)
+    return gradient[..., 0].sum(dim=-1)
+
+
 @torch.inference_mode()
 def tile_attention(
     model: LongNetViT, x: Tensor, coords: Tensor, *, layers: Sequence[int] | None = None, tile: int | None = None
 ) -> Tensor:
     """The exact weights with which the class token, or a tile, reads every tile of a slide, in each head of some layers.
 
-    The weights of one query sum to 1, less what it reads of the class token and what zero keys take. Memory and time grow with the
+    These weights follow the order of tiles in the sequence more than what tiles show: the class token sees the first segment whole,
+    and every r-th tile of the others. `tile_relevance` does not. The weights of one query sum to 1, less what it reads of the class
+    token and what zero keys take. Memory and time grow with the
     number of tiles, never with its square; the slide is encoded once.
 
     Args:
@@ -46,10 +106,7 @@ def tile_attention(
         ValueError: If the model is in training mode, or a layer or the tile is none of the slide's.
         NotImplementedError: If the model has a mesh.
     """
-    if model.training:
-        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
-    if model.mesh is not None:
-        raise NotImplementedError("model must come without mesh, got one: a rank holds a part of the keys alone")
+    places, query = _asked(model, x, coords, tile)
     blocks = model.encoder.layers
     chosen = [len(blocks) - 1] if layers is None else list(layers)
     if (
@@ -58,12 +115,6 @@ def tile_attention(
         or chosen != sorted(set(chosen))
     ):
         raise ValueError(f"layers must be ascending integers in [0, depth={len(blocks)}), got {chosen}")
-    if tile is not None and (not is_integer(tile) or not 0 <= tile < len(x)):
-        raise ValueError(f"tile must be in [0, N={len(x)}), got {tile!r}")
-    places = torch.arange(len(x), device=x.device)  # of the tiles in the sequence
-    if model.order is not None:
-        places = coordinate_order((coords.long() // model.tile_size).flip(-1), order=model.order).inverse
-    query = 0 if tile is None else 1 + int(places[tile])
     weights: list[Tensor] = []
     with ExitStack() as stack:
         for layer in chosen:
@@ -74,6 +125,20 @@ def tile_attention(
                 stack.callback(getattr(attention, name).register_forward_hook(hook).remove)
         model(x[None], coords[None])
     return torch.stack([rows[:, 1:][:, places] for rows in weights])
+
+
+def _asked(model: LongNetViT, x: Tensor, coords: Tensor, tile: int | None) -> tuple[Tensor, int]:
+    """The places of the tiles in the sequence `(N,)`, without the class token, and the place of the query, with it."""
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
+    if model.mesh is not None:
+        raise NotImplementedError("model must come without mesh, got one: a rank holds a part of the keys alone")
+    if tile is not None and (not is_integer(tile) or not 0 <= tile < len(x)):
+        raise ValueError(f"tile must be in [0, N={len(x)}), got {tile!r}")
+    places = torch.arange(len(x), device=x.device)
+    if model.order is not None:
+        places = coordinate_order((coords.long() // model.tile_size).flip(-1), order=model.order).inverse
+    return places, 0 if tile is None else 1 + int(places[tile])
 
 
 def _catch(

@@ -33,7 +33,7 @@ class Reading:
         Raises:
             SlideError: As `read_tiles` and `grid_cells`.
         """
-        tiles = read_tiles(path, coords_folder=self.coords_of(name), table=self.table)
+        tiles = read_tiles(path, coords_folder=self.coords_of(name), table=self.table, tile_size_level0=self.tile_size_level0)
         cells = grid_cells(
             tiles,
             tile_size_level0=self.tile_size_level0,

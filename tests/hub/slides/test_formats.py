@@ -13,18 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated.hub.slides import SlideError, list_slides, read_tiles
+from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles
 from flexdilated.hub.slides.formats import count_tiles, files_beside
 from tests.hub.slides.tools import (
     IN_CHANS,
+    NEEDS_SIZE,
     SAYS_MAGNIFICATION,
     SAYS_SIZE,
     SIDE,
     WRITERS,
     draw_tiles,
+    write_clam,
     write_lazyslide,
     write_plain,
     write_slide2vec,
+    write_slideflow,
+    write_stamp,
     write_trident,
 )
 
@@ -39,15 +43,91 @@ TOOLS = [pytest.param(tool, marks=needs_zarr if tool == "lazyslide" else ()) for
 def test_every_tool_gives_the_same_tiles(tmp_path: Path, tool: str, dtype: torch.dtype) -> None:
     x, coords = draw_tiles(TILES, origin=(37, 411), dtype=dtype)
     path = WRITERS[tool](tmp_path / "features", "TCGA-1.2", x, coords)
-    found = read_tiles(path, coords_folder=tmp_path / "patches" if "clam" in tool else None)
+    side = SIDE if tool in NEEDS_SIZE else None
+    found = read_tiles(path, coords_folder=tmp_path / "patches" if "clam" in tool else None, tile_size_level0=side)
     places = {tuple(place): row for row, place in enumerate(found.coords.tolist())}
     rows = [places[tuple(place)] for place in coords.tolist()]
     assert torch.equal(found.x[rows], x)
     assert found.coords.dtype == torch.int64
-    assert found.tile_size_level0 == (SIDE if tool in SAYS_SIZE else None)
+    assert found.tile_size_level0 == (SIDE if tool in {*SAYS_SIZE, "stamp"} else None)
+    assert found.is_level0
     assert found.magnification == (20.0 if tool in SAYS_MAGNIFICATION else None)
     assert count_tiles(path) == TILES
     assert list_slides(tmp_path / "features") == {"TCGA-1.2": path}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "side"),
+    [({}, 256), ({"tile_size_um": None, "tile_size_px": None, "tile_size": SIDE * 0.25}, SIDE / 4)],  # 2.1 and later, 2.0
+)
+def test_micrometres_of_stamp_have_cells_without_the_pixels_of_level_0(
+    tmp_path: Path, attributes: dict[str, object], side: float
+) -> None:
+    x, coords = draw_tiles(TILES, origin=(36, 412))
+    path = write_stamp(tmp_path, "a", x, coords)
+    with h5py.File(path, "r+") as file:
+        for name, value in attributes.items():
+            file.attrs.pop(name, None)
+            if value is not None:
+                file.attrs[name] = value
+    found = read_tiles(path)
+    assert (found.tile_size_level0, found.is_level0) == (side, False)
+    assert torch.equal(grid_cells(found), coords // SIDE)
+
+
+def test_centres_of_slideflow_need_the_side_of_a_tile(tmp_path: Path) -> None:
+    path = write_slideflow(tmp_path, "a", *draw_tiles(TILES))
+    with pytest.raises(
+        SlideError, match=r"has the centres of its tiles in 'a.index.npz', not their size; give it as --tile-size-l"
+    ):
+        read_tiles(path)
+    assert files_beside(path) == [tmp_path / "a.index.npz"]
+    (tmp_path / "a.index.npz").write_bytes(b"PK")
+    with pytest.raises(SlideError, match=r"must have a whole file of coordinates, got '.*a\.index\.npz'"):
+        read_tiles(path, tile_size_level0=SIDE)
+
+
+@pytest.mark.parametrize("given", [None, SIDE])
+@pytest.mark.parametrize("size", [SIDE // 4, SIDE // 2])
+def test_custom_downsample_widens_the_patches_of_clam(tmp_path: Path, size: int, given: int | None) -> None:
+    """By TRIDENT's reading a patch is as wide as patch_size, downsample and custom_downsample give; a side that is given counts."""
+    path = write_clam(tmp_path / "h5_files", "a", *draw_tiles(TILES))
+    with h5py.File(tmp_path / "patches" / "a.h5", "r+") as file:
+        file["coords"].attrs.update({"patch_size": size, "custom_downsample": 2})
+    found = read_tiles(path, coords_folder=tmp_path / "patches", tile_size_level0=given)
+    assert found.tile_size_level0 == (4 * size if given is None else None)
+
+
+def test_two_files_of_one_slide_are_refused(tmp_path: Path) -> None:
+    x, coords = draw_tiles(3)
+    for number, (first, second) in enumerate([("h5_files/a.h5", "pt_files/a.pt"), ("features_b/a.h5", "features_c/a.h5")]):
+        folder = tmp_path / str(number)
+        for path in (first, second):
+            write_plain((folder / path).parent, "a", x, coords, Path(path).suffix)
+        with pytest.raises(
+            ValueError, match=rf"one file of each slide, got '.*{first}' and '.*{second}'; give the folder of one of"
+        ):
+            list_slides(folder)
+        assert list(list_slides((folder / first).parent)) == ["a"]
+    for patient in ("p", "q"):  # other slides of one name
+        write_plain(tmp_path / "others" / patient / "h5_files", "1", x, coords, ".h5")
+    assert list(list_slides(tmp_path / "others")) == ["p/h5_files/1", "q/h5_files/1"]
+
+
+def test_patches_that_hold_coordinates_alone_are_left_out_and_counted(tmp_path: Path) -> None:
+    x, coords = draw_tiles(3)
+    path = write_trident(tmp_path / "features_a", "a", x, coords)
+    write_clam(tmp_path / "features_a", "b", x, coords)
+    patches = [tmp_path / "features_a" / "a_patches.h5", tmp_path / "patches" / "b.h5"]
+    patches[0].write_bytes(path.read_bytes())
+    with h5py.File(patches[0], "r+") as file:
+        del file["features"]
+    left_out: list[Path] = []
+    assert list(list_slides(tmp_path, without_embeddings=left_out)) == ["features_a/a", "features_a/b"]
+    assert left_out == patches
+    with h5py.File(patches[0], "r+") as file:
+        file["features"] = x.numpy()
+    assert "features_a/a_patches" in list_slides(tmp_path)
 
 
 def test_a_folder_gives_its_slides_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -147,7 +227,11 @@ def test_the_files_of_a_slide_are_those_whose_change_changes_it(tmp_path: Path, 
     x, coords = draw_tiles(TILES)
     path = WRITERS[tool](tmp_path / "features", "a", x, coords)
     folder = tmp_path / "patches" if "clam" in tool else None
-    expected = {"clam": ["patches/a.h5"], "slide2vec": ["features/a.meta.json", "tiles/a.coordinates.npz"]}
+    expected = {
+        "clam": ["patches/a.h5"],
+        "slide2vec": ["features/a.meta.json", "tiles/a.coordinates.npz"],
+        "slideflow": ["features/a.index.npz"],
+    }
     assert files_beside(path, folder) == [
         tmp_path / name for name in expected.get(tool.removesuffix("_pt").removesuffix("_npz"), [])
     ]
@@ -245,7 +329,7 @@ def test_what_is_missing_or_wrong_is_said(tmp_path: Path) -> None:
     refused("embeddings must be (N, C) and coordinates (N, 2), got (53, 7) and (53, 3)", coords=np.zeros((TILES, 3), np.int64))
     refused("coordinates must be whole pixels, got others", coords=coords.numpy() + 0.5)
     refused("features must be of float64, float32, bfloat16, float16, got int64", features=x.long().numpy())
-    refused("must hold one of tile_embeds, features, embeddings, got features, coords, embeddings", embeddings=x.numpy())
+    refused("must hold one of tile_embeds, features, feats, embeddings, got features, coords, embeddings", embeddings=x.numpy())
     np.savez(tmp_path / "b.npz", features=x.numpy())
     with pytest.raises(SlideError, match="holds no coords; give the folder of files that do, as CLAM's patches, as --coords"):
         read_tiles(tmp_path / "b.npz")

@@ -64,7 +64,7 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
         ("negative", {}, "has tile 0 at [-1, 0], outside the grid"),
         ("swapped", {}, "has tile 4 at [4096, 0], outside the slide of 3072 x 9216 pixels at level 0; coordinates are (x, y)"),
         ("beyond", {}, "has tile 1 at [0, 9728], outside the slide of 3072 x 9216 pixels at level 0"),
-        ("no size", {}, "does not say how large a tile is at level 0; give it as --tile-size-level0"),
+        ("no size", {}, "give the folder of files that do, as CLAM's patches, as --coords, or the size as --tile-size-level0"),
     ],
 )
 def test_places_that_cannot_be_are_refused(coords: str, options: dict[str, float], message: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexdilated import attention_map
-from flexdilated.hub.slides import grid_cells, read_tiles, tile_attention, write_table
+from flexdilated import DilatedPattern, attention_map
+from flexdilated.hub.slide_encoder import LongNetViT
+from flexdilated.hub.slides import grid_cells, read_tiles, tile_attention, tile_relevance, write_table
 from tests.commands import invoke
 from tests.hub.slides.tools import SIDE, draw_tiles, write_lazyslide, write_trident
 from tests.hub.test_slide_encoder import DEPTH, GRIDS, HEADS, TILE_SIZE, draw_slides, encoder_model, hidden_states, norm
@@ -36,6 +37,68 @@ def test_weights_are_those_of_the_layers(tile: int | None) -> None:
     last = tile_attention(model, x[0], coords[0], tile=tile)
     torch.testing.assert_close(last[0], found[1], **EXACT)
     assert not model.encoder.layers[0].self_attn.q_proj._forward_hooks
+
+
+@pytest.mark.parametrize("tile", [None, 31])
+def test_relevance_is_the_rollout_over_its_value_under_equal_scores(tile: int | None) -> None:
+    model = encoder_model()
+    x, coords = draw_slides(1, N)
+    states = hidden_states(model, x, coords)
+    row = torch.zeros(2, 1 + N, dtype=torch.float64)
+    row[:, 0 if tile is None else 1 + tile] = 1.0
+    for layer in reversed(range(DEPTH)):
+        block = model.encoder.layers[layer]
+        h = norm(states[layer], block.self_attn_layer_norm)
+        q, k = (p(h).unflatten(-1, (HEADS, -1)) for p in (block.self_attn.q_proj, block.self_attn.k_proj))
+        for i, scores in enumerate((1.0, 0.0)):
+            attention = attention_map(q * scores, k, model.pattern, queries=range(1 + N))[0].mean(dim=0)
+            row[i] = (row[i] + row[i] @ attention) / 2
+    found = tile_relevance(model, x[0], coords[0], tile=tile)
+    torch.testing.assert_close(found, row[0, 1:] / row[1, 1:], **EXACT)
+    assert not model.encoder.layers[0].self_attn.q_proj._forward_pre_hooks
+
+
+def finds_marked_tiles(scale: int) -> LongNetViT:
+    """An encoder whose keys score higher at tiles with a large first element; segments are those published, divided by scale."""
+    torch.manual_seed(0)
+    lengths = [length // scale for length in DilatedPattern.gigapath(262144, 256).segment_lengths]
+    pattern = DilatedPattern(lengths, (1, 2, 4, 8, 16), offsets="blocked", zero_padding=True)
+    model = LongNetViT(in_chans=16, embed_dim=64, depth=3, num_heads=16, pattern=pattern).eval()
+    mark, queries = torch.randn(64) / 8, torch.randn(4)
+    with torch.no_grad():
+        model.patch_embed.proj.weight[:, 0] = 16 * mark
+        for layer in model.encoder.layers:
+            layer.self_attn.q_proj.bias.copy_((2 * queries / queries.norm()).repeat(16))
+            layer.self_attn.k_proj.weight.mul_(0.2).add_(0.4 * torch.outer((queries / queries.norm()).repeat(16), mark))
+    return model
+
+
+def draw_marked(num_tiles: int, place: float, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tiles, corners, and which are marked: a square piece of tissue around a place in the file."""
+    generator = torch.Generator().manual_seed(1)
+    side = int(num_tiles**0.5) + 1
+    cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))[:num_tiles]
+    marked = (cells - cells[int(place * (num_tiles - 1))]).abs().amax(dim=1) <= size
+    x = 0.3 * torch.randn(num_tiles, 16, generator=generator)
+    x[:, 0] = 0.1 * x[:, 0] + marked
+    return x, cells * 256, marked
+
+
+# As for 1,500, 3,000 and 10,000 tiles under the published segments, which `scale` divides like the tiles.
+@pytest.mark.parametrize("num_tiles", [1_500, 3_000, 10_000])
+@pytest.mark.parametrize("place", [0.02, 0.3, 0.6, 0.97])
+def test_relevance_finds_marked_tiles_anywhere_in_the_file(num_tiles: int, place: float) -> None:
+    scale = 8
+    model = finds_marked_tiles(scale)
+    x, coords, marked = draw_marked(num_tiles // scale, place, size=1)
+    found = tile_relevance(model, x, coords)
+    assert found[marked].min() > found[~marked].max()
+    assert (found > 0).all()
+    # What a single layer shows instead: tiles that the pattern hides, and none of the marked ones first.
+    single = tile_attention(model, x, coords)[0].mean(dim=0)
+    assert (single == 0).float().mean() > 0.15
+    if place > 0.5 and num_tiles > 1_500:
+        assert not marked[single.topk(int(marked.sum())).indices].all()
 
 
 def test_weights_of_a_model_with_an_order_are_those_of_the_tiles_as_given() -> None:
@@ -127,7 +190,11 @@ def run(weights: Path, *more: object) -> tuple[int, str, str]:
 def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     picture, table = weights.with_name("map.png"), weights.with_name("map.geojson")
     code, out, err = run(weights, f"--output={picture}", "--head=0,3", "--layer=0,1", "--tile=5")
-    assert (code, out, err) == (0, f"wrote 4 maps of 53 tiles to '{picture}'\n", "")
+    assert (code, out) == (0, f"wrote 4 maps of 53 tiles to '{picture}'\n")
+    assert err == (
+        "WARNING: --layer: raw weights of a layer follow the order of tiles; 0% of tiles are hidden by the pattern; "
+        "leave --layer out for a map through all layers\n"
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run(weights, f"--output={table}", "--head=each", "--layer=0,1")[0] == 0
     features = json.loads(table.read_text())["features"]
@@ -135,8 +202,16 @@ def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     names = list(features[0]["properties"]["measurements"])
     assert names == [f"layer {layer}, head {head}" for layer in (0, 1) for head in range(16)]
     assert 0.5 < sum(feature["properties"]["measurements"]["layer 1, head 2"] for feature in features) < 1.0
-    assert run(weights, f"--output={table}")[0] == 0
+    assert run(weights, f"--output={table}", "--layer=1")[0] == 0
     assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["layer 1, mean of heads"]
+    code, out, err = run(weights, f"--output={table}", "--tile=5")
+    assert (code, err) == (0, "")
+    agreement = re.fullmatch(
+        rf"wrote 1 maps of 53 tiles to '{table}'; tiles in reverse order: rank correlation (-?\d\.\d\d)\n", out
+    )
+    assert agreement is not None
+    assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["relevance"]
+    assert run(weights, f"--output={picture}")[0] == 0
 
 
 needs_zarr = pytest.mark.skipif(
@@ -155,7 +230,7 @@ def test_a_tile_is_asked_for_by_the_id_that_lazyslide_gave_it(weights: Path) -> 
     assert slide.tile_ids is not None
     row = slide.tile_ids.tolist().index(5)
     assert row != 5
-    expected = tile_attention(create_model(str(weights), "tiny", 7).eval(), slide.x, grid_cells(slide) * 256, tile=row)[0].mean(0)
+    expected = tile_relevance(create_model(str(weights), "tiny", 7).eval(), slide.x, grid_cells(slide) * 256, tile=row)
     with table.open(newline="") as file:
         found = {int(tile): float(value) for tile, _, _, value in list(csv.reader(file))[1:]}
     actual = torch.tensor([found[tile] for tile in slide.tile_ids.tolist()])
@@ -205,7 +280,7 @@ def test_map_slide_takes_what_encode_slides_takes(weights: Path) -> None:
     assert code == 2
     assert "would put 54 tiles in 53 cells of 512 pixels" in err
     assert invoke(*fixed, *sizes, "--shared-cells")[0] == 0
-    expected = tile_attention(model, torch.cat([x, x[:1]]), coords // SIDE * 128)[0].mean(0)
+    expected = tile_relevance(model, torch.cat([x, x[:1]]), coords // SIDE * 128)
     with table.open(newline="") as file:
         actual = torch.tensor([float(row[3]) for row in list(csv.reader(file))[1:]])
     torch.testing.assert_close(actual, expected, **SINGLE)
@@ -221,8 +296,9 @@ def test_map_slide_needs_weights(tmp_path: Path) -> None:
     [
         (["--output=a.jpg"], "--output must end in one of .png, .pdf, .svg, .csv, .parquet, .geojson, got 'a.jpg'"),
         (["--output=a.png", "--layer=2"], "layers must be ascending integers in [0, depth=2), got [2]"),
-        (["--output=a.png", "--head=16"], "--head must be mean, each, or in [0, 16), got '16'"),
-        (["--output=a.png", "--head=x"], "--head must be integers separated by commas, got 'x'"),
+        (["--output=a.png", "--head=3"], "--head must come with --layer, got '3' and no layer"),
+        (["--output=a.png", "--layer=1", "--head=16"], "--head must be mean, each, or in [0, 16), got '16'"),
+        (["--output=a.png", "--layer=1", "--head=x"], "--head must be integers separated by commas, got 'x'"),
         (["--output=a.png", "--tile=53"], "must be in [0, N=53), got 53"),
         (["--output=a.png", "--thumbnail=none.png"], "--thumbnail must be a file that exists, got 'none.png'"),
         (["--output=a.png", "--slide-size=5,5"], "--slide-size must be width,height and come with --thumbnail, got '5,5'"),

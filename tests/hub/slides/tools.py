@@ -124,6 +124,39 @@ def write_lazyslide(folder: Path, name: str, x: Tensor, coords: Tensor, **spec: 
     return path
 
 
+def write_stamp(folder: Path, name: str, x: Tensor, coords: Tensor, **attributes: object) -> Path:
+    """As `stamp.preprocessing.extract_` of version 2.1 and later: micrometres, of a slide of 0.25 per pixel."""
+    path = folder / f"{name}.h5"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file["coords"] = (coords.double() * 0.25).numpy().astype(np.float32)
+        file["feats"] = x.numpy()
+        said = {"stamp_version": "2.4.0", "extractor": "gigapath", "unit": "um", "tile_size_um": SIDE * 0.25, "tile_size_px": 256}
+        file.attrs.update({**said, "code_hash": "01234567", **attributes})
+    return path
+
+
+def write_mussel(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
+    """As `mussel.utils.segment.segment_tissue` and `save_hdf5` of version 1.5: sizes in pixels of level 0, and no downsample."""
+    path = folder / f"{name}.h5"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file["features"] = x.numpy()
+        corners = file.create_dataset("coords", data=coords.numpy())
+        size = {"patch_size": SIDE, "step_size": SIDE, "patch_size_to_resize_to_for_desired_mpp": 256, "ref_patch_size": 512}
+        spacing = {"patch_level": 0, "mpp": 0.5, "native_mpp": 0.25, "mpp_is_fallback": False}
+        corners.attrs.update({**size, **spacing, "level_dim": (GRIDS * SIDE, GRIDS * SIDE), "name": name, "seg_model": "classic"})
+    return path
+
+
+def write_slideflow(folder: Path, name: str, x: Tensor, coords: Tensor) -> Path:
+    """As `slideflow.DatasetFeatures.to_torch`: a tensor, and the centres of tiles in an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(x, folder / f"{name}.pt")
+    np.savez(folder / f"{name}.index", (coords + SIDE // 2).numpy())
+    return folder / f"{name}.pt"
+
+
 WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
     "trident": write_trident,
     "clam": write_clam,
@@ -131,14 +164,18 @@ WRITERS: dict[str, Callable[[Path, str, Tensor, Tensor], Path]] = {
     "slide2vec": write_slide2vec,
     "slide2vec_npz": write_slide2vec_npz,
     "lazyslide": write_lazyslide,
+    "stamp": write_stamp,
+    "mussel": write_mussel,
+    "slideflow": write_slideflow,
     "pt": write_plain,
     "npz": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".npz", "embeddings"),
     "h5": lambda folder, name, x, coords: write_plain(folder, name, x, coords, ".h5", "features"),
 }
+NEEDS_SIZE = {"stamp", "slideflow"}  # to give pixels of level 0
 # What says how large a tile is at level 0, and at which magnification it was embedded.
 SAYS_SIZE, SAYS_MAGNIFICATION = (
-    {"trident", "clam", "clam_pt", "slide2vec", "slide2vec_npz", "lazyslide"},
+    {"trident", "clam", "clam_pt", "slide2vec", "slide2vec_npz", "lazyslide", "mussel"},
     {
-        *("trident", "slide2vec", "slide2vec_npz", "lazyslide"),
+        *("trident", "slide2vec", "slide2vec_npz", "lazyslide", "stamp", "mussel"),
     },
 )
