@@ -121,9 +121,8 @@ def encode(model: LongNetViT, slides: Mapping[str, Path], budget: int, output: P
         assert isinstance(result, EncodedSlide), result
         results.append(result)
     writing = time.perf_counter()
-    store.begin(output, {}, {}, resume=False, overwrite=True)
-    store.write_part(output, results)
-    store.finish(output, slides, [])
+    for result in results:
+        store.write_slide(output, result, {}, {})
     end = time.perf_counter()
     seconds = end - start
     embeddings = torch.stack([result.embedding for result in results])
@@ -142,7 +141,7 @@ def compare(folder: Path, tiles: int, slides: int, depth: int, rounds: int) -> d
     results: dict[str, Any] = {}
     for _ in range(rounds + 1):  # the first is not counted
         for way, (each, budget) in ways.items():
-            results[way] = encode(each, paths, budget, folder / "out.h5")
+            results[way] = encode(each, paths, budget, folder / "out")
             seconds[way].append(results[way]["seconds"])
             files[way].append(results[way]["reading"] + results[way]["writing"])
             torch.testing.assert_close(results[way]["embeddings"], results["packed"]["embeddings"], atol=1e-4, rtol=1e-4)
@@ -167,7 +166,7 @@ def peak_memory(path: Path, depth: int) -> dict[str, Any]:
 
 def _peak_memory(path: Path, depth: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    found = encode(build(depth), {path.stem: path}, BUDGET, path.with_name("out.h5"))
+    found = encode(build(depth), {path.stem: path}, BUDGET, path.with_name("out"))
     del found["embeddings"]
     return {**found, "depth": depth, "peak GiB": _high_water() / 2**30}
 

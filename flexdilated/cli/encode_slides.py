@@ -1,13 +1,16 @@
-"""`flexdilated encode-slides`: a folder of slides in, one file of their embeddings out."""
+"""`flexdilated encode-slides`: a folder of slides in, a file of embeddings per slide out."""
 
 from __future__ import annotations
 
 import os
+import secrets
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 import typer
 
 from flexdilated.cli.options import device_named, dtype_named
@@ -29,16 +32,14 @@ from flexdilated.cli.slide_options import (
     check_sizes,
     read_by,
 )
-from flexdilated.cli.slide_run import Job, Ranks, run
+from flexdilated.cli.slide_run import Job, collected, run
 from flexdilated.hub.gigapath import LongNetViT, load_weights
 from flexdilated.hub.slides.folder import list_slides
 from flexdilated.hub.slides.formats import DAMAGED
 from flexdilated.hub.slides.source import digest_of
-from flexdilated.training.options import RankLostError, UserError
-from flexdilated.training.ranks import losses_of_ranks, started
 
 COMPUTED, STORED = ("float32", "bfloat16", "float16"), ("float32", "float16")
-RANKS_WAIT = 7 * 24 * 3600  # seconds: one rank may be done long before the others; torchrun ends those of a run that lost one
+RANKS_WAIT = timedelta(days=7)  # one rank may be done long before the others; torchrun ends those of a run that lost one
 
 
 class Layers(str, Enum):
@@ -57,17 +58,17 @@ def encode_slides(
             "slide2vec, .pt of slideflow, .zarr of LazySlide, or plain ones that hold features (N, C) and coords (N, 2).",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, .h5.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to: NAME.h5 per slide.")],
     weights: Annotated[
         Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed unless --random.")
     ] = None,
     random: Annotated[
         bool, typer.Option("--random", help="Encode with random weights, to try the command: the embeddings mean nothing.")
     ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a run was interrupted, or add slides to its output.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, and replace the output at the end.")] = False,
+    collect: Annotated[
+        Path | None, typer.Option(help="A file, .h5, in which the embeddings of all slides are joined at the end; one process.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Encode slides that have a file too, and replace it.")] = False,
     layers: Annotated[
         Layers,
         typer.Option(help="all: the embeddings of every layer, the embedded tiles first, without the encoder's last LayerNorm."),
@@ -80,9 +81,6 @@ def encode_slides(
     shared_cells: SharedCellsOption = False,
     table: TableOption = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 4096,
-    split_above: Annotated[
-        int | None, typer.Option(min=1, help="Under torchrun: slides of more tiles are encoded by all ranks together.")
-    ] = None,
     arch: ArchOption = PUBLISHED,
     in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
     global_pool: Annotated[
@@ -99,10 +97,11 @@ def encode_slides(
 ) -> None:
     """Encode a folder of slides: tile embeddings in, one embedding of each slide out, by Prov-GigaPath's encoder.
 
-    Each slide gives what it gives alone. A slide that cannot be encoded is named, the rest goes on, and the exit code is 1.
-    What is done is kept when a run is interrupted: the same command with --resume goes on.
+    Packs do not change embeddings: each is that of the slide alone. A slide that cannot be encoded is named, the rest goes on, and
+    the exit code is 1. A slide that has a file is skipped, so the same command goes on after an interruption. A file of other
+    weights or options is an error.
 
-    Several processes: torchrun --standalone --nproc-per-node P -m flexdilated encode-slides ... spreads the slides by size.
+    Several processes: torchrun --standalone --nproc-per-node P -m flexdilated encode-slides ... gives each every P-th slide.
     """
     computed, storage = dtype_named(dtype, COMPUTED), torch.float16 if stored == "float16" else torch.float32
     if stored not in STORED:
@@ -115,20 +114,15 @@ def encode_slides(
         refuse(f"--weights must be a file that exists, got '{weights}'")
     if not folder.is_dir():
         refuse(f"FOLDER must be a folder that exists, got '{folder}'")
-    if resume and overwrite:
-        refuse("--resume must come without --overwrite, got both")
-    if resume and random:
-        refuse("--resume must come without --random, got both: the weights would be others than before")
-    if output.is_symlink():  # it stays, and two names of one output have one lock
-        output = output.resolve()
     _check_output(output, folder)
     rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if split_above is not None and count == 1:
-        refuse(f"--split-above must come with several ranks of torchrun, got {split_above} and one process")
-    if split_above is not None and split_above < count:  # each rank holds a tile
-        refuse(f"--split-above must be at least the ranks={count}, got {split_above}")
-    if split_above is not None and order is not TileOrder.FILE:
-        refuse(f"--split-above must come with --order=file, got {order.value}: a rank holds a part of the slide alone")
+    if collect is not None:
+        if count > 1:
+            refuse(
+                f"--collect must come with one process, got {count} ranks of torchrun; run the same command again without torchrun"
+            )
+        if collect.suffix.lower() != ".h5" or not collect.parent.is_dir() or collect.is_dir():
+            refuse(f"--collect must end in .h5 and be in a folder that exists, got '{collect}'")
     if random and count > 1:
         refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
     place = _device(device, count)
@@ -142,8 +136,6 @@ def encode_slides(
         digest = _load(model, weights)
         model = model.eval().to(place, computed)
         options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}
-        told = {"folder": str(folder.absolute()), "coords": None if coords is None else str(coords.absolute())}
-        job = Job(model, slides, output, {**options, "storage": storage}, split_above, told)
         settings = {
             "weights": digest,
             "arch": arch,
@@ -162,15 +154,22 @@ def encode_slides(
             "shared_cells": shared_cells,
             "table": table,
         }
-        with started(count, rank, place, RANKS_WAIT) as (mesh, counters), losses_of_ranks(mesh, _lost):
-            code = run(job, settings, Ranks(rank, mesh, counters), resume=resume, overwrite=overwrite)
-    except (UserError, ValueError, TypeError, NotImplementedError) as error:
+        own = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
+        job = Job(model, own, output, {**options, "storage": storage}, settings, overwrite, shows=rank == 0)
+        if count > 1:
+            dist.init_process_group("gloo", timeout=RANKS_WAIT)
+        code = run(job)
+        if count > 1:  # torchrun ends all ranks as soon as one has ended with a code that is not 0
+            dist.barrier()
+            dist.destroy_process_group()
+        if collect is not None:
+            collected(job, collect)
+    except KeyboardInterrupt:
+        typer.echo("slides that have a file are kept: the same command goes on", err=True)
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
         refuse(error)
     raise typer.Exit(code)
-
-
-def _lost(cause: str) -> RankLostError:
-    return RankLostError(f"while slides were encoded: {cause}; what is done is kept: the same command with --resume goes on")
 
 
 def _check_output(output: Path, folder: Path) -> None:
@@ -179,12 +178,14 @@ def _check_output(output: Path, folder: Path) -> None:
         import h5py  # noqa: F401  # an extra
     except ImportError:
         refuse("--output must be written by h5py, which is not installed; pip install 'flexdilated[slides]'")
-    if output.suffix.lower() != ".h5":
-        refuse(f"--output must end in .h5, got '{output}'")
-    if not output.parent.is_dir() or output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
-        refuse(f"--output must be a file in a folder that can be written, got '{output}'")
-    if folder.resolve() in output.resolve().parents:
-        refuse(f"--output must lie outside FOLDER, whose files are slides, got '{output}'")
+    if output.suffix.lower() == ".h5":
+        refuse(f"--output must be a folder, got '{output}'; --collect names a file in which all slides are joined")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--output must be a folder that can be written, got '{output}': {error.strerror}")
+    if folder.resolve() in (output.resolve(), *output.resolve().parents):
+        refuse(f"--output must be outside FOLDER, whose files are slides, got '{output}'")
 
 
 def _device(name: str, count: int) -> torch.device:
@@ -201,11 +202,11 @@ def _device(name: str, count: int) -> torch.device:
     return device
 
 
-def _load(model: LongNetViT, path: Path | None) -> str | None:
-    """The SHA-256 of the checkpoint, loaded."""
+def _load(model: LongNetViT, path: Path | None) -> str:
+    """Load the checkpoint; its SHA-256."""
     if path is None:
         typer.echo("WARNING: --random: the weights are RANDOM, so the embeddings mean nothing and differ from run to run", err=True)
-        return None
+        return f"random {secrets.token_hex(8)}"
     try:
         load_weights(model, path)
     except DAMAGED as error:

@@ -1,4 +1,4 @@
-"""Many slides by one command: each gives what it gives alone, whatever lies beside it; nothing is lost."""
+"""Many slides by one command: each has the embedding that it has alone, and a file of its own."""
 
 import errno
 import hashlib
@@ -19,10 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.cli import slide_run
 from flexdilated.hub import gigapath
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
-from flexdilated.hub.slides import encode, lock, store
+from flexdilated.hub.slides import encode
 from tests.commands import invoke
 from tests.hub.slides.tools import GRIDS, IN_CHANS, SIDE, WRITERS, draw_tiles, write_plain, write_trident
 from tests.tolerances import NAIVE_FACTOR, SINGLE
@@ -64,7 +63,14 @@ def load(weights: Path, **options: Any) -> LongNetViT:
 
 def arguments(folder: Path, weights: Path | None = None, *more: object) -> list[str]:
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
-    fixed = ["--arch=tiny", f"--in-chans={IN_CHANS}", "--device=cpu", *sizes, f"--output={folder / 'out.h5'}"]
+    fixed = [
+        "--arch=tiny",
+        f"--in-chans={IN_CHANS}",
+        "--device=cpu",
+        *sizes,
+        f"--output={folder / 'out'}",
+        f"--collect={folder / 'out.h5'}",
+    ]
     named = [] if weights is None else [f"--weights={weights}"]
     return ["encode-slides", str(folder / "slides"), *fixed, *named, *map(str, more)]
 
@@ -75,11 +81,10 @@ def run(folder: Path, weights: Path | None = None, *more: object) -> tuple[int, 
 
 def read(path: Path) -> dict[str, Any]:
     with h5py.File(path) as file:
-        found: dict[str, Any] = {key: file[key][()] for key in ("embeddings", "num_tiles", "file_sizes")}
-        found |= {key: [text.decode() for text in file[key][:]] for key in store.TEXTS}
+        found: dict[str, Any] = {key: file[key][()] for key in ("embeddings", "num_tiles")}
+        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files", "file_digests", "coords_digests")}
         found["tiles"] = {name: {key: group[key][()] for key in group} for name, group in file.get("tiles", {}).items()}
-        found["failed"] = dict(zip(*([text.decode() for text in file["failed"][key][:]] for key in ("names", "reasons"))))
-        return {**found, **file.attrs, "provenance": json.loads(file.attrs["provenance"])}
+        return {**found, **{key: json.loads(file.attrs[key]) for key in ("settings", "versions")}}
 
 
 @torch.inference_mode()
@@ -99,16 +104,22 @@ def test_each_slide_gives_what_it_gives_alone(
     code, out, err = run(tmp_path, weights, f"--token-budget={budget}", pooling)
     assert (code, err) == (0, "")
     assert f"encoded 5 slides of {sum(COUNTS.values())} tiles in" in out
-    assert f"wrote 5 slides to '{tmp_path / 'out.h5'}'" in out
+    assert f"wrote 5 slides to '{tmp_path / 'out'}'" in out
+    assert f"collected 5 slides in '{tmp_path / 'out.h5'}'" in out
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(COUNTS)
     assert found["num_tiles"].tolist() == list(COUNTS.values())
     assert found["files"] == [str(tmp_path / "slides" / f"{name}.h5") for name in COUNTS]
-    assert (found["tiles"], found["failed"]) == ({}, {})
+    assert found["tiles"] == {}
     model = load(weights, global_pool=pooling == "--global-pool")
     for embedding, slide in zip(found["embeddings"], slides.values()):
         torch.testing.assert_close(torch.from_numpy(embedding), alone(model, slide)[0][0], **SINGLE)
-    assert {path.name for path in tmp_path.iterdir()} == {"out.h5", "slides", "slide_encoder.pth"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.h5", "slides", "slide_encoder.pth"}
+    files = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert files == [f"{name}.h5" for name in COUNTS]
+    with h5py.File(tmp_path / "out" / "b" / "c.h5") as file:
+        assert np.array_equal(file["embedding"], found["embeddings"][1])
+        assert (file.attrs["name"], file.attrs["num_tiles"]) == ("b/c", 1)
 
 
 def test_layers_and_tiles_are_those_of_the_model(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
@@ -141,15 +152,13 @@ def test_low_precision_stays_near_what_is_computed_in_float32(
 def test_provenance_says_what_determines_the_numbers(tmp_path: Path, slides: object, weights: Path) -> None:
     assert run(tmp_path, weights)[0] == 0
     found = read(tmp_path / "out.h5")
-    assert found["format"] == store.FORMAT
-    settings, (versions,) = found["provenance"]["settings"], found["provenance"]["runs"]
+    settings = found["settings"]
     digest = subprocess.run(["sha256sum", weights], capture_output=True, text=True, check=True).stdout.split()[0]
     assert settings["weights"] == digest
     assert settings["pattern"] == load(weights).pattern.to_dict()
     assert {"arch", "order", "dtype", "store", "layers", "global_pool", "magnification"} <= set(settings)
-    assert versions["torch"] == torch.__version__
-    assert {"flexdilated", "begun", "python", "machine"} <= set(versions)
-    assert (versions["folder"], versions["coords"]) == (str(tmp_path / "slides"), None)
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"flexdilated", "python"} <= set(found["versions"])
     assert found["file_digests"] == [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in found["files"]]
 
 
@@ -223,19 +232,16 @@ def test_bad_slides_are_named_and_the_rest_goes_on(tmp_path: Path, slides: dict[
     for name, reason in reasons.items():
         assert f"error: '{folder / name}.h5' {reason}" in err
     assert "wrote 5 slides" in out
-    assert out.rstrip().endswith("8 failed")
+    assert ", 8 failed\n" in out
     found = read(tmp_path / "out.h5")
     assert found["names"] == list(COUNTS)
-    assert {name: found["failed"][name].startswith(reason) for name, reason in reasons.items()} == dict.fromkeys(reasons, True)
     # Repaired, they join the others, in the order of names.
     write_trident(folder, "bad-nan", x, coords)
-    code, _, _ = run(tmp_path, weights, "--resume")
+    code, _, _ = run(tmp_path, weights)
     assert code == 1
     again = read(tmp_path / "out.h5")
     assert again["names"] == ["a", "b/c", "bad-nan", "d", "e", "f"]
     assert np.array_equal(np.delete(again["embeddings"], 2, axis=0), found["embeddings"])
-    assert len(again["provenance"]["runs"]) == 2
-    assert "bad-nan" not in again["failed"]
 
 
 def test_where_no_slide_can_be_encoded_nothing_is_written(tmp_path: Path, weights: Path) -> None:
@@ -243,8 +249,8 @@ def test_where_no_slide_can_be_encoded_nothing_is_written(tmp_path: Path, weight
     write_trident(tmp_path / "slides", "a", x[:0], coords[:0])
     code, _, err = run(tmp_path, weights)
     assert code == 1
-    assert err.endswith("no slide could be encoded, and nothing is written\n")
-    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    assert err.endswith("no slide has a file of embeddings, and nothing is collected\n")
+    assert not [path for path in tmp_path.rglob("*") if "out" in path.name and path.is_file()]
 
 
 def test_a_tile_size_that_leaves_cells_empty_is_asked_about(tmp_path: Path, weights: Path) -> None:
@@ -252,6 +258,13 @@ def test_a_tile_size_that_leaves_cells_empty_is_asked_about(tmp_path: Path, weig
     code, _, err = run(tmp_path, weights, "--tile-size-level0=256", "--slide-ngrids=60")
     assert code == 0
     assert "note: " in err
+    assert "neighbours are 512 apart: is a tile 256 pixels wide at level 0?" in err
+
+
+def test_a_side_of_the_file_that_leaves_cells_empty_is_asked_about_too(tmp_path: Path, weights: Path) -> None:
+    write_trident(tmp_path / "slides", "a", *draw_tiles(300), patch_size_level0=256)
+    code, _, err = run(tmp_path, weights, "--slide-ngrids=60")
+    assert code == 0
     assert "neighbours are 512 apart: is a tile 256 pixels wide at level 0?" in err
 
 
@@ -278,7 +291,7 @@ def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
         torch.testing.assert_close(torch.from_numpy(embedding), alone(load(weights), slide)[0][0], **SINGLE)
 
 
-# -- interruptions ------------------------------------------------------------------------------------------------------------
+# -- slides that have a file --------------------------------------------------------------------------------------------------
 
 
 def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -294,7 +307,7 @@ def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def interrupt(folder: Path, weights: Path, *more: object) -> None:
-    patch = pytest.MonkeyPatch()
+    """Ctrl-C after two slides."""
     whole = encode.encode_slides
 
     def some(*args: Any, **options: Any) -> Iterator[object]:
@@ -303,264 +316,128 @@ def interrupt(folder: Path, weights: Path, *more: object) -> None:
                 raise KeyboardInterrupt
             yield result
 
-    patch.setattr(encode, "encode_slides", some)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "encode_slides", some)
         code, _, err = run(folder, weights, *more)
-    finally:
-        patch.undo()
     assert code == 130
-    assert "what is done is kept: the same command with --resume goes on" in err
+    assert "slides that have a file are kept: the same command goes on" in err
 
 
-def test_resume_goes_on_where_a_run_was_interrupted(
+def test_the_same_command_goes_on_where_a_run_was_interrupted(
     tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, weights, "--tiles")[0] == 0
-    expected = read(tmp_path / "out.h5")
-    (tmp_path / "out.h5").unlink()
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "slides").symlink_to(tmp_path / "slides")
+    assert run(tmp_path / "whole", weights, "--tiles")[0] == 0
     interrupt(tmp_path, weights, "--tiles")
     assert not (tmp_path / "out.h5").exists()
-    code, _, err = run(tmp_path, weights, "--tiles")
-    assert code == 2
-    assert f"--output must not exist, got '{tmp_path / 'out.h5.parts'}'; use --resume, --overwrite or another name" in err
-    code, _, err = run(tmp_path, weights, "--tiles", "--resume", "--layers=all")
-    assert code == 2
-    assert "--resume must come with the settings of" in err
-    assert "which has layers 'last', now 'all'; use --overwrite or another name" in err
     names = count_encoded(monkeypatch)
-    assert run(tmp_path, weights, "--tiles", "--resume")[0] == 0
-    assert names == ["d", "e", "f"]
-    found = read(tmp_path / "out.h5")
+    code, out, err = run(tmp_path, weights, "--tiles")
+    assert (code, err, names) == (0, "", ["d", "e", "f"])
+    assert f"wrote 3 slides to '{tmp_path / 'out'}', 2 had files" in out
+    expected, found = read(tmp_path / "whole" / "out.h5"), read(tmp_path / "out.h5")
     assert found["names"] == expected["names"]
     np.testing.assert_allclose(found["embeddings"], expected["embeddings"], **SINGLE)
     assert set(found["tiles"]) == set(expected["tiles"])
-    assert not (tmp_path / "out.h5.parts").exists()
-
-
-def test_slides_that_the_folder_no_longer_holds_stay_behind_the_others(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
-    assert run(tmp_path, weights, "--tiles")[0] == 0
-    before = read(tmp_path / "out.h5")
-    (tmp_path / "slides" / "a.h5").unlink()
-    write_trident(tmp_path / "slides", "0", *draw_tiles(7))
-    assert run(tmp_path, weights, "--tiles", "--resume")[0] == 0
-    found = read(tmp_path / "out.h5")
-    assert found["names"] == ["0", "b/c", "d", "e", "f", "a"]
-    assert np.array_equal(found["embeddings"][1:], np.roll(before["embeddings"], -1, axis=0))
-    assert set(found["tiles"]) == {"0", *before["tiles"]}
-
-
-def test_an_overwriting_run_that_ends_while_it_tidies_up_has_written_its_output(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(tmp_path, weights)[0] == 0
-    interrupt(tmp_path, weights, "--overwrite")
-
-    def remove(folder: Path) -> None:
-        (folder / store.RUN).unlink()
-        for part in folder.glob(store.PART):
-            part.unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_remove", remove)
-        assert run(tmp_path, weights, "--resume")[0] == 130
-    names = count_encoded(monkeypatch)
-    assert run(tmp_path, weights, "--resume")[0] == 0
-    assert names == []
-    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
-
-
-def test_a_part_that_was_damaged_is_encoded_again(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(tmp_path, weights)
-    (part,) = (tmp_path / "out.h5.parts").glob("part-*")
-    part.write_bytes(part.read_bytes()[:100])
-    names = count_encoded(monkeypatch)
-    assert run(tmp_path, weights, "--resume")[0] == 0
+    names.clear()
+    assert run(tmp_path, weights, "--tiles", "--overwrite")[0] == 0
     assert names == list(COUNTS)
-    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
 
 
-def test_overwrite_keeps_the_earlier_output_until_the_end(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
-) -> None:
+def test_a_file_of_other_settings_is_an_error(tmp_path: Path, slides: object, weights: Path) -> None:
     assert run(tmp_path, weights)[0] == 0
-    before = (tmp_path / "out.h5").read_bytes()
+    before = (tmp_path / "out" / "a.h5").read_bytes()
+    code, _, err = run(tmp_path, weights, "--layers=all")
+    assert code == 2
+    place = f"got '{tmp_path / 'out' / 'a.h5'}' of layers 'last', now 'all'; use --overwrite or another folder"
+    assert f"--output must hold slides of the same settings, {place}" in err
+    digest = read(tmp_path / "out.h5")["settings"]["weights"]
+    torch.save({"model": create_model(None, "tiny", IN_CHANS, **SIZES).state_dict()}, weights)
     code, _, err = run(tmp_path, weights)
     assert code == 2
-    assert f"--output must not exist, got '{tmp_path / 'out.h5'}'; use --resume, --overwrite or another name" in err
-    interrupt(tmp_path, weights, "--overwrite", "--layers=all")
-    assert (tmp_path / "out.h5").read_bytes() == before
-    assert run(tmp_path, weights, "--resume", "--layers=all")[0] == 0
-    assert read(tmp_path / "out.h5")["embeddings"].shape == (5, DEPTH + 1, EMBED)
+    assert f"of weights '{digest}', now '{hashlib.sha256(weights.read_bytes()).hexdigest()}'" in err
+    assert (tmp_path / "out" / "a.h5").read_bytes() == before
+    for name in ("trident", "cut"):  # of another tool, and damaged
+        folder = tmp_path / name
+        (folder / "slides").mkdir(parents=True)
+        write_trident(folder / "slides", "a", *draw_tiles(3))
+        write_trident(folder / "out", "a", *draw_tiles(3))
+        if name == "cut":
+            (folder / "out" / "a.h5").write_bytes(before[:100])
+        code, _, err = run(folder, weights)
+        assert code == 2
+        assert f"--output must hold files that encode-slides wrote, got '{folder / 'out' / 'a.h5'}'" in err
 
 
-def test_a_slide_that_was_replaced_is_named_and_kept_as_it_was(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
+def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, weights)[0] == 0
-    before = read(tmp_path / "out.h5")
-    write_trident(tmp_path / "slides", "a", *draw_tiles(211))
-    code, _, err = run(tmp_path, weights, "--resume")
-    assert code == 1
-    assert (
-        "a.h5' is not the file that was encoded under its name, or has other coordinates; use --overwrite or another output" in err
-    )
-    assert np.array_equal(read(tmp_path / "out.h5")["embeddings"], before["embeddings"])
-
-
-def test_a_slide_is_known_by_what_its_file_holds_not_by_where_and_when(
-    tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(tmp_path, weights)[0] == 0
-    # Copied to another disk, as for a job of a cluster: the times are others, and the folder is given by a relative path.
-    folder = tmp_path / "slides"
-    (tmp_path / "scratch").mkdir()
-    shutil.copytree(folder, tmp_path / "scratch" / "slides", copy_function=shutil.copyfile)
-    monkeypatch.chdir(tmp_path / "scratch")
-    names = count_encoded(monkeypatch)
-    assert invoke(*arguments(tmp_path, weights, "--resume"))[0] == 0
-    assert invoke("encode-slides", "slides", *arguments(tmp_path, weights, "--resume")[2:])[0] == 0
-    assert names == []
-    # The same path and size, other embeddings.
-    x, coords = slides["a"]
-    write_trident(folder, "a", x + 1, coords)
-    code, _, err = run(tmp_path, weights, "--resume")
-    assert code == 1
-    assert (
-        "a.h5' is not the file that was encoded under its name, or has other coordinates; use --overwrite or another output" in err
-    )
-
-
-def test_a_slide_whose_coordinates_have_changed_is_another(tmp_path: Path, weights: Path) -> None:
-    """CLAM's `.pt` hold none: the patches beside them are a part of the slide."""
+    """CLAM's `.pt` hold no coordinates: the patches beside them are a part of the slide."""
     for i, name in enumerate("ab"):
         WRITERS["clam_pt"](tmp_path / "slides", name, *draw_tiles(53, seed=i))
     assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
     assert len(set(read(tmp_path / "out.h5")["coords_digests"])) == 2
+    # Copied to another disk, as for a job of a cluster: the times are others, and the folder is given by a relative path.
+    shutil.copytree(tmp_path / "slides", tmp_path / "scratch" / "slides", copy_function=shutil.copyfile)
     (tmp_path / "patches").rename(tmp_path / "moved")
-    assert run(tmp_path, weights, f"--coords={tmp_path / 'moved'}", "--resume")[0] == 0
+    monkeypatch.chdir(tmp_path / "scratch")
+    moved = f"--coords={tmp_path / 'moved'}"
+    names = count_encoded(monkeypatch)
+    assert invoke("encode-slides", "slides", *arguments(tmp_path, weights, moved)[2:])[0] == 0
+    assert names == []
     with h5py.File(tmp_path / "moved" / "b.h5", "r+") as file:
         file["coords"][3] += 1
-    code, _, err = run(tmp_path, weights, f"--coords={tmp_path / 'moved'}", "--resume")
+    torch.save(torch.ones(53, IN_CHANS), tmp_path / "slides" / "a.pt")
+    code, _, err = run(tmp_path, weights, moved)
     assert code == 1
-    assert err == (
-        f"error: '{tmp_path / 'slides' / 'b.pt'}' is not the file that was encoded under its name, or has other coordinates; use "
-        "--overwrite or another output\n"
-    )
-
-
-def test_a_long_run_leaves_more_parts_than_a_process_may_open(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, coords = draw_tiles(5)
-    names = [f"s{i:02d}" for i in range(60)]
-    for name in names:
-        write_trident(tmp_path / "slides", name, x, coords)
-    monkeypatch.setattr(slide_run, "PART_SECONDS", 0.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-    try:
-        code, _, err = run(tmp_path, weights, "--token-budget=1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (code, err) == (0, "")
-    assert read(tmp_path / "out.h5")["names"] == names
-
-
-def test_other_weights_are_other_settings(tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path) -> None:
-    assert run(tmp_path, weights)[0] == 0
-    other = create_model(None, "tiny", IN_CHANS, **SIZES)
-    torch.save({"model": other.state_dict()}, weights)
-    code, _, err = run(tmp_path, weights, "--resume")
-    assert code == 2
-    assert "which has weights '" in err
+    assert err.splitlines() == [
+        f"error: '{path}' is another file, or has other coordinates, than '{path}', of which '{tmp_path / 'out' / path.stem}.h5' "
+        "is; use --overwrite or another folder"
+        for path in (tmp_path / "slides" / f"{name}.pt" for name in "ab")
+    ]
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_loses_nothing_that_was_written(
+def test_a_process_that_is_killed_leaves_whole_files_alone(
     tmp_path: Path, slides: dict[str, tuple[Tensor, Tensor]], weights: Path
 ) -> None:
-    """Killed where the second pack is to be written: the first one is whole, and every slide of it is found."""
+    """Killed while the third file is written: two are whole, and the third has no file under its name."""
     program = f"""
-import os, signal, sys
-from flexdilated.cli import app, slide_run
+import os, signal
+from flexdilated.cli import app
 from flexdilated.hub.gigapath import ARCHITECTURES
-from flexdilated.hub.slides import store
 ARCHITECTURES["tiny"] = ({EMBED}, {DEPTH})
-slide_run.PART_SECONDS = 0.0
-written = store.write_part
-def write_part(output, slides):
-    if list(store.parts_folder(output).glob("part-*")):
+synced, fsync = [], os.fsync
+def kill(descriptor):
+    synced.append(descriptor)
+    if len(synced) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    written(output, slides)
-store.write_part = write_part
-app({arguments(tmp_path, weights, "--token-budget=60")!r})
+    fsync(descriptor)
+os.fsync = kill
+app({arguments(tmp_path, weights)!r})
 """
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert killed.returncode == -signal.SIGKILL
-    done = store.begin(
-        tmp_path / "out.h5",
-        json.loads((tmp_path / "out.h5.parts" / "run.json").read_text())["settings"],
-        {},
-        resume=True,
-        overwrite=False,
-    )
-    assert list(done) == ["a", "b/c"]
-    assert run(tmp_path, weights, "--resume")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").rglob("[!.]*.h5")) == ["a.h5", "c.h5"]
+    assert run(tmp_path, weights)[0] == 0
     assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
 
 
 # -- the output ---------------------------------------------------------------------------------------------------------------
 
 
-def test_two_runs_on_one_output_are_refused(tmp_path: Path, slides: object, weights: Path) -> None:
-    with lock.locked(tmp_path / "out.h5"):
-        code, _, err = run(tmp_path, weights)
-    assert code == 2
-    assert f"--output must not be written by two runs at once, got '{tmp_path / 'out.h5'}', which another one writes" in err
-    assert run(tmp_path, weights)[0] == 0
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(lock, "_lock", fail)
-    code, _, err = run(tmp_path, weights)
-    assert code == 2
-    assert f"got '{tmp_path / 'out.h5'}': {os.strerror(errno.ENOSYS)}" in err
-    assert "two runs" not in err
-
-
-@pytest.mark.parametrize("when", ["part", "end"])
-def test_a_full_disk_is_named_and_nothing_is_lost(
-    tmp_path: Path, slides: object, weights: Path, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path: Path, slides: object, weights: Path) -> None:
     """By a limit on the size of files, at which the kernel refuses as it does where the disk is full."""
-    if when == "part":
-        limit = 1000
-    else:
-        interrupt(tmp_path, weights, "--tiles")
-        limit = max(path.stat().st_size for path in (tmp_path / "out.h5.parts").iterdir()) + 1000
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        code, _, err = run(tmp_path, weights, "--tiles", *(["--resume"] if when == "end" else []))
+        code, _, err = run(tmp_path, weights, "--tiles")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 2
-    assert f"--output must be a file that can be written, got '{tmp_path / 'out.h5'}': {os.strerror(errno.EFBIG)}" in err
-    assert not (tmp_path / "out.h5").exists()
-    code, _, _ = run(tmp_path, weights, "--tiles", "--resume")
-    assert code == 0
-    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
+    assert f"--output must be a place that can be written, got '{tmp_path / 'out'}': {os.strerror(errno.EFBIG)}" in err
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert run(tmp_path, weights, "--tiles")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -575,10 +452,10 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
         (["--weights=none.pth"], "--weights must be a file that exists, got 'none.pth'"),
         (["--coords=none"], "--coords must be a folder that exists, got 'none'"),
-        (["--resume", "--overwrite"], "--resume must come without --overwrite, got both"),
-        (["--output=x.pt"], "--output must end in .h5, got 'x.pt'"),
-        (["--output=none/x.h5"], "--output must be a file in a folder that can be written, got 'none/x.h5'"),
-        (["--split-above=5"], "--split-above must come with several ranks of torchrun, got 5 and one process"),
+        (["--output=x.h5"], "--output must be a folder, got 'x.h5'; --collect names a file in which all slides are joined"),
+        (["--output=/dev/null/x"], "--output must be a folder that can be written, got '/dev/null/x': Not a directory"),
+        (["--collect=x.pt"], "--collect must end in .h5 and be in a folder that exists, got 'x.pt'"),
+        (["--collect=none/x.h5"], "--collect must end in .h5 and be in a folder that exists, got 'none/x.h5'"),
         (["--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
         (["--in-chans=8"], "--weights must be a whole checkpoint that fits --arch, --in-chans and --order, got "),
     ],
@@ -587,47 +464,20 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, slides: object, weig
     code, _, err = run(tmp_path, weights, *more)
     assert code == 2
     assert message in err
-    assert not (tmp_path / "out.h5.parts").exists()
+    assert not (tmp_path / "out.h5").exists()
 
 
-def test_an_output_that_is_a_link_stays_one(tmp_path: Path, slides: object, weights: Path) -> None:
-    """The parts lie on the disk that the link leads to, and so does the lock."""
-    (tmp_path / "large").mkdir()
-    (tmp_path / "out.h5").symlink_to(tmp_path / "large" / "embeddings.h5")
-    with lock.locked(tmp_path / "large" / "embeddings.h5"):
-        code, _, err = run(tmp_path, weights)
-    assert code == 2
-    assert "--output must not be written by two runs at once" in err
-    for more in ([], ["--resume"], ["--overwrite"]):
-        assert run(tmp_path, weights, *more)[0] == 0
-        assert (tmp_path / "out.h5").is_symlink()
-        assert [path.name for path in (tmp_path / "large").iterdir()] == ["embeddings.h5"]
-    assert read(tmp_path / "out.h5")["names"] == list(COUNTS)
-
-
-def test_tiles_along_a_curve_are_not_split(tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run(tmp_path, weights, "--split-above=50", "--order=hilbert")
-    assert code == 2
-    assert err == "error: --split-above must come with --order=file, got hilbert: a rank holds a part of the slide alone\n"
-
-
-def test_an_output_among_the_slides_or_of_another_tool_is_refused(tmp_path: Path, slides: object, weights: Path) -> None:
-    code, _, err = run(tmp_path, weights, f"--output={tmp_path / 'slides' / 'x.h5'}")
-    assert code == 2
-    assert "--output must lie outside FOLDER, whose files are slides, got" in err
-    write_trident(tmp_path, "out", *draw_tiles(3))
-    before = (tmp_path / "out.h5").read_bytes()
-    code, _, err = run(tmp_path, weights, "--resume")
-    assert code == 2
-    assert "--output must be a file that encode-slides wrote, got" in err
-    assert (tmp_path / "out.h5").read_bytes() == before
-    code, _, err = run(tmp_path, None, "--resume", "--random")
-    assert code == 2
-    assert "--resume must come without --random, got both: the weights would be others than before" in err
+def test_an_output_among_the_slides_is_refused(tmp_path: Path, slides: object, weights: Path) -> None:
+    for output in (tmp_path / "slides", tmp_path / "slides" / "x"):
+        code, _, err = run(tmp_path, weights, f"--output={output}")
+        assert code == 2
+        assert "--output must be outside FOLDER, whose files are slides, got" in err
 
 
 def test_random_weights_are_said_to_mean_nothing(tmp_path: Path, slides: object) -> None:
     code, _, err = run(tmp_path, None, "--random")
     assert code == 0
     assert err.startswith("WARNING: --random: the weights are RANDOM")
+    code, _, err = run(tmp_path, None, "--random")  # other weights than those of the files
+    assert code == 2
+    assert "of weights 'random " in err

@@ -1,4 +1,4 @@
-"""Many slides: read as other tools store them, encoded in packs, kept in one file."""
+"""Many slides: read as other tools store them, encoded in packs, kept in a file each."""
 
 from flexdilated.hub.slides.encode import Clock as Clock
 from flexdilated.hub.slides.encode import EncodedSlide as EncodedSlide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,11 +18,11 @@ from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles
-from flexdilated.hub.slides.grid import neighbour_distance
+from flexdilated.hub.slides.grid import grid_step
 from flexdilated.hub.slides.reading import Reading
 from flexdilated.hub.slides.source import Source, source_of
 
-SPARSE = 1.5  # tiles between neighbours, from which a note asks whether the size of a tile is right
+SPARSE = 1.5  # sides of a tile between neighbours, from which a note asks whether the size of a tile is right
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ def encode_slides(
     tiles: bool = False,
     storage: torch.dtype = torch.float32,
     clock: Clock | None = None,
-    between: Callable[[], None] | None = None,
 ) -> Iterator[EncodedSlide | FailedSlide]:
     """Encode slides of any sizes, several in one call of the model: each gives what it gives alone.
 
@@ -101,7 +100,6 @@ def encode_slides(
         tiles: Whether the tiles' embeddings are given too.
         storage: Of what is given, float32 or float16.
         clock: Is told the seconds.
-        between: Is called when all results of a pack have been taken, before the next pack is encoded: the time to write them.
 
     Yields:
         A result per slide, in their order.
@@ -133,8 +131,6 @@ def encode_slides(
             del pack  # its tiles need not wait for the consumer
             clock.encoding += time.perf_counter() - start
             yield from results
-            if between is not None:
-                between()
 
 
 def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read | FailedSlide:
@@ -150,7 +146,7 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
     note = None
     side = found.tile_size_level0 or reading.tile_size_level0
     assert side is not None  # or there would be no cells
-    step = neighbour_distance(found.coords)
+    step = grid_step(found.coords)
     if step is not None and step > SPARSE * side:
         note = f"neighbours are {step:g} apart: is a tile {side:g} pixels wide at level 0?"
     return _Read(name, path, found, cells, source, note)

@@ -145,37 +145,6 @@ def files_beside(path: Path, coords_folder: Path | None = None) -> list[Path]:
     return [file for file in (_beside(path, coords_folder), meta, table, index) if file is not None and file.is_file()]
 
 
-def count_tiles(path: Path, table: str | None = None) -> int:
-    """How many tiles a slide has, without reading them; 0 where that cannot be seen, and `read_tiles` will say why."""
-    try:
-        if path.suffix.lower() == STORE_SUFFIX:
-            return spatialdata.count(path, table)
-        if path.suffix.lower() == ".pt":
-            loaded = _load(path, mmap=True)
-            arrays = {"features": loaded} if isinstance(loaded, (Tensor, np.ndarray)) else loaded
-            shapes = {key: arrays[key].shape for key in EMBEDDINGS if key in arrays}
-        elif path.suffix.lower() == ".npz":
-            with zipfile.ZipFile(path) as archive:
-                names = set(archive.namelist())
-                shapes = {key: _npy_shape(archive, f"{key}.npy") for key in EMBEDDINGS if f"{key}.npy" in names}
-        else:
-            import h5py  # an extra
-
-            with h5py.File(path, "r") as file:
-                shapes = {key: file[key].shape for key in EMBEDDINGS if key in file}
-        return max((shape[-2] for shape in shapes.values() if len(shape) >= 2), default=0)
-    except (ImportError, *DAMAGED):
-        return 0
-
-
-def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    with archive.open(name) as file:
-        read = (
-            np.lib.format.read_array_header_1_0 if np.lib.format.read_magic(file)[0] == 1 else np.lib.format.read_array_header_2_0
-        )
-        return read(file)[0]
-
-
 def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
     """What a .pt, .npz or .h5 file holds by key, in its order, and the side of a tile at level 0 where the file says it.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flexdilated.hub.slides.formats import SlideError, Tiles
 
+FEWEST_GAPS = 8  # of tiles that are scattered at random, so many are all even in one of 256 slides
 MAGNIFICATION_ERROR = 0.1  # relative: 0.47 micrometres per pixel are called 20 as 0.5 are
 
 
@@ -85,6 +87,18 @@ def why_shared(coords: Tensor, side: float) -> str | None:
 
 def neighbour_distance(coords: Tensor) -> float | None:
     """The most frequent distance between neighbours in a row or a column, or None where no two tiles share one."""
+    steps, counts = _gaps(coords).unique(return_counts=True)
+    return float(steps[counts.argmax()]) if len(steps) else None
+
+
+def grid_step(coords: Tensor) -> int | None:
+    """The largest step of which all distances in rows and columns are multiples, or None where there are too few to tell."""
+    gaps = _gaps(coords)
+    return int(np.gcd.reduce(gaps.numpy())) if len(gaps) >= FEWEST_GAPS else None
+
+
+def _gaps(coords: Tensor) -> Tensor:
+    """Distances between a tile and the next one in its row or column."""
     gaps = []
     for along, across in ((0, 1), (1, 0)):
         order = coords[:, along].argsort(stable=True)
@@ -92,8 +106,7 @@ def neighbour_distance(coords: Tensor) -> float | None:
         ordered = coords[order]
         steps = ordered.diff(dim=0)
         gaps.append(steps[(steps[:, across] == 0) & (steps[:, along] > 0), along])
-    steps, counts = torch.cat(gaps).unique(return_counts=True)
-    return float(steps[counts.argmax()]) if len(steps) else None
+    return torch.cat(gaps)
 
 
 def _remedy(coords: Tensor, side: float) -> str:

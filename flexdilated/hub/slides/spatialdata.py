@@ -48,11 +48,6 @@ def read(path: Path, table: str | None) -> Stored:
     return Stored(np.asarray(x[:]), coords, np.asarray(tiles, np.int64), side, magnification, slide_size)
 
 
-def count(path: Path, table: str | None) -> int:
-    """How many tiles the table has."""
-    return int(_opened(path, table)[0]["obs/tile_id"].shape[0])
-
-
 def _opened(path: Path, table: str | None) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     """The table's group, the tiles that it is of, how they were cut, and what is known of the slide."""
     import zarr  # an extra

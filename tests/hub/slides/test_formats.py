@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles
-from flexdilated.hub.slides.formats import count_tiles, files_beside
+from flexdilated.hub.slides.formats import files_beside
 from tests.hub.slides.tools import (
     IN_CHANS,
     NEEDS_SIZE,
@@ -52,7 +52,6 @@ def test_every_tool_gives_the_same_tiles(tmp_path: Path, tool: str, dtype: torch
     assert found.tile_size_level0 == (SIDE if tool in {*SAYS_SIZE, "stamp"} else None)
     assert found.is_level0
     assert found.magnification == (20.0 if tool in SAYS_MAGNIFICATION else None)
-    assert count_tiles(path) == TILES
     assert list_slides(tmp_path / "features") == {"TCGA-1.2": path}
 
 
@@ -206,7 +205,6 @@ def test_coordinates_of_trident_lie_in_files_whose_names_end_in_patches(tmp_path
     for dtype in (np.float32, np.float16):  # TRIDENT saves arrays
         torch.save(x.numpy().astype(dtype), path)
         assert torch.equal(read_tiles(path, coords_folder=tmp_path / "patches").x, torch.from_numpy(x.numpy().astype(dtype)))
-        assert count_tiles(path) == TILES
     torch.save({"features": Path("x")}, path)
     with pytest.raises(SlideError, match=r"^is damaged or no whole \.pt file: it holds pathlib\.\S+, where tensors must be"):
         read_tiles(path, coords_folder=tmp_path / "patches")
@@ -268,7 +266,6 @@ def test_a_file_that_was_cut_is_damaged(tmp_path: Path, tool: str, kept: float) 
     damage(path, kept)
     with pytest.raises(SlideError, match=rf"^is damaged or no whole \{path.suffix} file: \S"):
         read_tiles(path, coords_folder=tmp_path / "patches" if "clam" in tool else None)
-    assert count_tiles(path) in (0, 499)  # a header may be whole
 
 
 def test_a_dataset_without_elements_is_no_array(tmp_path: Path) -> None:
@@ -276,7 +273,6 @@ def test_a_dataset_without_elements_is_no_array(tmp_path: Path) -> None:
         file["features"], file["coords"] = h5py.Empty("f4"), np.zeros((3, 2))
     with pytest.raises(SlideError, match="features must be a dense array, got Empty"):
         read_tiles(tmp_path / "a.h5")
-    assert count_tiles(tmp_path / "a.h5") == 0
 
 
 @needs_zarr
