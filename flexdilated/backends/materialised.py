@@ -27,7 +27,7 @@ from flexdilated.core.checks import call_mod, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.reference import MaskMod, ScoreMod
 
 SCORES = 1 << 24  # at once: 64 MiB in float32, and a few times that while functions work on them
@@ -63,39 +63,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Every piece of every document, and their mixture."""
     pattern, key_padding_mask = call.pattern, call.key_padding_mask
-    spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
+    spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
+    runs = runs_of(spans)
     num_heads, within = call.num_heads or k.shape[2], call.part_of_heads(k.shape[2])
-    plans = [plan_pieces(pattern, ((0, length),), num_heads, call.is_causal, within) for _, length in spans]
+    plans = [
+        plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
+        for _, length, count in runs
+    ]
     if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
+    q, k, v = (order.take(x) for x in (q, k, v))
     if key_padding_mask is not None:
+        key_padding_mask = order.take(key_padding_mask)
         # What ignored keys and values hold must not matter, and 0 times NaN would.
         k, v = (x.masked_fill(key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    lengths = [length for _, length in spans]
+    lengths = [length * count for _, length, count in runs]
     # Split, not sliced: the gradients of the parts are then put together once.
     parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
     outs, lses = [], []
     with without_autocast(q.device):
-        for (start, length), pieces, (q_d, k_d, v_d) in zip(spans, plans, parts):
+        for (start, _, _), length, pieces, (q_d, k_d, v_d) in zip(runs, lengths, plans, parts):
             ignored = None if key_padding_mask is None else key_padding_mask[:, start : start + length]
-            results = [(piece, *attend_piece(q_d, k_d, v_d, ignored, start, piece, call)) for piece in pieces]
+            tokens = start if order.tokens is None else order.tokens[start : start + length]
+            results = [(piece, *attend_piece(q_d, k_d, v_d, ignored, tokens, piece, call)) for piece in pieces]
             out, lse = mix([[part] for part in results], q_d, q.shape[2] // k.shape[2], detach_weights=pattern.detach_weights)
             outs.append(out)
             lses.append(lse)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+    return order.put(torch.cat(outs, dim=1)), order.put(torch.cat(lses, dim=2), 2)
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, tokens: int | Tensor, piece: Piece, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`."""
+    """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device = q.shape[2] // k.shape[2], q.device
     lanes = piece.offsets * piece.heads
     per_row = max(1, known_batch(q.shape[0]) * lanes * group * piece.rows)
     segments = max(1, SCORES // (per_row * piece.rows))
     rows = max(1, SCORES // (per_row * min(segments, piece.segments)))
 
-    position = start + tokens_of(piece, device)
+    position = tokens_of(piece, device)
+    position = tokens[position] if isinstance(tokens, Tensor) else tokens + position
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
 

@@ -29,7 +29,7 @@ from flexdilated.core.custom_op import (
 )
 from flexdilated.core.functorch import is_transformed, refuse_traced_derivatives
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pieces import plan_pieces
+from flexdilated.core.pieces import Order, arrange, plan_pieces
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -40,20 +40,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _walk(inputs: Inputs, flat: Flat) -> Walk:
-    """Over the whole sequence."""
-    kv_heads = inputs.k.shape[2]
+def _walk(inputs: Inputs, flat: Flat) -> tuple[Walk, Inputs, Order]:
+    """Over the whole sequence: the walk, the tensors in the order in which it reads them, and that order."""
+    spans, order = documents(inputs.cu_seqlens, inputs.q.shape[1]), Order()
+    if flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
+        spans, order = arrange(spans, inputs.q.device)
+    q, k, v, mask, *rest = inputs.rows_contiguous()
+    inputs = Inputs(order.take(q), order.take(k), order.take(v), None if mask is None else order.take(mask), *rest)
+    kv_heads = k.shape[2]
     within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
-    pieces = plan_pieces(flat.pattern, documents(inputs.cu_seqlens, inputs.q.shape[1]), flat.num_heads, flat.is_causal, within)
+    pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
     seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
-    return Walk(inputs, flat, pieces, seed)
+    return Walk(inputs, flat, pieces, seed), inputs, order
 
 
 def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
     refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
-    inputs = inputs.rows_contiguous()
     with without_autocast(inputs.q.device):
-        return forward(inputs.q, inputs.k, inputs.v, _walk(inputs, flat))
+        walk, inputs, order = _walk(inputs, flat)
+        out, lse = forward(inputs.q, inputs.k, inputs.v, walk)
+        return order.put(out), order.put(lse, 2)
 
 
 def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
@@ -61,10 +67,11 @@ def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
-    inputs = inputs.rows_contiguous()
-    out, lse = outputs
     with without_autocast(dout.device):
-        return backward(rows_contiguous(dout), dlse, inputs.q, inputs.k, inputs.v, rows_contiguous(out), lse, _walk(inputs, flat))
+        walk, inputs, order = _walk(inputs, flat)
+        dout, out = (order.take(rows_contiguous(x)) for x in (dout, outputs[0]))
+        lse, dlse = order.take(outputs[1], 2), None if dlse is None else order.take(dlse, 2)
+        return tuple(order.put(x) for x in backward(dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, walk))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -80,10 +87,11 @@ MIXTURE = operator(
 def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """`dout, dlse` for the tangents of q, k and v, given those, out, lse and the rest as the backward is."""
     q, k, v, out, lse, *more = arguments[:8]
-    inputs, flat = Inputs(q, k, v, *more).rows_contiguous(), Flat._make(arguments[8:])
     with without_autocast(q.device):
-        tangents = (rows_contiguous(dq), rows_contiguous(dk), rows_contiguous(dv))
-        return tangent(tangents, inputs.q, inputs.k, inputs.v, rows_contiguous(out), lse, _walk(inputs, flat))
+        walk, inputs, order = _walk(Inputs(q, k, v, *more), Flat._make(arguments[8:]))
+        dq, dk, dv, out = (order.take(rows_contiguous(x)) for x in (dq, dk, dv, out))
+        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, inputs.v, out, order.take(lse, 2), walk)
+        return order.put(dout), order.put(dlse, 2)
 
 
 TANGENT = declare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,12 @@ class Piece(NamedTuple):
         return not (self.zero_keys or self.zero_row or self.moved)
 
 
+Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of tokens)`
+
+# Documents are put in order of length where their runs of equal neighbours become so many times fewer, and have, on average, at
+# most so many tokens.
+FEWER_RUNS, SHORT_RUN = 2, 512
+
 _Sizes = tuple[int, int, int, int]  # of `_segment_sizes`
 
 
@@ -69,7 +75,7 @@ class _Rows(NamedTuple):
 
 def plan_pieces(
     pattern: DilatedPattern,
-    documents: tuple[tuple[int, int], ...],
+    documents: Documents,
     num_heads: int,
     is_causal: bool,
     within: range | None = None,
@@ -82,6 +88,51 @@ def plan_pieces(
     return uncached(_plan)(pattern, documents, num_heads, is_causal, within)
 
 
+def runs_of(documents: Documents) -> list[tuple[int, int, int]]:
+    """`(first token, number of tokens, number of documents)` of the neighbours of equal length. Empty documents are left out."""
+    runs: list[tuple[int, int, int]] = []
+    for start, num_tokens in documents:
+        if runs and runs[-1][1] == num_tokens:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        elif num_tokens:
+            runs.append((start, num_tokens, 1))
+    return runs
+
+
+class Order(NamedTuple):
+    """The order in which packed tokens are computed: the token at each place and the place of each token, `(N,)`.
+
+    None: as they are.
+    """
+
+    tokens: Tensor | None = None
+    places: Tensor | None = None
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`x` by places."""
+        return x if self.tokens is None else x.index_select(dim, self.tokens)
+
+    def put(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`x`, which is by places, by tokens."""
+        return x if self.places is None else x.index_select(dim, self.places)
+
+
+def arrange(documents: Documents, device: torch.device) -> tuple[Documents, Order]:
+    """Many short documents in order of length, and that order. Other documents stay where they are.
+
+    Boxes of equal neighbours are computed together. Long documents gain nothing: launches are little of their time, and
+    copies of q, k and v take memory.
+    """
+    runs = runs_of(documents)
+    num_tokens, sizes = sum(length * count for _, length, count in runs), {length for _, length, _ in runs}
+    if len(runs) < FEWER_RUNS * len(sizes) or num_tokens > SHORT_RUN * len(runs):
+        return documents, Order()
+    first, length = torch.tensor(sorted(documents, key=lambda document: document[1]), device="cpu").T
+    start = length.cumsum(0) - length
+    tokens = torch.arange(num_tokens, device="cpu") + (first - start).repeat_interleave(length)
+    return tuple(zip(start.tolist(), length.tolist())), Order(tokens.to(device), tokens.argsort().to(device))
+
+
 def uncached(function: Any) -> Any:
     """A cached function as the compiler may trace it: without its cache, which it warns about."""
     return function.__wrapped__ if torch.compiler.is_compiling() else function
@@ -89,7 +140,7 @@ def uncached(function: Any) -> Any:
 
 @recent(size=lambda pieces, pattern, documents, *rest: PIECE * len(pieces) + DOCUMENT * len(documents))
 def _plan(
-    pattern: DilatedPattern, documents: tuple[tuple[int, int], ...], num_heads: int, is_causal: bool, within: range | None
+    pattern: DilatedPattern, documents: Documents, num_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
     some = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
     return tuple(
@@ -167,7 +218,10 @@ def document_pieces(
     within: range | None,
     tiles: bool,
 ) -> Iterator[Piece]:
-    """The same over documents, of each `(first token, number of tokens, segments)`. Many are alike but for their place."""
+    """The boxes of one branch over documents, of each `(first token, number of tokens, segments)`.
+
+    Neighbours of equal length share boxes: a document is then one more segment.
+    """
 
     runs = pattern.head_runs(branch, num_heads, within)
 
@@ -180,14 +234,26 @@ def document_pieces(
         yield from pieces(*documents[0])
         return
     known: dict[tuple[int, range | None], tuple[int, tuple[Piece, ...]]] = {}
-    for start, num_tokens, segments in documents:
-        found = known.get((num_tokens, segments))
-        if found is None:
-            known[num_tokens, segments] = found = start, tuple(pieces(start, num_tokens, segments))
-            yield from found[1]
-        else:
-            ahead = start - found[0]
-            yield from (piece._replace(token=ahead + piece.token, out_token=ahead + piece.out_token) for piece in found[1])
+    for (num_tokens, segments), group in groupby(documents, key=lambda document: document[1:]):
+        equal = list(group)
+        start, count = equal[0][0], len(equal)
+        if (num_tokens, segments) not in known:
+            known[num_tokens, segments] = start, tuple(pieces(start, num_tokens, segments))
+        first, found = known[num_tokens, segments]
+        for piece in found:
+            yield from _repeated(piece, start - first, count, num_tokens)
+
+
+def _repeated(piece: Piece, ahead: int, count: int, stride: int) -> Iterator[Piece]:
+    """A piece `ahead` tokens later, `count` times, `stride` tokens apart, in as few boxes as possible."""
+    shift = range(0, count * stride, stride)
+    if not piece.moved and piece.segments * piece.segment_stride == stride:
+        piece, shift = piece._replace(segments=piece.segments * count), range(1)
+    elif not piece.moved and piece.segments <= count > 1:
+        shift = range(0, piece.segments * piece.segment_stride, piece.segment_stride)
+        piece = piece._replace(segments=count, segment_stride=stride, out_segment_stride=stride)
+    for first in shift:
+        yield piece._replace(token=piece.token + ahead + first, out_token=piece.out_token + ahead + first)
 
 
 def _segment_sizes(length: int, out_stride: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
