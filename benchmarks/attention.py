@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.core.hardware import detect
+from flexdilated.core.reference import ScoreMod
 
 NUM_HEADS = 12
 HEAD_DIM = 64
@@ -62,10 +63,18 @@ def forward(x: Inputs, pattern: DilatedPattern, *, is_causal: bool = False, cu_s
     return dilated_attention(x.q, x.k, x.v, pattern, is_causal=is_causal, cu_seqlens=cu_seqlens, backend="sdpa")
 
 
-def forward_backward(x: Inputs, pattern: DilatedPattern, *, is_causal: bool = False, cu_seqlens: Tensor | None = None) -> Results:
+def forward_backward(
+    x: Inputs,
+    pattern: DilatedPattern,
+    *,
+    is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+) -> Results:
     """The output and the three gradients."""
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
-    out = dilated_attention(q, k, v, pattern, is_causal=is_causal, cu_seqlens=cu_seqlens, backend="sdpa")
+    options: dict[str, Any] = {"is_causal": is_causal, "cu_seqlens": cu_seqlens, "score_mod": score_mod}
+    out = dilated_attention(q, k, v, pattern, **options, backend="sdpa")
     return Results(out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 

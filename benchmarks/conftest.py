@@ -25,6 +25,7 @@ class Sizes:
     dense: tuple[int, ...]
     crossover: tuple[int, ...]
     documents: tuple[int, int]  # how many, tokens in all
+    short_documents: int
     training: int
     rounds: int
     quick: bool
@@ -36,6 +37,7 @@ FULL = Sizes(
     dense=(16384, 32768),
     crossover=(1024, 2048, 4096, 8192, 16384, 32768),
     documents=(256, 65536),
+    short_documents=4096,
     training=8192,
     rounds=5,
     quick=False,
@@ -46,6 +48,7 @@ QUICK = Sizes(
     dense=(2048,),
     crossover=(1024, 2048),
     documents=(16, 4096),
+    short_documents=256,
     training=1024,
     rounds=2,
     quick=True,

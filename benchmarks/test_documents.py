@@ -12,6 +12,7 @@ import torch
 from benchmarks.attention import (
     SMALL_LONGNET,
     SMALL_TOKENS,
+    Inputs,
     assert_matches_definition,
     assert_rows_match_definition,
     forward,
@@ -57,6 +58,31 @@ def test_packed_documents(benchmark: Any, sizes: Sizes, record: Callable[..., No
         dtype=torch.float32,
         longest_document=int(cu_seqlens.diff().max()),
     )
+
+
+@pytest.mark.parametrize("arrangement", ["equal", "scattered"])
+@pytest.mark.parametrize("scored", [False, True], ids=["plain", "score_mod"])
+def test_short_documents(benchmark: Any, sizes: Sizes, record: Callable[..., None], arrangement: str, scored: bool) -> None:
+    """Packed documents of 32 tokens, or of 16 to 48, against a batch of as many of 32 tokens."""
+    num_documents = sizes.short_documents
+    x = random_inputs(32 * num_documents, torch.float32)
+    batch = Inputs(*(None if t is None else t.reshape(num_documents, 32, *t.shape[2:]) for t in x))
+    lengths = torch.full((num_documents,), 32)
+    if arrangement == "scattered":
+        spread = torch.randint(-16, 17, (num_documents // 2,))
+        lengths += torch.cat([spread, -spread])
+    cu_seqlens = torch.tensor([0, *accumulate(lengths.tolist())])
+    options: dict[str, Any] = {"score_mod": lambda score, b, h, i, j: score - 0.1 * (i - j)} if scored else {}
+    result, ratio = side_by_side(
+        benchmark,
+        lambda: forward_backward(x, PATTERN, cu_seqlens=cu_seqlens, **options),
+        lambda: forward_backward(batch, PATTERN, **options),
+        rounds=min(3, sizes.rounds),
+    )
+    if not scored:
+        assert_rows_match_definition(x, PATTERN, *result[:2], cu_seqlens=cu_seqlens)
+    name = f"documents/{arrangement}/{'score_mod' if scored else 'plain'}/float32/{num_documents} documents of 32 tokens"
+    record(Ratio(name, ratio, 3.0, "lower"), shape=x.q.shape, dtype=torch.float32)
 
 
 def documents_of(number: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

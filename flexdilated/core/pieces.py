@@ -125,7 +125,7 @@ def arrange(documents: Documents, device: torch.device) -> tuple[Documents, Orde
     """
     runs = runs_of(documents)
     num_tokens, sizes = sum(length * count for _, length, count in runs), {length for _, length, _ in runs}
-    if len(runs) < FEWER_RUNS * len(sizes) or num_tokens > SHORT_RUN * len(runs):
+    if not runs or len(runs) < FEWER_RUNS * len(sizes) or num_tokens > SHORT_RUN * len(runs):
         return documents, Order()
     first, length = torch.tensor(sorted(documents, key=lambda document: document[1]), device="cpu").T
     start = length.cumsum(0) - length

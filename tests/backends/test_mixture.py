@@ -133,6 +133,26 @@ def test_double_backward_through_the_named_reference_is_accepted() -> None:
     )
 
 
+# -- large scores -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moved", "error"), [(False, 3e-2), (True, 1e-5)], ids=["as_they_are", "without_their_mean"])
+def test_dq_at_scores_of_3000_errs_as_documented(moved: bool, error: float) -> None:
+    """The numerics guide and the docstring of `scale`: keys without their mean give the same outputs, and an exact gradient."""
+    pattern = DilatedPattern((7, 15, 31), (1, 2, 4))
+    q, k, v, dout, _ = Case(pattern, num_tokens=31, kv_heads=4, head_dim=16).tensors(torch.float32)
+    common = (3000 / 16**0.5) ** 0.5
+    q, k = common + 0.3 / common * q, common + 0.3 * k
+
+    def dq(k: Tensor, dtype: torch.dtype, run: Callable[..., Tensor]) -> Tensor:
+        leaf = q.to(dtype).requires_grad_()
+        return torch.autograd.grad(run(leaf, k.to(dtype), v.to(dtype), pattern), leaf, dout.to(dtype))[0].double()
+
+    exact = dq(k, torch.float64, lambda *inputs: reference.dilated_attention(*inputs)[0])
+    found = dq(k - k.mean(dim=1, keepdim=True) if moved else k, torch.float32, dilated_attention)
+    assert (found - exact).norm() < error * exact.norm()
+
+
 # -- dropout ------------------------------------------------------------------------------------------------------------------
 
 
@@ -188,13 +208,14 @@ def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monke
 @pytest.mark.parametrize(
     "pattern", [DilatedPattern((5, 7), (1, 3)), DilatedPattern.torchscale((5, 7), (1, 3))], ids=["exact", "detached"]
 )
-def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, seed: int) -> None:
-    case = Case(pattern, num_tokens=11, kv_heads=2, head_dim=2)
+@pytest.mark.parametrize("borders", [None, (0, 1, 3, 4, 6, 7, 9, 11)], ids=["whole", "documents"])
+def test_dropout_drops_the_same_weights_in_backward(pattern: DilatedPattern, borders: tuple[int, ...] | None, seed: int) -> None:
+    case = Case(pattern, num_tokens=11, kv_heads=2, head_dim=2, borders=borders)
     tensors = case.tensors()[:3]
 
     def dropped(*inputs: Tensor) -> Tensor:
         torch.manual_seed(seed)
-        return dilated_attention(*inputs, pattern, dropout_p=0.4)
+        return dilated_attention(*inputs, pattern, dropout_p=0.4, **case.options())
 
     if pattern.detach_weights:  # not the derivative of a function; but v meets only constants
         assert torch.autograd.gradcheck(lambda v: dropped(*tensors[:2], v), tensors[2].requires_grad_())

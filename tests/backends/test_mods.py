@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import hypothesis.strategies as st
@@ -604,6 +605,28 @@ def test_fused_layout_equals_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None
         assert_flex_engine_as_the_oracle(case, mods)
 
     check()
+
+
+# -- many documents -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["kernel", "functions", "packed", "fused"])
+@pytest.mark.parametrize("options", [{"group": 2}, {"is_causal": True, "ignored": 0.3}], ids=["whole", "causal_ignored"])
+@pytest.mark.parametrize("sizes", [[4] * 13, [3, 5, 7] * 5, [25, 0, 25, 25, 7, 7]], ids=["equal", "scattered", "several_segments"])
+def test_many_documents_equal_the_oracle(
+    sizes: list[int], options: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "call", flex_emulation.call)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "_on_cpu", lambda q: False)
+    monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, call: layout)
+    case = Case(DilatedPattern((11, 17), (1, 3)), num_tokens=sum(sizes), borders=(0, *accumulate(sizes)), **options)
+    if layout == "kernel":
+        assert_as_the_oracle(case, Mods(None, None))
+    elif layout == "functions":
+        assert_as_the_oracle(case, Mods("table", "one_token"))
+    else:
+        for mods in (Mods(None, None), Mods("table", "one_token")):
+            assert_flex_engine_as_the_oracle(case, mods)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------------

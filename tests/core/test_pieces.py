@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.core.pieces import Piece, box, fold, plan_pieces, segment_pieces, slabs, unfold
+from flexdilated.core.pieces import Order, Piece, arrange, box, fold, plan_pieces, runs_of, segment_pieces, slabs, unfold
 from tests.cases import least_heads, patterns
 
 
@@ -33,6 +33,7 @@ def softmaxes(piece: Piece) -> Iterator[tuple[int, tuple[int, ...], tuple[int, .
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
     sizes = draw(st.lists(st.integers(0, 23), min_size=1, max_size=3))
+    sizes = [size for size in sizes for _ in range(draw(st.integers(1, 3)))]  # equal neighbours share boxes
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
@@ -141,6 +142,42 @@ def test_pieces_of_several_segments_say_that_outputs_move(num_tokens: int, moved
     """Of 8 tokens all that is left is the first segment in its place: the output of the second falls behind the end."""
     pieces = plan_pieces(DilatedPattern((7,), (5,), zero_padding=True), ((3, num_tokens),), 1, is_causal)
     assert [(piece.moved, piece.holds_tokens_alone) for piece in pieces] == [(moved, not moved)] * len(pieces) != []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "boxes"),
+    [([7] * 30, 1), ([23] * 30, 2 + 1), ([22] * 30, 1), ([7, 7, 23, 7, 7, 7], 1 + 2 + 1), ([230] * 3, 3 + 1)],
+    ids=["short", "a_rest", "whole_segments", "mixed", "long"],
+)
+def test_neighbours_of_equal_length_share_boxes(sizes: list[int], boxes: int) -> None:
+    documents = tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    assert len(plan_pieces(DilatedPattern((11,), (1,)), documents, 5, False)) == boxes
+
+
+def test_shifted_outputs_keep_boxes_of_their_own() -> None:
+    pieces = plan_pieces(DilatedPattern((7,), (5,), zero_padding=True), ((0, 8), (8, 8), (16, 8)), 1, False)
+    assert [(piece.token, piece.moved) for piece in pieces] == [(0, True), (8, True), (16, True)]
+
+
+@pytest.mark.parametrize("sizes", [[3, 5] * 20, [5, 0, 3, 3] * 9, [1, 2, 3, 4, 5] * 3], ids=str)
+def test_many_short_documents_are_put_in_order_of_length(sizes: list[int]) -> None:
+    documents = tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    arranged, order = arrange(documents, torch.device("cpu"))
+    tokens = torch.arange(sum(sizes))
+    assert order.tokens is not None
+    found = sorted((int(order.tokens[start]), size) for start, size in arranged if size)
+    assert found == [document for document in documents if document[1]]
+    assert all(torch.equal(order.tokens[a : a + n], order.tokens[a] + tokens[:n]) for a, n in arranged if n)
+    assert [count for _, _, count in runs_of(arranged)] == [sizes.count(size) for size in sorted(set(sizes)) if size]
+    assert torch.equal(order.put(order.take(tokens, 0), 0), tokens)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[9], [0, 0], [5] * 40, [3, 5, 7], [3000, 5000] * 20], ids=["one", "none", "equal", "few", "long"]
+)
+def test_other_documents_stay_where_they_are(sizes: list[int]) -> None:
+    documents = tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    assert arrange(documents, torch.device("cpu")) == (documents, Order())
 
 
 def test_a_plan_is_made_once_but_where_the_compiler_would_warn_about_a_cache() -> None:
