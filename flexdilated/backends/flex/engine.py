@@ -21,7 +21,7 @@ from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
+from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.core.reference import ScoreMod
 from flexdilated.masks.block_mask import block_mask_for
 from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
@@ -102,38 +102,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     refuse_compiled_borders(call, "backend='flex'")
     if call.key_padding_mask is not None:
         k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
-    spans, order = arrange(documents(call.cu_seqlens, q.shape[1]), q.device)
-    q, k, v = (order.take(x) for x in (q, k, v))
-    # Documents of equal length are sequences of one call.
-    runs = [
-        (start + i * length, length, min(GRID_LIMIT, count - i))
-        for start, length, count in runs_of(spans)
-        for i in range(0, count, GRID_LIMIT)
-    ]
-    layouts = [_layout(q, k, length, count, call) for _, length, count in runs]
-    tokens = torch.arange(q.shape[1], device=q.device) if order.tokens is None else order.tokens
-    parts = zip(*(x.split([length * count for _, length, count in runs], dim=1) for x in (q, k, v)))
+    spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
+    layouts = [_layout(q, k, length, call) for _, length in spans]
+    parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
-    for (start, length, count), layout, (q_d, k_d, v_d) in zip(runs, layouts, parts):
-        first, ignored = None, call.key_padding_mask
-        if call.cu_seqlens is not None:
-            q_d, k_d, v_d = (x.reshape(count, length, *x.shape[2:]) for x in (q_d, k_d, v_d))
-            places = slice(start, start + length * count)
-            first = tokens[places][::length].int()
-            ignored = None if ignored is None else ignored[0, tokens[places]].view(count, length)
+    for (start, length), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
+        ignored = None if call.key_padding_mask is None else call.key_padding_mask[:, start : start + length]
         run = _fused if layout == "fused" else _packed
         with without_autocast(q.device):
-            out, lse = run(q_d, k_d, v_d, ignored, first, call)
-        outs.append(out if first is None else out.flatten(0, 1)[None])
-        lses.append(lse if lse is None or first is None else lse.transpose(0, 1).flatten(1)[None])
-    if call.cu_seqlens is None:
+            out, lse = run(q_d, k_d, v_d, ignored, start, call)
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
         return outs[0], lses[0]
-    lse = torch.cat([lse for lse in lses if lse is not None], dim=2) if call.return_lse else None
-    return order.put(torch.cat(outs, dim=1)), None if lse is None else order.put(lse, 2)
+    return torch.cat(outs, dim=1), torch.cat([lse for lse in lses if lse is not None], dim=2) if call.return_lse else None
 
 
-def _layout(q: Tensor, k: Tensor, length: int, count: int, call: Call) -> Layout:
-    """Which layout so many documents of so many tokens take."""
+def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
+    """Which layout a document of so many tokens takes."""
     pattern = call.pattern
     pieces = _pieces(length, k, call)
     refuse_shifted(pattern, pieces, length)
@@ -150,7 +136,7 @@ def _layout(q: Tensor, k: Tensor, length: int, count: int, call: Call) -> Layout
     if zero_keys or pattern.detach_weights or call.part_of_heads(k.shape[2]) is not None:
         return "packed"
     batch, _, heads, head_dim = q.shape
-    return choose_layout(pattern, Shape(batch * count, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
+    return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
 
 
 def refuse_shifted(pattern: DilatedPattern, pieces: Iterable[Piece], length: int) -> None:
@@ -170,31 +156,28 @@ def _on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, first: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor | None]:
-    """The pattern as mask and score function, of sequences or, with their first tokens `(B,)`, of documents of one sequence."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
     pattern, is_causal = call.pattern, call.is_causal
     plain = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)
     joined = dilated_mask_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
+    # A tensor: the kernels take no numbers that change from call to call.
+    first = torch.full((), start, dtype=torch.int32, device=device)
     user_score, user_mask = call.score_mod, call.mask_mod
-
-    def packed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, ...]:
-        return (b, h, q_idx, kv_idx) if first is None else (b * 0, h, q_idx + first[b], kv_idx + first[b])
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = joined(b, h, q_idx, kv_idx)
         if ignored is not None:
             seen = seen & ~ignored[b, kv_idx]
         if user_mask is not None:
-            seen = seen & user_mask(*packed(b, h, q_idx, kv_idx))
+            seen = seen & user_mask(b, h, q_idx + first, kv_idx + first)
         return seen
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if user_score is not None:
-            score = user_score(score, *packed(b, h, q_idx, kv_idx))
+            score = user_score(score, b, h, q_idx + first, kv_idx + first)
         return multiplicity(score, b, h, q_idx, kv_idx)
 
     narrows = ignored is not None or user_mask is not None
@@ -214,13 +197,8 @@ def _fused(
     return out.transpose(1, 2), lse
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, first: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor | None]:
-    results = [
-        (piece, *attend_piece(q, k, v, ignored, 0 if first is None else first, piece, call))
-        for piece in _pieces(q.shape[1], k, call)
-    ]
+def _packed(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, call: Call) -> tuple[Tensor, Tensor | None]:
+    results = [(piece, *attend_piece(q, k, v, ignored, start, piece, call)) for piece in _pieces(q.shape[1], k, call)]
     return mix([[part] for part in results], q, q.shape[2] // k.shape[2], detach_weights=call.pattern.detach_weights)
 
 
@@ -231,11 +209,9 @@ def _pieces(length: int, k: Tensor, call: Call) -> tuple[Piece, ...]:
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int | Tensor, piece: Piece, call: Call
+    q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, piece: Piece, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Out `b s o h g r d` and lse `b s o h g r` of a piece of sequences whose first token is `start`.
-
-    With the first token of each, `(B,)`, they are documents of one sequence.
+    """Out `b s o h g r d` and lse `b s o h g r` of a piece of a document that begins at token `start`.
 
     Where rows allow, all segments are one sequence under a block-diagonal mask; else every segment is a sequence of its own.
     """
@@ -265,7 +241,7 @@ def with_zero_keys(out: Tensor, lse: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def _lanes(
-    lanes: list[Tensor], ignored: Tensor | None, piece: Piece, start: int | Tensor, first: int, batch: int, group: int, call: Call
+    lanes: list[Tensor], ignored: Tensor | None, piece: Piece, start: int, first: int, batch: int, group: int, call: Call
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of lanes `first ...` of a piece, `lane (h g) r d`, each a sequence of kept rows."""
     q, k, v = lanes
@@ -275,19 +251,13 @@ def _lanes(
     segment_stride = torch.full((), piece.segment_stride, dtype=torch.int32, device=device)
     is_causal, user_score, user_mask = call.is_causal, call.score_mod, call.mask_mod
     positioned = user_score is not None or user_mask is not None or ignored is not None
-    batch_of = token_of = head_of = sequence_of = begin_of = length  # a compiler reads all that a function holds, unused too
+    batch_of = token_of = head_of = begin = length  # a compiler reads all that a function holds, unused too
     if positioned:
         batch_of, token_of, head_of = (x[first : first + q.shape[0]] for x in _tables(piece, batch, group, device))
-        if isinstance(start, Tensor):
-            sequence_of, begin_of = torch.zeros_like(batch_of), start[batch_of]
-        else:
-            sequence_of, begin_of = batch_of, torch.full_like(batch_of, start)
+        begin = torch.full((), start, dtype=torch.int32, device=device)
 
     def position(lane: Tensor, row: Tensor) -> Tensor:
         return token_of[lane] + row // length * segment_stride + row % length * stride
-
-    def token(lane: Tensor, row: Tensor) -> Tensor:
-        return begin_of[lane] + position(lane, row)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = q_idx // length == kv_idx // length
@@ -296,12 +266,12 @@ def _lanes(
         if ignored is not None:
             seen = seen & ~ignored[batch_of[b], position(b, kv_idx)]
         if user_mask is not None:
-            seen = seen & user_mask(sequence_of[b], head_of[b, h], token(b, q_idx), token(b, kv_idx))
+            seen = seen & user_mask(batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
         return seen
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert user_score is not None
-        return user_score(score, sequence_of[b], head_of[b, h], token(b, q_idx), token(b, kv_idx))
+        return user_score(score, batch_of[b], head_of[b, h], begin + position(b, q_idx), begin + position(b, kv_idx))
 
     diagonal = DilatedPattern((piece.rows,), (1,))
     narrows = ignored is not None or user_mask is not None
