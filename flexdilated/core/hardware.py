@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,23 @@ def answers_while_traced(function: Answer) -> Answer:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def outside_graphs(reason: str) -> Callable[[Answer], Answer]:
+    """Let a compiler break its graph at calls of a function, or fail for this reason under `fullgraph=True`.
+
+    As `torch.compiler.disable(reason=...)` does; that loads dynamo, in seconds.
+    """
+
+    def mark(function: Answer) -> Answer:
+        @wraps(function)
+        def uncompiled(*args: Any, **kwargs: Any) -> object:
+            return torch.compiler.disable(function)(*args, **kwargs)
+
+        vars(uncompiled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return uncompiled  # type: ignore[return-value]
+
+    return mark
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from flexdilated.core.checks import check, refuse_shards_of_torch
 from flexdilated.core.collective_order import unknown
 from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
-from flexdilated.distributed import functions, traced
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, outside_graphs, without_autocast
+from flexdilated.distributed import functions
 from flexdilated.distributed.agreement import in_turn, withdraw
 from flexdilated.distributed.contract import Terms, contract_of
 from flexdilated.distributed.exchange import Transport
@@ -29,9 +29,11 @@ from flexdilated.distributed.place import Place, exchange_of, made_by, plan_of, 
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths
-from flexdilated.distributed.telling import is_one_graph, refuse_regions, tell, telling_call, traces_call
+from flexdilated.distributed.telling import refuse_regions, tell, telling_call, traces_call
 
-UNCOMPILED = "fullgraph must be False with {} over several ranks, where such calls run uncompiled"
+UNCOMPILED = (
+    "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where such calls run uncompiled"
+)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -47,13 +49,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         traces_call(group_name)
         refuse_regions()
         if call.is_modified() or call.backend == "flex":
-            if not is_one_graph() and not torch.compiler.is_exporting():
-                return torch.compiler.disable(attend)(q, k, v, call)
-            if call.backend == "flex":
-                raise NotImplementedError(UNCOMPILED.format("backend='flex'"))
-            if not TRACES_UNKNOWN_SIZES:
-                raise NotImplementedError(UNCOMPILED.format("score_mod and mask_mod under torch before 2.11"))
-            call = call._replace(backend="sdpa" if call.backend == "auto" else call.backend)
+            if torch.compiler.is_exporting():
+                raise NotImplementedError(
+                    "mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one"
+                )
+            return _attend_uncompiled(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
         if num_ranks == 1:
@@ -79,7 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         raise
     if by_autograd:
         place = Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True, made)
-        return (traced.attend if torch.compiler.is_compiling() else _by_autograd)(q, k, v, call, place)
+        return _by_autograd(q, k, v, call, place)
     # How many rows the backward is left depends on where documents lie, which tracing does not know.
     keeps = request.differentiable and (TRACES_UNKNOWN_SIZES or call.cu_seqlens is None or not torch.compiler.is_compiling())
     place = Place(group_name, rank, lengths, call.exchange, request.differentiable, keeps, made)
@@ -87,6 +87,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     tensors = (q, k, v, call.key_padding_mask, call.cu_seqlens, seed, unknown(q.device))
     out, lse, _, _ = CONTEXT_PARALLEL.forward(*tensors, *call.flat(), *place)
     return out, lse
+
+
+@outside_graphs(UNCOMPILED)
+def _attend_uncompiled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    return attend(q, k, v, call)
 
 
 def _shares_gradients(*tensors: Tensor) -> bool:

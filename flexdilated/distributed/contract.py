@@ -36,7 +36,6 @@ class Terms(NamedTuple):
     score_mod: bool = False  # whether there is one: functions cannot be compared
     mask_mod: bool = False
     score_mod_learns: bool = False  # whether a gradient may be asked of what it holds: then there are backwards without that of q
-    one_graph: bool = False  # whether a compiler takes it with its functions, whose backward runs whole, whatever is asked for
     flex: bool = False  # whether it runs by flex_attention, whose backward sends other messages than a kernel's
 
     @classmethod
