@@ -49,10 +49,9 @@ from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
-from flexdilated.distributed import cost, waits
+from flexdilated.distributed import cost
 from flexdilated.distributed import plan as planning
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed.agreement import _ledger
 from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.program import program
 from flexdilated.distributed.tasks import local_pieces
@@ -469,15 +468,15 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
 # -- planning -----------------------------------------------------------------------------------------------------------------
 
 
-PLANNING = ((ranks, "_plan"), (ranks, "contract_of"), (waits, "agree"), (rank_module, "program"))  # where a step calls them
+PLANNING = ((ranks, "_plan"), (ranks, "fields_of"), (ranks, "compare"), (rank_module, "program"))  # where a step calls them
 
 
 class Planned(NamedTuple):
-    """Of one rank in five steps: seconds of each after the first, what of them is plan, agreement and program, and agreements."""
+    """Of one rank in five steps: seconds of each after the first, what of them is plan, comparison and program, and comparisons."""
 
     steps: list[float]
     planning: list[float]
-    agreements: int
+    comparisons: int
 
 
 def borders_of(num_tokens: int, count: int, seed: int) -> Tensor:
@@ -504,9 +503,8 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
 
     results: list[Results] = []
     steps, planning = [], []
-    ledger = _ledger(mesh.get_group())
-    before = ledger.round
     with ExitStack() as stack:
+        gather = stack.enter_context(patch.object(dist, "all_gather", side_effect=dist.all_gather))
         for module, name in PLANNING:
             stack.enter_context(patch.object(module, name, timed(name, getattr(module, name))))
         for number in range(5):
@@ -518,21 +516,21 @@ def measure_planning(mesh: DeviceMesh, num_tokens: int, pattern: DilatedPattern,
             steps.append(seconds(lambda one=one: results.append(one())))
             assert set(spent) == {name for _, name in PLANNING}
             planning.append(sum(spent.values()))
-    agreements = ledger.round - before
-    assert agreements > 0, "another benchmark has agreed on this plan before"
+    comparisons = gather.call_count
+    assert comparisons > 0, "another benchmark has compared this plan before"
     if packed:
         lengths = (num_tokens,) * mesh.size()
         whole = whole_inputs(lengths)
         assert_shard_of(results[0], forward_backward(whole, pattern, cu_seqlens=cu_seqlens), rank, lengths)
     else:
         assert_shard_rows_match_definition(x, pattern, results[0], rank, mesh.size())
-    return Planned(steps[1:], planning[1:], agreements)
+    return Planned(steps[1:], planning[1:], comparisons)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["alike", "packed"])
 @pytest.mark.parametrize("exchange", ["gather", "auto"])
 def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str, packed: bool) -> None:
-    """Of every step after the first, or of every step where each has other documents; and how often two ranks agree in five."""
+    """Of every step after the first, or of every step where each has other documents; and how often two ranks compare in five."""
     num_tokens = PLANNING_TOKENS[sizes.quick]
     pattern = PATTERNS["longnet"]
     assert not plan_of(pattern, (num_tokens, num_tokens), NUM_HEADS).is_local
@@ -545,7 +543,7 @@ def test_planning(benchmark: Any, sizes: Sizes, record: Callable[..., None], pai
     name = f"{exchange}/float32/N={num_tokens} on each/p=2{'/16 documents, other ones in each' if packed else ''}"
     record(
         Ratio(f"context/planning over a step/{name}", share, 0.05, "lower"),
-        Ratio(f"context/agreements in five steps/{name}", max(rank.agreements for rank in measured), 5 if packed else 1, "lower"),
+        Ratio(f"context/agreements in five steps/{name}", max(rank.comparisons for rank in measured), 5 if packed else 1, "lower"),
         shape=(1, num_tokens, NUM_HEADS, HEAD_DIM),
         dtype=torch.float32,
         ranks=2,

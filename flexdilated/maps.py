@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.hardware import without_autocast
+from flexdilated.core.hardware import outside_graphs, without_autocast
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern, as_integer, num_kept
 
@@ -78,32 +78,34 @@ def attention_map(
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
     from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
-    from flexdilated.distributed.telling import is_one_graph, telling, traces_call
 
     sums = Sums(mesh)
     if sums.num_ranks > 1 and torch.compiler.is_compiling():
-        traces_call(mesh.get_group().group_name)
-        if is_one_graph():
-            raise NotImplementedError("fullgraph must be False with attention_map over several ranks, where it runs uncompiled")
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask, "shard_lengths": shard_lengths}
-        return torch.compiler.disable(attention_map)(q, k, pattern, queries=queries, mesh=mesh, **options)
+        return _map_uncompiled(q, k, pattern, queries=queries, mesh=mesh, **options)
     call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, mesh=mesh)
-    with telling(mesh):
-        refuse_shards_of_torch(sums.num_ranks)
-        _check(q, k, call)
-        lengths = sums.lengths(q, shard_lengths)
-        equal = f" of {sums.num_ranks} equal shards; give shard_lengths where they differ" if shard_lengths is None else ""
-        positions = _positions(queries, sum(lengths), equal)
-        described = {
-            "queries": positions,
-            "pattern": pattern.to_dict(),
-            "shard_lengths": lengths,
-            "is_causal": is_causal,
-            "scale": scale,
-        }
-        shape = {"shape": [q.shape[0], *q.shape[2:]], "kv_heads": k.shape[2], "dtype": str(q.dtype)}
-        sums.agree("attention_map", described | shape)
-        return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
+    refuse_shards_of_torch(sums.num_ranks)
+    _check(q, k, call)
+    lengths = sums.lengths(q, shard_lengths)
+    equal = f" of {sums.num_ranks} equal shards; give shard_lengths where they differ" if shard_lengths is None else ""
+    positions = _positions(queries, sum(lengths), equal)
+    fields = {
+        "queries": positions,
+        "pattern": pattern.to_dict(),
+        "shard_lengths": lengths,
+        "is_causal": is_causal,
+        "scale": scale,
+        "shape": [q.shape[0], *q.shape[2:]],
+        "kv_heads": k.shape[2],
+        "dtype": str(q.dtype),
+    }
+    sums.compare("attention_map", fields)
+    return _weights(q, k, call, positions, sum(lengths[: sums.rank]), sum(lengths), sums)
+
+
+@outside_graphs("fullgraph must be False with attention_map over several ranks, where it runs uncompiled")
+def _map_uncompiled(*tensors: Any, **options: Any) -> Tensor:
+    return attention_map(*tensors, **options)
 
 
 def _check(q: Tensor, k: Tensor, call: Call) -> None:

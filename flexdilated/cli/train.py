@@ -35,7 +35,7 @@ from flexdilated.training.weights import Weights, read_weights
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flexdilated.distributed.answering import AnsweringStore
+    from flexdilated.training.answering import AnsweringStore
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PICTURE, SAMPLE = "loss.png", "sample.txt"

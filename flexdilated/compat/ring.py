@@ -12,9 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.pattern import DilatedPattern, is_integer
-from flexdilated.distributed.attention import withdraw_from
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
-from flexdilated.distributed.words import global_ranks
 from flexdilated.nn.attention import DilatedAttention
 
 SAMPLES = 256  # elements of a tensor that ranks compare
@@ -68,16 +66,12 @@ class RingAttention(DilatedAttention):
         whole = {"query": q, "key": k, "value": v}
         if key_padding_mask is not None:
             whole["key_padding_mask"] = key_padding_mask
-        try:
-            self._check(whole)
-            if self.mesh is None or self.mesh.device_type != q.device.type:
-                self.mesh = self._mesh(q.device.type)
-            mesh = self.mesh
-            lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else shard_lengths
-            shards = {name: _Shard.apply(x, mesh, lengths) for name, x in whole.items()}
-        except (TypeError, ValueError) as error:
-            withdraw_from(self.group_name, str(error))  # the other ranks would wait for this one
-            raise
+        self._check(whole)
+        if self.mesh is None or self.mesh.device_type != q.device.type:
+            self.mesh = self._mesh(q.device.type)
+        mesh = self.mesh
+        lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else shard_lengths
+        shards = {name: _Shard.apply(x, mesh, lengths) for name, x in whole.items()}
         out = super().forward(
             shards["query"],
             shards["key"],
@@ -121,7 +115,7 @@ class RingAttention(DilatedAttention):
         allowed = TOLERANCE * all_samples.abs().amax((0, 2))
         for name, differs in zip(whole, ((all_samples - all_samples[0]).abs().amax(2) > allowed).unbind(1)):
             if bool(differs.any()):
-                ranks, other = global_ranks(mesh.get_group()), int(differs.int().argmax())
+                ranks, other = dist.get_process_group_ranks(mesh.get_group()), int(differs.int().argmax())
                 raise ValueError(
                     f"{name} must be the same on all ranks of the ring, got other values on rank {ranks[other]} than on "
                     f"rank {ranks[0]}; for data parallelism give ring_size=1"

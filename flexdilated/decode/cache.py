@@ -29,7 +29,6 @@ from flexdilated.decode.arguments import (
 )
 from flexdilated.decode.store import Overwritten, Store, kept_where_refused
 from flexdilated.decode.tokens import BLOCK, Tokens, read_new
-from flexdilated.distributed.telling import tells_others
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +189,6 @@ class DilatedKVCache:
         lengths = self._ranks.lengths(num_tokens, shard_lengths)
         return lengths if self._ranks.size > 1 else None
 
-    @tells_others
     def attend(
         self,
         q: Tensor,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NoReturn
 
@@ -23,15 +22,10 @@ from flexdilated.core.hardware import holds_values
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
-from flexdilated.distributed.agreement import failed, in_turn
-from flexdilated.distributed.contract import TAGS
+from flexdilated.distributed.consistency import Fields, compare, one_call
 from flexdilated.distributed.exchange import GroupTransport
-from flexdilated.distributed.ledger import APART
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import declared_lengths, unshard_sequence
-from flexdilated.distributed.telling import telling_call
-from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import global_ranks
 
 
 class Ranks:
@@ -63,7 +57,7 @@ class Ranks:
     @property
     def numbers(self) -> list[int]:
         """Of the ranks, as messages say them."""
-        return global_ranks(self.mesh.get_group())
+        return dist.get_process_group_ranks(self.mesh.get_group())
 
     def hashes(self, tokens: Tensor) -> Tensor:
         """`(B,)` int64 of tokens `(B, T)`, as ranks compare them."""
@@ -101,8 +95,7 @@ class Ranks:
             raise NotImplementedError("shard_lengths must come with values, got meta or fake tensors: marks are read")
         here = added.new_zeros(1) if new.is_plain else new.is_marked.any()[None].to(added.dtype)
         told = self.whole(torch.cat([here, added])[None], (1,) * self.size, 0)
-        with failing_on_all(self.mesh.get_group()):
-            check_same(told[:, 1:], self.numbers)
+        check_same(told[:, 1:], self.numbers)
         if not bool(told[:, 0].any()):
             return None
         return self.whole(new.is_marked, lengths)
@@ -138,14 +131,16 @@ class Ranks:
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send to each peer, and fill what comes from it."""
         group = self.mesh.get_group()
-        with in_turn(group):
-            _swap(group, self._described, sends, receives)
+        with one_call(group) as number:
+            _swap(group, self._described, number, sends, receives)
 
     def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Sequence[int]) -> None:
         """Return once all ranks are known to make such a call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
         described = _call_of(self._with(softmax), shape, softmax.scale) | {"shard_lengths": shard_lengths}
-        Wait(self.mesh.get_group(), "the first such call of a cache").agree(described)
+        group = self.mesh.get_group()
+        with one_call(group) as number:
+            compare(group, q.device, Fields(described), (number,))
 
     def _with(self, softmax: Softmax) -> str:
         """The cache, and whether there are sinks, whose scores are not compared."""
@@ -159,16 +154,6 @@ class Ranks:
                 or are given other tokens: `lengths` `(4 * B,)`.
         """
         return _merged(parts, lengths, softmax.scale, self.group_name, self._with(softmax))
-
-
-@contextmanager
-def failing_on_all(group: dist.ProcessGroup) -> Iterator[None]:
-    """What is compared alike on all ranks, and so refused alike."""
-    try:
-        yield
-    except ValueError:
-        failed(group)
-        raise
 
 
 def merge_parts(parts: Tensor) -> Tensor:
@@ -190,7 +175,6 @@ def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
     mine = torch.cat([following, following.new_tensor([zlib.crc32(repr(terms).encode())])])
     told = unshard_sequence(mine[None], mesh, dim=0)
     if not bool((told[:, -1] == told[0, -1]).all()):
-        failed(mesh.get_group())
         raise ValueError(f"max_new_tokens, stop_tokens and pad_token must be the same on all ranks, got {terms} here")
     return told[0, :-1]
 
@@ -223,13 +207,13 @@ def _call_of(described: str, shape: Sequence[int], scale: float | None) -> dict[
     return {**json.loads(described), "shape": shape, "scale": scale, "shard_lengths": None}
 
 
-def _swap(group: dist.ProcessGroup, call: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+def _swap(
+    group: dist.ProcessGroup, described: str, number: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+) -> None:
     """Messages that are never taken for those of another call: that of a collective would be, where it is as long."""
-    number = Wait(group, "a call of a cache").number()
-    tag = (zlib.crc32(call.encode()) + number) % TAGS
     device = next(iter(receives.values())).device
-    wait = Wait(group, f"call {number % APART}, of a cache", number, json.loads(call))
-    GroupTransport(group, device, 2 * tag, wait).swap(sends, receives).wait()
+    tag = Fields(json.loads(described)).tag(number)
+    GroupTransport(group, device, tag, f"call {number} over this mesh, of a cache").swap(sends, receives).wait()
 
 
 def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
@@ -241,17 +225,19 @@ def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str
     messages = message.new_empty(group.size(), len(message))
     messages[rank] = message
     peers = [peer for peer in range(group.size()) if peer != rank]
-    with telling_call(group):
-        with in_turn(group):
-            Wait(group, "the first such call of a cache").agree(call)
-            _swap(group, json.dumps(call), dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
-        told, num_lengths = messages[:, :size].contiguous().view(torch.int64), 2 * len(parts)
-        with failing_on_all(group):
-            check_same(told[:, :num_lengths], global_ranks(group))
-            order, tokens = told[:, num_lengths:].split(len(parts), dim=1)
-            check_same(order, global_ranks(group), "the order of the sequences of a cache", "by hashes ")
-            hint = "give shard_lengths if they are shards, and draw on one rank what all are to read"
-            check_same(tokens, global_ranks(group), "the tokens of a call without shard_lengths", "by hashes ", hint)
+    with one_call(group) as number:
+        compare(group, parts.device, Fields(call), (number,))
+        _swap(group, json.dumps(call), number, dict.fromkeys(peers, message), {peer: messages[peer] for peer in peers})
+    told, num_lengths, ranks = (
+        messages[:, :size].contiguous().view(torch.int64),
+        2 * len(parts),
+        dist.get_process_group_ranks(group),
+    )
+    check_same(told[:, :num_lengths], ranks)
+    order, tokens = told[:, num_lengths:].split(len(parts), dim=1)
+    check_same(order, ranks, "the order of the sequences of a cache", "by hashes ")
+    hint = "give shard_lengths if they are shards, and draw on one rank what all are to read"
+    check_same(tokens, ranks, "the tokens of a call without shard_lengths", "by hashes ", hint)
     return torch.stack([message[size:].view(parts.dtype).view(parts.shape) for message in messages])
 
 

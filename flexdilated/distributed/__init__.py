@@ -4,14 +4,10 @@ from flexdilated.distributed.sharding import even_shard_lengths as even_shard_le
 from flexdilated.distributed.sharding import gather_tokens as gather_tokens
 from flexdilated.distributed.sharding import shard_sequence as shard_sequence
 from flexdilated.distributed.sharding import unshard_sequence as unshard_sequence
-from flexdilated.distributed.start import rendezvous as rendezvous
-from flexdilated.distributed.telling import shared_failures as shared_failures
 
 __all__ = [
     "even_shard_lengths",
     "gather_tokens",
-    "rendezvous",
     "shard_sequence",
-    "shared_failures",
     "unshard_sequence",
 ]

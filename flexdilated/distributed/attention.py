@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexdilated.backends import choose
@@ -16,20 +17,19 @@ from flexdilated.backends.engines import attend as attend_whole
 from flexdilated.backends.kernel import draw_seed
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check, refuse_shards_of_torch
-from flexdilated.core.collective_order import unknown
+from flexdilated.core.collective_order import refuse_regions, unknown
 from flexdilated.core.custom_op import Flat, Inputs, operator, rows_contiguous, schema_of, shapes_of
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, outside_graphs, without_autocast
 from flexdilated.distributed import functions
-from flexdilated.distributed.agreement import in_turn, withdraw
-from flexdilated.distributed.contract import Terms, contract_of
-from flexdilated.distributed.exchange import Transport
+from flexdilated.distributed.consistency import Fields, compare, miss_call, one_call
+from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.place import Place, exchange_of, made_by, plan_of, resolve
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths
-from flexdilated.distributed.telling import refuse_regions, tell, telling_call, traces_call
+from flexdilated.distributed.terms import Terms, fields_of
 
 UNCOMPILED = (
     "fullgraph must be False with score_mod, mask_mod or backend='flex' over several ranks, where such calls run uncompiled"
@@ -45,15 +45,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     mesh = call.mesh
     assert mesh is not None
     group_name, rank, num_ranks = group_of(mesh)
-    if torch.compiler.is_compiling() and num_ranks > 1:
-        traces_call(group_name)
+    if num_ranks > 1:
         refuse_regions()
-        if call.is_modified() or call.backend == "flex":
-            if torch.compiler.is_exporting():
-                raise NotImplementedError(
-                    "mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one"
-                )
-            return _attend_uncompiled(q, k, v, call)
+    if torch.compiler.is_compiling() and num_ranks > 1 and (call.is_modified() or call.backend == "flex"):
+        if torch.compiler.is_exporting():
+            raise NotImplementedError("mesh must be None with score_mod, mask_mod or backend='flex' under torch.export, got one")
+        return _attend_uncompiled(q, k, v, call)
     try:
         lengths = _shard_lengths(q, call, rank, num_ranks)
         if num_ranks == 1:
@@ -73,9 +70,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
                 "autograd keeps them"
             )
         made = made_by(call.exchange)
-    except Exception as error:  # of a score or mask function too; no call has begun
-        if not torch.compiler.is_compiling():
-            tell(mesh, error)  # the other ranks would wait for this one
+    except Exception:
+        if num_ranks > 1 and not torch.compiler.is_compiling():
+            miss_call(resolve(group_name))
         raise
     if by_autograd:
         place = Place(group_name, rank, lengths, call.exchange, _shares_gradients(q, k, v), True, made)
@@ -103,7 +100,7 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
     """A call with a score or mask function, or by flex_attention. No operator: autograd finds the tensors that functions hold."""
     group = resolve(place.group_name)
     inputs, flat = Inputs(q, k, v, call.key_padding_mask, call.cu_seqlens, None), call.flat()
-    with telling_call(group):
+    with one_call(group) as number:
         plan, chosen = _plan(inputs, flat, place)
         functions.refuse_shifted(plan, call.is_modified())
         terms = Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable)._replace(
@@ -112,21 +109,25 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, place: Place) -> t
             score_mod_learns=call.learns,
             flex=call.backend == "flex",
         )
-        contract = contract_of(plan, terms)
+        fields = fields_of(plan, terms)
         seed = draw_seed(call.dropout_p, call.first_sequence)
         share = _share(plan, "gather" if chosen == "ring" else chosen, inputs._replace(seed=seed), flat, place)
-        with in_turn(group):
-            number = contract.agree(group)
+        compare(group, q.device, fields, (number,))
 
-            def transport(backward: bool) -> Transport:
-                return contract.transport(group, q.device, number, backward=backward)
+        def transport(backward: bool) -> Transport:
+            return _transport(plan, fields, group, q.device, number, backward=backward)
 
-            return functions.attend(q, k, v, call, share, transport)
+        return functions.attend(q, k, v, call, share, transport)
 
 
-def withdraw_from(group_name: str, reason: str) -> None:
-    """Tell the ranks of a group that this one takes no part, and why."""
-    withdraw(resolve(group_name), reason)
+def _transport(
+    plan: ContextPlan, fields: Fields, group: dist.ProcessGroup, device: torch.device, number: int, *, backward: bool
+) -> Transport:
+    """Of the messages of one direction of a call."""
+    if plan.is_local:
+        return Silence()
+    call = f"{'the backward of ' if backward else ''}call {number} over this mesh, with {plan.pattern}"
+    return GroupTransport(group, device, fields.tag(number, backward=backward), call)
 
 
 def _shard_lengths(q: Tensor, call: Call, rank: int, num_ranks: int) -> tuple[int, ...]:
@@ -158,15 +159,14 @@ def _forward(inputs: Inputs, options: tuple[Flat, Place]) -> tuple[Tensor, ...]:
     """`out`, `lse`, the rows that the backward needs, and the number of the call, which is known when it runs and not before."""
     flat, place = options
     group, device = resolve(place.group_name), inputs.q.device
-    with telling_call(group):
+    with one_call(group) as number, without_autocast(device):
         refuse_shards_of_torch(len(place.shard_lengths))
         plan, chosen = _plan(inputs, flat, place)
-        contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
+        fields = fields_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
         share = _share(plan, chosen, inputs, flat, place)
-        with in_turn(group), without_autocast(device):
-            number = contract.agree(group)
-            transport = contract.transport(group, device, number, backward=False)
-            out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
+        compare(group, device, fields, (number,))
+        transport = _transport(plan, fields, group, device, number, backward=False)
+        out, lse, received = context_forward(inputs.rows_contiguous(), share, transport)
     return out, lse, received if place.keeps else received.new_empty(0), torch.tensor(number)
 
 
@@ -201,11 +201,10 @@ def _backward(
     out, lse, received, number = outputs
     plan, chosen = _plan(inputs, flat, place)
     share = _share(plan, chosen, inputs, flat, place)
-    contract = contract_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
-    group = resolve(place.group_name)
-    transport = contract.transport(group, dout.device, int(number.item()), backward=True)
+    fields = fields_of(plan, Terms.of(inputs, flat, place.exchange, differentiable=place.differentiable))
+    transport = _transport(plan, fields, resolve(place.group_name), dout.device, int(number.item()), backward=True)
     given = Given(rows_contiguous(dout), dlse, rows_contiguous(out), lse)
-    with telling_call(group, is_backward=True), without_autocast(dout.device):
+    with without_autocast(dout.device):
         return context_backward(given, inputs.rows_contiguous(), received if place.keeps else None, share, transport)
 
 

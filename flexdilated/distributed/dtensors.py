@@ -14,7 +14,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check_mods
-from flexdilated.distributed.telling import tell, traces_call
 
 BATCH, TOKENS, HEADS = 0, 1, 2
 
@@ -44,17 +43,9 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         ValueError: If their placements differ, or `mesh` or `shard_lengths` are given where they are sharded on tokens.
         NotImplementedError: If a placement is none of replicated, sharded on batch, tokens or heads, or two axes shard one dim.
     """
-    try:
-        q, k, v, layout = _alike(q, k, v)
-        axis = layout.axis(TOKENS)
-        call = _narrowed(q, k, layout, call, call.mesh if axis is None else _axis_of(layout.mesh, axis))
-    except (TypeError, ValueError, NotImplementedError) as error:
-        mesh = _waiting((q, k, v), call)
-        if mesh is not None and torch.compiler.is_compiling():
-            traces_call(mesh.get_group().group_name)
-        elif mesh is not None:
-            tell(mesh, error)
-        raise
+    q, k, v, layout = _alike(q, k, v)
+    axis = layout.axis(TOKENS)
+    call = _narrowed(q, k, layout, call, call.mesh if axis is None else _axis_of(layout.mesh, axis))
     # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
     local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
     return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
@@ -73,17 +64,6 @@ def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor, 
         if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
     return q, k, v, layout
-
-
-def _waiting(tensors: Sequence[Tensor], call: Call) -> DeviceMesh | None:
-    """The ranks that would wait for this one, which refuses its tensors: those that hold the tokens of one of them."""
-    for x in tensors:
-        if isinstance(x, DTensor):
-            for axis, placement in enumerate(x.placements):
-                if isinstance(placement, Shard) and placement.dim % 4 == TOKENS:
-                    mesh = x.device_mesh
-                    return None if mesh.ndim > 1 and mesh.mesh_dim_names is None else _axis_of(mesh, axis)
-    return call.mesh if isinstance(call.mesh, DeviceMesh) and call.mesh.ndim == 1 else None
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
-from typing import ClassVar, Protocol
-from weakref import WeakSet
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.agreement import is_stepping
-from flexdilated.distributed.answering import timeout_of
 from flexdilated.distributed.listing import messages
 from flexdilated.distributed.plan import ContextPlan
 from flexdilated.distributed.spans import Integers
-from flexdilated.distributed.underway import Message, Swap, underway
-from flexdilated.distributed.waits import Wait
 
 
 class Pending(Protocol):
@@ -38,24 +33,13 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(
-        self,
-        works: list[dist.Work],
-        peers: list[int],
-        wait: Wait,
-        kept: list[Tensor],
-        headers: list[Tensor],
-        tag: int,
-        limit: timedelta | None,
-    ) -> None:
-        self._works, self._peers, self._wait, self._kept, self._headers, self._tag = works, peers, wait, kept, headers, tag
-        # gloo waits as its connections were told when they were made; NCCL's streams wait, and a timeout would stop the host.
-        self._limit = () if limit is None else (limit,)
+    def __init__(self, works: list[dist.Work], call: str, kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
+        self._works, self._call, self._kept, self._headers, self._tag = works, call, kept, headers, tag
 
     def wait(self) -> None:
-        for work, peers in zip(self._works, _each(self._peers, self._works)):
-            with self._wait.for_rows(peers):
-                work.wait(*self._limit)
+        for work in self._works:
+            with explained(self._call):
+                work.wait()
         self._kept = []
         if self._headers:
             same = (torch.cat(self._headers) == self._tag).all()
@@ -65,63 +49,51 @@ class _Works:
             self._headers = []
 
 
-class _InStep:
-    """Messages of a step, which an error of another rank may end."""
+@contextmanager
+def explained(call: str) -> Iterator[None]:
+    """Say in errors of a transport which call of this library has met them.
 
-    def __init__(self, swap: Swap, peers: list[list[int]], wait: Wait, group: dist.ProcessGroup) -> None:
-        self._swap, self._peers, self._wait, self._group = swap, peers, wait, group
+    Raises:
+        RuntimeError: If a message does not come within the timeout of the group, or a connection is closed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks must exchange rows in {call}, got an error of the transport: a rank has ended, is late or has made other calls "
+            f'(see the guide "Ranks that fail"); {error}'
+        ) from error
 
-    def wait(self) -> None:
-        self._wait.for_swap(self._swap, self._peers)
-        underway(self._group).end(self._swap)
 
-
-def _each(peers: list[int], works: Sequence[dist.Work]) -> list[list[int]]:
-    """Of which ranks each work is: a backend that joins all operations to one cannot tell which of them failed."""
-    return [[peer] for peer in peers] if len(peers) == len(works) else [peers] * len(works)
-
-
-def has_tags(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the messages of a group are matched by their tags."""
-    return bool(group._get_backend(device).name() == "gloo")
+def has_tags(device: torch.device) -> bool:
+    """Whether the messages of a device are matched by their tags: NCCL has none."""
+    return device.type == "cpu"
 
 
 class GroupTransport:
     """Messages by the point-to-point operations of a process group, all of one swap in one batch.
 
-    Only ranks that owe each other rows take part: a rank that is owed nothing and owes nothing calls nothing.
+    Only ranks that owe each other rows take part: a rank that is owed nothing and owes nothing calls nothing. All ranks have made a
+    collective before, as `consistency.compare` does: NCCL makes its communicator at the first operation, which needs all of them.
 
     Args:
         group: The ranks of the sequence, in the order of the shards.
         device: Where the tensors live.
-        tag: Of the plan, the number of the call and the direction, in [0, 2 ** 31). Messages of another tag are not taken for
-            these: ranks that mix up two calls wait for each other until the timeout instead of reading wrong rows. Only gloo has
-            tags: elsewhere each message is followed by its tag, and an assertion on the device fails where another one came.
-        wait: What this rank waits in.
+        tag: Of the plan, the number of the call and the direction, in [0, 2 ** 31). gloo matches messages by their tags: a message
+            of another call is never taken, and the wait for it ends by the timeout of the group. NCCL has no tags: there each
+            message is followed by its tag, and an assertion on the device ends the process where another one came.
+        call: For messages of errors.
     """
 
-    _connected: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int, wait: Wait) -> None:
-        self._group, self._tag, self._device, self._wait = group, tag, device, wait
-        self._is_tagged = has_tags(group, device)
-        if device.type == "cuda" and group not in self._connected:
-            # NCCL makes its communicator at the first operation, where every rank must take part, even those without messages.
-            with wait.for_all():
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-            self._connected.add(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int, call: str) -> None:
+        self._group, self._tag, self._device, self._call = group, tag, device, call
+        self._is_tagged = has_tags(device)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
         """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
         parts = [(peer, message, True) for peer, message in sends.items() if message.numel()]
         parts += [(peer, message, False) for peer, message in receives.items() if message.numel()]
         assert all(message.is_contiguous() for _, message, _ in parts)
-        peers, kept = [peer for peer, _, _ in parts], [*sends.values(), *receives.values()]
-        if self._is_tagged and self._device.type == "cpu" and is_stepping(self._group):
-            begun = [Message(peer, is_sent, self._tag, message.nbytes) for peer, message, is_sent in parts]
-            with self._wait.for_rows(peers):
-                swap = underway(self._group).begin(self._group, begun, [message for _, message, _ in parts])
-            return _InStep(swap, _each(peers, swap.works), self._wait, self._group)
         operations, headers = [], []
         for peer, message, is_sent in parts:
             make, rank = dist.isend if is_sent else dist.irecv, dist.get_global_rank(self._group, peer)
@@ -129,10 +101,9 @@ class GroupTransport:
             if not self._is_tagged:
                 headers.append(torch.full((1,), self._tag if is_sent else -1, device=self._device))
                 operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
-        with self._wait.for_rows(peers):
+        with explained(self._call):
             works = dist.batch_isend_irecv(operations) if operations else []
-        limit = timeout_of(self._group) if self._is_tagged else None
-        return _Works(works, peers, self._wait, kept, headers, self._tag, limit)
+        return _Works(works, self._call, [*sends.values(), *receives.values()], headers, self._tag)
 
 
 class Silence:

@@ -17,8 +17,8 @@ from flexdilated.core.custom_op import Flat
 from flexdilated.core.hardware import answers_while_traced
 from flexdilated.core.lse import accumulated
 from flexdilated.distributed import cost
+from flexdilated.distributed.consistency import shown
 from flexdilated.distributed.plan import ContextPlan, context_plan
-from flexdilated.distributed.words import shown
 
 
 class Place(NamedTuple):

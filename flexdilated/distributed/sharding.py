@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,14 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flexdilated.core.checks import refuse_shards_of_torch
-from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, unknown
+from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, refuse_regions, unknown
 from flexdilated.core.functorch import is_transformed
-from flexdilated.distributed.agreement import in_turn, number_of_collective
-from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.consistency import Fields, compare, one_call
+from flexdilated.distributed.exchange import explained
 from flexdilated.distributed.meshes import group_of
-from flexdilated.distributed.telling import telling_call, told
-from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import shown
 
 Batch = TypeVar("Batch")
 
@@ -161,7 +157,7 @@ def unshard_sequence(
         ValueError: If the tensors differ in length, this rank holds another number of tokens than `shard_lengths` says, or, on all
             of them, the ranks differ in lengths, dtype or other dims.
     """
-    return told(mesh, _unsharded, batch_local, mesh, dim, shard_lengths, reduce_gradients)
+    return _unsharded(batch_local, mesh, dim, shard_lengths, reduce_gradients)
 
 
 def _unsharded(
@@ -171,6 +167,7 @@ def _unsharded(
     rank, lengths = local_shard_lengths(mesh, _length(batch_local, dim), shard_lengths)
     if num_ranks == 1:
         return batch_local
+    refuse_regions()
     tensors = [x for x in tree_flatten(batch_local)[0] if isinstance(x, Tensor)]
     if any(hasattr(x, "device_mesh") for x in tensors):
         raise TypeError("the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor() is the whole of one")
@@ -211,7 +208,7 @@ def gather_tokens(
         ValueError: If a shape is wrong, or this rank holds another number of tokens than `shard_lengths` says.
         RuntimeError: If a position lies outside of the sequence, or, on all of them, is another on some rank.
     """
-    return told(mesh, _gathered, x_local, positions, mesh, shard_lengths, reduce_gradients)
+    return _gathered(x_local, positions, mesh, shard_lengths, reduce_gradients)
 
 
 def _gathered(x_local: Tensor, positions: Tensor, mesh: DeviceMesh, shard_lengths: Sequence[int] | None, reduces: bool) -> Tensor:
@@ -297,45 +294,33 @@ def _gather(
     """
     assert x.shape[dim] == lengths[rank]
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
-    with telling_call(group), in_turn(group):
+    with one_call(group) as number:
         refuse_shards_of_torch(group.size())
-        return _gather_in(group, x, rank, lengths, dim, also, (reduces, differentiates))
-
-
-def _gather_in(
-    group: dist.ProcessGroup,
-    x: Tensor,
-    rank: int,
-    lengths: Sequence[int],
-    dim: int,
-    also: Sequence[int],
-    reduces: tuple[bool, bool],
-) -> tuple[Tensor, Tensor]:
-    # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
-    whole, longest = _whole(x, lengths, dim), max(lengths)
-    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
-    padded = x.new_zeros(longest, *others)
-    padded[: lengths[rank]] = x.movedim(dim, 0)
-    shards = x.new_empty(len(lengths), longest, *others)
-    calls = number_of_collective(group)
-    described = f"shape={tuple(x.shape)}, dtype={x.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
-    if any(reduces):
-        described = f"{described}, reduce_gradients=True, {'with' if all(reduces) else 'without'} a gradient to reduce"
-    wait = Wait(group, f"unshard_sequence of {described}, call {calls[0] % APART}", calls[0])
-    # Messages of other sizes end a process, or are taken for whole ones.
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :]), str(x.dtype), dim, reduces
-    message = "shard_lengths, dtype, reduce_gradients and the other dims of shards must be the same on all ranks"
-    numbers = [zlib.crc32(repr(rest).encode()), *lengths, *(also or [0] * len(lengths))]
-    wait.check_same(calls, numbers, x.device, message)
-    number = torch.tensor(calls[0])
-    if whole.numel() == 0:  # on every rank
-        return whole, number
-    with wait.for_all():
-        dist.all_gather(list(shards.view(-1).view(torch.uint8).chunk(len(lengths))), padded.view(-1).view(torch.uint8), group=group)
-    for shard, part in zip(shards, whole.split(list(lengths), dim)):
-        part.copy_(shard[: part.shape[dim]].movedim(0, dim))
-    return whole, number
+        # First what memory may be short for: a rank that fails between two collectives would leave the others in the second.
+        whole, longest = _whole(x, lengths, dim), max(lengths)
+        others = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        # Shards of one size, which every transport moves, as bytes, since gloo knows few dtypes.
+        padded = x.new_zeros(longest, *others)
+        padded[: lengths[rank]] = x.movedim(dim, 0)
+        shards = x.new_empty(len(lengths), longest, *others)
+        fields = {
+            "call": "unshard_sequence",
+            "shard_lengths": list(lengths),
+            "dtype": str(x.dtype),
+            "dim": dim,
+            "the other dims of shards": others,
+            "reduce_gradients": reduces,
+            "requires_grad": differentiates,
+            "shard_lengths of gather_tokens": list(also),
+        }
+        compare(group, x.device, Fields(fields), (number,), each_time=True)  # collectives have no tags
+        if whole.numel() > 0:  # on every rank
+            parts = list(shards.view(-1).view(torch.uint8).chunk(len(lengths)))
+            with explained(f"call {number} over this mesh, unshard_sequence"):
+                dist.all_gather(parts, padded.view(-1).view(torch.uint8), group=group)
+        for shard, part in zip(shards, whole.split(list(lengths), dim)):
+            part.copy_(shard[: part.shape[dim]].movedim(0, dim))
+        return whole, torch.tensor(number)
 
 
 @_gather.register_fake
@@ -354,21 +339,21 @@ def _reduce(grad: Tensor, number: Tensor, group_name: str, rank: int, lengths: S
     """This rank's slice of the sum over ranks of what each has of the whole that they put together in the call of a number."""
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
     others = [*grad.shape[:dim], *grad.shape[dim + 1 :]]
-    with telling_call(group, is_backward=True), in_turn(group):
+    with one_call(group) as call:
         parts = grad.new_zeros(len(lengths), max(lengths), *others)
         for part, piece in zip(parts, grad.split(list(lengths), dim)):
             part[: piece.shape[dim]] = piece.movedim(dim, 0)
         mine = torch.empty_like(parts[0])
-        calls = number_of_collective(group)
-        described = f"shape={tuple(grad.shape)}, dtype={grad.dtype}, dim={dim}, shard_lengths={shown(lengths)}"
-        of = int(number.item())
-        wait = Wait(group, f"the backward of call {of % APART}, unshard_sequence to {described}", calls[0])
-        rest = zlib.crc32(repr((others, str(grad.dtype), dim)).encode())
-        wait.check_same(
-            calls, [of, rest, *lengths], grad.device, "backwards of unshard_sequence must come in one order on all ranks"
-        )
+        fields = {
+            "call": "the backward of unshard_sequence",
+            "shard_lengths": list(lengths),
+            "dtype": str(grad.dtype),
+            "dim": dim,
+            "the other dims of shards": others,
+        }
+        compare(group, grad.device, Fields(fields), (call, int(number.item())), each_time=True)
         if grad.numel() > 0:
-            with wait.for_all():
+            with explained(f"call {call} over this mesh, the backward of unshard_sequence"):
                 _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group)
         return mine[: lengths[rank]].movedim(0, dim).contiguous()
 

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexdilated.distributed.agreement import number_of_call
-from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.consistency import Fields, compare, one_call
+from flexdilated.distributed.exchange import explained
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import declared_lengths
-from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import shown
 
 
 class Sums:
@@ -28,7 +26,6 @@ class Sums:
     def __init__(self, mesh: DeviceMesh) -> None:
         _, self.rank, self.num_ranks = group_of(mesh)
         self._group, self._device_type = mesh.get_group(), mesh.device_type
-        self._wait: Wait | None = None
 
     def lengths(self, x: Tensor, shard_lengths: Sequence[int] | None) -> tuple[int, ...]:
         """Tokens of each rank, where x `(B, n, ...)` is this one's.
@@ -41,20 +38,16 @@ class Sums:
             raise ValueError(f"q must be on the device of mesh={self._device_type}, got {x.device}")
         return declared_lengths(self.rank, self.num_ranks, x.shape[1], shard_lengths)
 
-    def agree(self, call: str, described: Mapping[str, object]) -> None:
-        """Return once all ranks are known to make this call, and not another. They compare each one.
+    def compare(self, call: str, fields: Mapping[str, object]) -> None:
+        """Return once all ranks are known to make this call with these fields; they compare each one.
 
         Raises:
-            ValueError: If they differ, or one refused.
-            TimeoutError: If a rank does not come.
+            ValueError: If they differ.
         """
-        if self.num_ranks == 1:
-            return
-        what = f"{call} of {', '.join(f'{name}={shown(value)}' for name, value in described.items())}"
-        plan = {"call": call, **described}
-        Wait(self._group, what).agree(plan, each_time=True)
-        number = number_of_call(self._group)  # without a round behind this one
-        self._wait = Wait(self._group, f"call {number % APART}, {what}", number, plan)
+        if self.num_ranks > 1:
+            with one_call(self._group) as number:
+                device = torch.device(self._device_type)
+                compare(self._group, device, Fields({"call": call, **fields}), (number,), each_time=True)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be written."""
@@ -67,8 +60,8 @@ class Sums:
         return finite + torch.log(self.total(torch.exp(x - finite)))
 
     def _reduced(self, x: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._wait is not None:
+        if self.num_ranks > 1:
             x = x.contiguous()
-            with self._wait.for_all():
+            with explained("attention_map over this mesh"):
                 dist.all_reduce(x, how, group=self._group)
         return x

@@ -15,7 +15,6 @@ from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, autocast_dtype
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
-from flexdilated.distributed.telling import tells_others
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.ordering import ORDERS, Curve, coordinate_order
 
@@ -121,7 +120,6 @@ class LongNetViT(nn.Module):
         """Which tokens attend to which."""
         return self.encoder.pattern
 
-    @tells_others
     def forward(
         self,
         x: Tensor,

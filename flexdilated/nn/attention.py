@@ -19,7 +19,6 @@ from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.meshes import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
-from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.position import Rotation
 
@@ -302,7 +301,6 @@ class MultiheadDilatedAttention(nn.Module):
                 converted.out_proj.bias.copy_(out.bias)
         return converted.train(module.training)
 
-    @tells_others
     def forward(
         self,
         query: Tensor,

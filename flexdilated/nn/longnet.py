@@ -22,7 +22,6 @@ from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
-from flexdilated.distributed.telling import telling, tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.modes import evaluating
@@ -84,7 +83,6 @@ class LongNetLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
 
-    @tells_others
     def forward(
         self,
         tokens: Tensor,
@@ -283,7 +281,7 @@ class LongNetLM(nn.Module):
             NotImplementedError: If the pattern cannot be decoded, or tokens or model hold no values (meta and fake tensors).
         """
         mesh = None if shard_lengths is None else self.mesh
-        with telling(mesh), evaluating(self):
+        with evaluating(self):
             sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
             stop_tokens = self._check_stop_tokens(stop_tokens)
             num_tokens = self._num_tokens(tokens, shard_lengths)

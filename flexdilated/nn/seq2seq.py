@@ -18,7 +18,6 @@ from flexdilated.attention import dilated_attention
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
-from flexdilated.distributed.telling import tells_others
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
@@ -299,7 +298,6 @@ class LongNet(nn.Module):
         self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
         self.to(device=device, dtype=dtype)
 
-    @tells_others
     def forward(
         self,
         src: Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import secrets
@@ -14,14 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from flexdilated._version import __version__
 from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import RankLostError, UserError
 from flexdilated.training.waking import sign, wake_others
@@ -30,7 +27,7 @@ if TYPE_CHECKING:  # a torch that is built without torch.distributed still train
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-    from flexdilated.distributed.answering import AnsweringStore
+    from flexdilated.training.answering import AnsweringStore
 
 LOSS = "a lost rank"  # what ranks tell of an error that was another's
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
@@ -72,7 +69,7 @@ def started(
         return
     from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
 
-    from flexdilated.distributed.answering import OWN_THREAD, AnsweringStore
+    from flexdilated.training.answering import OWN_THREAD, AnsweringStore
 
     answers = timedelta(seconds=min(timeout_seconds, TIMEOUT_SECONDS))
     store = AnsweringStore(_join(count, rank, device, timedelta(seconds=timeout_seconds)), answers)
@@ -101,7 +98,7 @@ def _join(count: int, rank: int, device: torch.device, timeout: timedelta) -> St
     """Start the process group; returns the store of this start."""
     from torch.distributed.distributed_c10d import PrefixStore  # not in every build, as above
 
-    from flexdilated.distributed.start import rendezvous
+    from flexdilated.training.start import rendezvous
 
     try:
         store, _, _ = rendezvous(timeout)
@@ -140,16 +137,14 @@ def ensure_alike(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
     """
     if mesh is None:
         return
-    from flexdilated.distributed.agreement import agree  # not in every build, as above
-    from flexdilated.distributed.words import VERSION
+    from flexdilated.distributed.consistency import Fields, compare  # not in every build, as above
 
-    held = {VERSION: __version__, **held}
-    # A collective, which hears of a lost rank at once; the agreement then knows all ranks there.
-    digest = sha256(json.dumps(held).encode()).digest()
-    if len(span(mesh, int.from_bytes(digest[:7], "big"))) == 1:
+    fields = Fields(held)
+    # Waits for all ranks, also where they have compared this before.
+    if len(span(mesh, int.from_bytes(fields.digest[:7], "big"))) == 1:
         return
     try:
-        agree(mesh.get_group(), held)
+        compare(mesh.get_group(), torch.device(mesh.device_type), fields)
     except ValueError as error:
         raise UserError(str(error)) from None
 

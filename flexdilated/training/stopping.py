@@ -18,7 +18,7 @@ from flexdilated.training.ranks import has_met_a_loss, named, tells
 from flexdilated.training.waking import wake_others
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
-    from flexdilated.distributed.answering import AnsweringStore
+    from flexdilated.training.answering import AnsweringStore
 
 STOP_SECONDS = 22.0  # from a signal until the end begins; torchrun kills after 30
 STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: at once, and without\n"
@@ -83,7 +83,7 @@ def stop_deadline(store: AnsweringStore | None, rank: int, count: int, lost: Cal
                 others = []
         return None
 
-    from flexdilated.distributed.answering import OWN_THREAD  # slow to import
+    from flexdilated.training.answering import OWN_THREAD  # slow to import
 
     def watch() -> None:
         while byte := reader.recv(1):

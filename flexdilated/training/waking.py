@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
-    from flexdilated.distributed.answering import AnsweringStore
+    from flexdilated.training.answering import AnsweringStore
 
 STOPPED = "T"  # by SIGSTOP or SIGTSTP, not by a debugger
 

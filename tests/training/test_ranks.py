@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
-from flexdilated.distributed import start
-from flexdilated.training import checkpoint, ranks
+from flexdilated.training import checkpoint, ranks, start
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer

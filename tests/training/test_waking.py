@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import flexdilated
-from flexdilated.distributed.answering import AnsweringStore
 from flexdilated.training import waking
+from flexdilated.training.answering import AnsweringStore
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="states of processes are read in /proc")
 SCRIPT = """

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,18 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_timeout
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.core.call import EXCHANGES
 from flexdilated.core.pattern import at_least_one
-from flexdilated.distributed.agreement import failed, number_of_collective
-from flexdilated.distributed.answering import timeout_of
-from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
-from flexdilated.distributed.telling import telling, traces_call
-from flexdilated.distributed.waits import Wait
-from flexdilated.distributed.words import MAX_ITEMS, global_ranks
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from flexdilated.nn.longnet import LongNetLM
@@ -144,10 +141,23 @@ def _consecutive(ranks: int) -> DeviceMesh:
     made = _meshes.setdefault(world, {})
     if ranks not in made:
         with torch.device("cpu"):  # the library makes models under others
-            group, _ = dist.new_subgroups(ranks, timeout=timeout_of(world))
+            group, _ = dist.new_subgroups(ranks, timeout=_timeout_of(world))
             device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
             made[ranks] = DeviceMesh.from_group(group, device, mesh_dim_names=("context",))
     return made[ranks]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The shortest timeout of the group's backends."""
+    timeouts = []
+    for device in group._device_types:
+        try:
+            options = group._get_backend(device).options
+        except RuntimeError:  # a backend without options, as mpi
+            continue
+        if options is not None:  # as those of a fake one are
+            timeouts.append(options._timeout)
+    return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))
 
 
 def context_mesh(model: nn.Module) -> DeviceMesh:
@@ -316,22 +326,6 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {**dict(zip(inspect.signature(module.forward).parameters, args)), **kwargs}
 
 
-def _telling(hook: Any) -> Any:
-    """A hook whose errors reach the other ranks, which would wait for this one."""
-
-    @functools.wraps(hook)
-    def told(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mesh = getattr(module, PLACE).mesh
-        if torch.compiler.is_compiling():
-            traces_call(mesh.get_group().group_name)
-            return hook(module, args, kwargs)
-        with telling(mesh):
-            return hook(module, args, kwargs)
-
-    return told
-
-
-@_telling
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
@@ -371,31 +365,25 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
     ends = [x[:, place].tolist() if x.dim() == 2 and x.shape[1] else None for x, place in ((labels, 0), (shift_labels, -1))]
     told: list[Any] = [None] * context.mesh.size()
     group = context.mesh.get_group()
-    calls = number_of_collective(group)
-    wait = Wait(group, f"call {calls[0] % APART}, the comparison of labels", calls[0])
-    wait.check_same(calls, [], labels.device)
-    with wait.for_all():
+    ranks = dist.get_process_group_ranks(group)
+    with one_call(group) as number:
+        compare(group, labels.device, Fields({"call": "the comparison of labels"}), (number,), each_time=True)
         dist.all_gather_object(told, [*ends, float(count)], group=group)
-    counts = [(rank, of_rank) for rank, (*_, of_rank) in zip(global_ranks(group), told)]
+    counts = [(rank, of_rank) for rank, (*_, of_rank) in zip(ranks, told)]
     if len({of_rank for _, of_rank in counts}) > 1:
-        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, of_rank in counts[:MAX_ITEMS])
-        error = ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {found}")
-        failed(group)
-        raise error
-    held = [(rank, first, behind) for rank, (first, behind, _) in zip(global_ranks(group), told) if None not in (first, behind)]
+        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, of_rank in counts[:MOST_ITEMS])
+        raise ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {found}")
+    held = [(rank, first, behind) for rank, (first, behind, _) in zip(ranks, told) if None not in (first, behind)]
     for (one, _, behind), (other, first, _) in pairwise(held):
         if len(behind) != len(first) or any(a != b and not (packed and a == IGNORED) for a, b in zip(behind, first)):
-            error = ValueError(
+            raise ValueError(
                 f"labels must be those of one sequence in shards {SHARDED}, got shift_labels that end in {behind} on rank {one}, "
                 f"labels that begin with {first} on rank {other}; cut one batch of all ranks, as Trainer's is not, by "
                 "flexdilated.distributed.shard_sequence"
             )
-            failed(group)
-            raise error
     return len(held) < 2 or any(label != IGNORED for _, _, behind in held[:-1] for label in behind)
 
 
-@_telling
 def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Give the tokens of a shard their positions in the whole sequence, and refuse what is not known of shards."""
     given = _by_name(module, args, kwargs)

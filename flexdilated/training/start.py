@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as rendezvous_of_torch
 
-from flexdilated.distributed.answering import AnsweringStore
+from flexdilated.training.answering import AnsweringStore
 
 PAUSE_SECONDS = 0.01  # between two looks
 

@@ -1,4 +1,4 @@
-"""A store whose silence has an end, as its own end has words; and how long a group waits."""
+"""A store whose silence has an end, as its own end has words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_timeout
+from torch.distributed.distributed_c10d import Store
 
 OWN_THREAD = "flexdilated"  # the name of those that make no calls
 
@@ -90,16 +90,3 @@ class AnsweringStore:
         if error is not None:
             raise error
         return answer
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest timeout of the group's backends."""
-    timeouts = []
-    for device in group._device_types:
-        try:
-            options = group._get_backend(device).options
-        except RuntimeError:  # a backend without options, as mpi
-            continue
-        if options is not None:  # as those of a fake one are
-            timeouts.append(options._timeout)
-    return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))

@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 import flexdilated
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import rendezvous
-from flexdilated.distributed import start as starting
-from flexdilated.distributed.start import of_this_start
+from flexdilated.training import start as starting
+from flexdilated.training.start import of_this_start, rendezvous
 
 LONG, SHORT = timedelta(seconds=600), timedelta(seconds=0.2)
 
@@ -107,7 +106,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import rendezvous, shard_sequence
+from flexdilated.distributed import shard_sequence
+from flexdilated.training.start import rendezvous
 
 store, rank, world_size = rendezvous(timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))

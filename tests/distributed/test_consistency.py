@@ -1,0 +1,552 @@
+"""What ranks compare, and calls that they mix up: an error on every rank, by name or by the timeout, and never wrong numbers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from flexdilated import DilatedPattern, attention_map, dilated_attention
+from flexdilated._version import __version__
+from flexdilated.distributed import consistency, exchange, gather_tokens, unshard_sequence
+from flexdilated.distributed.consistency import MOST_CHARACTERS, TAGS, Fields, differences, one_call, shown
+from tests.distributed.cases import ShardedCase, arguments, check_sound, results, shards, simple
+from tests.distributed.processes import Ranks, several
+from tests.tolerances import EXACT
+
+SHORT = timedelta(seconds=8)  # of a group whose ranks wait for messages that do not come
+PATTERN = DilatedPattern((24,), (1,))  # cut between two ranks of 13 tokens
+LOCAL = DilatedPattern((13,), (1,))
+TOKENS = 13
+
+
+# -- compared -----------------------------------------------------------------------------------------------------------------
+
+
+def call(case: ShardedCase, rank: int, mesh: DeviceMesh, field: str | None, **options: Any) -> Tensor:
+    """The output of this rank, which may be of another opinion about one field."""
+    given = arguments(case, rank, mesh, **options)
+    q, k, v, _ = shards(case, rank)
+    pattern = case.pattern
+    if field == "pattern.segment_lengths":
+        pattern = DilatedPattern((8, 61), (1, 2))
+    elif field == "shard_lengths":
+        given["shard_lengths"] = (case.shard_lengths[0] + 1, *case.shard_lengths[1:])
+    elif field == "num_kv_heads":
+        q, k, v = (x[:, :, :2] for x in (q, k, v))
+    elif field == "query_heads_per_kv_head":
+        q = q.repeat(1, 1, 2, 1)
+    elif field == "head_dim":
+        q, k, v = (x[..., :2] for x in (q, k, v))
+    elif field == "batch":
+        q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
+    elif field == "dtype":
+        q, k, v = (x.float() for x in (q, k, v))
+    elif field == "masked":
+        given["key_padding_mask"] = torch.zeros(q.shape[:2], dtype=torch.bool)
+    elif field == "documents":
+        given["cu_seqlens"] = torch.tensor([0, 3, case.num_tokens])
+    elif field == "differentiable":
+        q = q.clone().requires_grad_()
+    elif field is not None:
+        given[field] = {"is_causal": True, "exchange": "ring", "scale": 3.25, "dropout_p": 0.5}[field]
+    return dilated_attention(q, k, v, pattern, **given)[0]
+
+
+def check_difference(rank: int, mesh: DeviceMesh, field: str, usual: str, other: str, scale: float) -> None:
+    case, odd = simple(mesh.size()), mesh.size() - 1
+    with pytest.raises(ValueError, match=rf"^ranks must agree on (.*; on )?{field}, got ") as caught:
+        call(case, rank, mesh, field if rank == odd else None, **({} if field == "scale" else {"scale": scale}))
+    message = str(caught.value)
+    assert f"{field}, got {usual}" in message, message
+    assert f" and {other}" in message, message
+    assert message.endswith(f"on rank {odd}"), message
+    check_sound(case, rank, mesh)
+
+
+@several
+@pytest.mark.parametrize(
+    ("field", "usual", "other"),
+    [
+        ("pattern.segment_lengths", "[8, 67]", "[8, 61]"),
+        ("shard_lengths", "[11, 13", "[12, 13"),
+        ("num_kv_heads", "3", "2"),
+        ("query_heads_per_kv_head", "1", "2"),
+        ("head_dim", "3", "2"),
+        ("batch", "1", "2"),
+        ("dtype", "'torch.float64'", "'torch.float32'"),
+        ("masked", "False", "True"),
+        ("documents", "'none'", "[[0, 3], [3, "),
+        ("differentiable", "False", "True"),
+        ("is_causal", "False", "True"),
+        ("exchange", "'auto'", "'ring'"),
+        ("scale", f"{3**-0.5!r}", "3.25"),
+        ("dropout_p", "0.0", "0.5"),
+    ],
+)
+def test_ranks_that_differ_all_raise_both_values(ranks: Ranks, field: str, usual: str, other: str) -> None:
+    ranks.run(check_difference, field, usual, other, 0.5 + len(field) / 128)
+
+
+def check_lengths(rank: int, mesh: DeviceMesh) -> None:
+    case = simple(mesh.size())
+    q, k, v, _ = shards(case, rank)
+    borders = torch.tensor([0, 3, case.num_tokens - 1])
+    given = {"shard_lengths": case.shard_lengths, "cu_seqlens": borders}
+    with pytest.raises(ValueError, match=rf"^cu_seqlens must rise from 0 to the number of tokens={case.num_tokens} of all ranks"):
+        dilated_attention(q, k, v, case.pattern, mesh=mesh, **given)
+    lengths = case.shard_lengths[:2]  # equal lengths are assumed where none are declared
+    match = (
+        rf"^ranks must agree on shard_lengths, got .*\[{lengths[0]}, {lengths[0]}.* on rank 0 and .*\[{lengths[1]}, {lengths[1]}"
+    )
+    with pytest.raises(ValueError, match=match):
+        dilated_attention(q, k, v, case.pattern, mesh=mesh)
+    version = __version__ if rank else "1.2.3"
+    match = rf"^ranks must agree on the version of flexdilated, got '1\.2\.3' on rank 0 and '{__version__}' on rank"
+    with mock.patch.object(consistency, "__version__", version), pytest.raises(ValueError, match=match):
+        dilated_attention(q, k, v, case.pattern, mesh=mesh, shard_lengths=case.shard_lengths, scale=0.125)
+    check_sound(case, rank, mesh)
+
+
+@several
+def test_shards_and_versions_that_differ_are_named(ranks: Ranks) -> None:
+    ranks.run(check_lengths)
+
+
+def count_collectives(rank: int, mesh: DeviceMesh) -> list[int]:
+    """Collectives after each of five steps, the first step with another scale, and one under no_grad."""
+    case, counts = simple(mesh.size()), []
+    with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather:
+        for scale in (0.7,) * 5 + (0.9,):
+            results(case, rank, mesh, scale=scale)
+            counts.append(gather.call_count)
+        with torch.no_grad():
+            call(case, rank, mesh, None, scale=0.7)
+        counts.append(gather.call_count)
+    return counts
+
+
+@several
+def test_ranks_compare_each_plan_once(ranks: Ranks) -> None:
+    assert ranks.run(count_collectives) == [[1, 1, 1, 1, 1, 2, 3]] * ranks.world_size
+
+
+def test_what_differs_is_shown_with_its_ranks() -> None:
+    plans = [{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}]
+    assert differences([4, 5, 7], plans) == [
+        "a, got 1 on ranks 4, 5 and 3 on rank 7",
+        "b, got 2 on ranks 4, 7 and nothing on rank 5",
+    ]
+    many = [{"a": str(rank % 11)} for rank in range(22)]
+    assert differences(range(22), many)[0].endswith("7 on ranks 7, 18, ... (11 values)")
+    assert differences(range(12), [{"a": str(rank < 11)} for rank in range(12)])[0].endswith(
+        "7, ... (11 ranks) and False on rank 11"
+    )
+    long, other = list(range(1000)), [*range(999), 0]
+    assert shown(long) != shown(other)
+    assert len(shown(long)) < MOST_CHARACTERS + 30
+    assert shown((1, 2)) == "[1, 2]"
+    assert Fields({"a": (1, 2)}).digest == Fields({"a": [1, 2]}).digest != Fields({"a": [2, 1]}).digest
+
+
+def check_bounded(rank: int, mesh: DeviceMesh) -> None:
+    """The oldest plan is forgotten on all ranks, and compared again."""
+    x = shard(rank, 1)
+    with (
+        mock.patch.object(consistency, "MOST_PLANS", 2),
+        mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather,
+    ):
+        for scale, count in ((2.1, 1), (2.2, 2), (2.1, 2), (2.3, 3), (2.2, 3), (2.1, 4)):
+            dilated_attention(*x, PATTERN, mesh=mesh, scale=scale)
+            assert gather.call_count == count
+
+
+# -- two ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes for all cases that end well."""
+    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.kill()
+
+
+@pytest.fixture
+def breaking(tmp_path: Path) -> Iterator[Ranks]:
+    """Two processes for one case that ends in a timeout, which closes gloo's connections."""
+    ranks = Ranks(2, tmp_path, timeout=SHORT)
+    yield ranks
+    ranks.kill()
+
+
+def whole(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2 * TOKENS, 3, 5, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def shard(rank: int, seed: int) -> list[Tensor]:
+    return [x[:, rank * TOKENS : (rank + 1) * TOKENS].clone().requires_grad_() for x in whole(seed)]
+
+
+def assert_right(out: Tensor, inputs: list[Tensor], rank: int, seed: int, pattern: DilatedPattern = PATTERN) -> None:
+    """Of the output and, where there are any, the gradients of its sum of squares."""
+    given = [x.requires_grad_() for x in whole(seed)]
+    expected = dilated_attention(*given, pattern)
+    here = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    torch.testing.assert_close(out, expected[:, here], **EXACT)
+    if inputs[0].grad is not None:
+        expected.square().sum().backward()
+        for x, e in zip(inputs, given):
+            torch.testing.assert_close(x.grad, e.grad[:, here], **EXACT)
+
+
+def check_step(rank: int, mesh: DeviceMesh, seed: int, pattern: DilatedPattern = PATTERN) -> None:
+    """One training step gives what one rank gives."""
+    inputs = shard(rank, seed)
+    out = dilated_attention(*inputs, pattern, mesh=mesh)
+    out.square().sum().backward()
+    assert_right(out, inputs, rank, seed, pattern)
+
+
+@pytest.mark.ranks
+def test_plans_are_remembered_up_to_a_bound(pair: Ranks) -> None:
+    pair.run(check_bounded)
+
+
+OUT_OF_STEP = r"^ranks must exchange rows in (the backward of )?call \d+ over this mesh.*(?i:timed? ?out|closed)"
+
+
+def backwards_in_another_order(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    inputs = [shard(rank, seed) for seed in (1, 2)]
+    outs = [dilated_attention(*x, PATTERN, mesh=mesh, exchange=exchange) for x in inputs]
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+        outs[rank].square().sum().backward()
+
+
+def a_layer_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """The forward of the layer, on rank 0, and the backward of the layer before it, on rank 1."""
+    inputs = shard(rank, 1)
+    first = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange)
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+        dilated_attention(*shard(rank, 2), PATTERN, mesh=mesh, exchange=exchange) if rank == 0 else first.sum().backward()
+
+
+def two_known_plans(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    for scale in (0.5, 0.7):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=scale)
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=0.5 if rank else 0.7)
+
+
+def a_new_plan_beside_a_known_one(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """One rank waits in the comparison, the other one for rows."""
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+        dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, is_causal=bool(rank))
+
+
+def a_call_that_one_rank_refuses(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """The next call of the rank that goes on is not taken for the call in which the other one waits."""
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    if rank == 1:
+        with pytest.raises(ValueError, match="scale must be finite"):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=float("nan"))
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+        dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
+
+
+def a_kernel_that_fails_on_one_rank(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    if rank == 1:
+        with (
+            mock.patch("flexdilated.distributed.attention.context_forward", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    with pytest.raises(RuntimeError, match=OUT_OF_STEP):
+        dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        backwards_in_another_order,
+        a_layer_left_out,
+        two_known_plans,
+        a_new_plan_beside_a_known_one,
+        a_call_that_one_rank_refuses,
+        a_kernel_that_fails_on_one_rank,
+    ],
+)
+def test_calls_that_differ_end_in_the_timeout(breaking: Ranks, case: Callable[..., None]) -> None:
+    breaking.run(case, "gather")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "heads"])
+def test_backwards_in_another_order_end_in_the_timeout(breaking: Ranks, exchange: str) -> None:
+    breaking.run(backwards_in_another_order, exchange)
+
+
+def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:
+    """The process of rank 1 ends in the middle of a call."""
+    case = simple(mesh.size())
+    check_sound(case, rank, mesh)
+    if rank != 1:
+        with pytest.raises(RuntimeError, match=r"^ranks must exchange rows in "):
+            results(case, rank, mesh)
+        return
+    calls = mock.Mock(side_effect=lambda batch: os._exit(1) if calls.call_count == end else send(batch))
+    end, send = {"forward": 1, "backward": 2}[phase], dist.batch_isend_irecv
+    with mock.patch.object(dist, "batch_isend_irecv", calls):
+        results(case, rank, mesh, exchange="auto")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_rank_that_ends_is_an_error_on_the_others(phase: str, tmp_path: Path) -> None:
+    ranks = Ranks(3, tmp_path, timeout=SHORT)
+    try:
+        ranks.run(check_loss, phase, ending=(1,))
+    finally:
+        ranks.kill()
+
+
+def one_call_too_many(rank: int, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh)
+    if rank == 0:
+        with one_call(group):
+            pass
+    for _ in range(2):  # still so when the error has been caught
+        with pytest.raises(
+            ValueError, match=r"^ranks must agree on the number of the call over this mesh, got \d+ on rank 0 and \d+ on"
+        ):
+            dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.3)
+
+
+@pytest.mark.ranks
+def test_a_call_too_many_is_named_where_ranks_compare(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        ranks.run(one_call_too_many)
+
+
+# -- legal --------------------------------------------------------------------------------------------------------------------
+
+
+def check_legal(rank: int, mesh: DeviceMesh, pattern: DilatedPattern, way: str) -> None:
+    inputs, options = shard(rank, 5), {"mesh": mesh, "exchange": "gather"}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return dilated_attention(q, k, v, pattern, **options)
+
+    if way == "compiled":
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            for x in inputs:
+                x.grad = None
+            out = compiled(*inputs)
+            out.square().sum().backward()
+    elif way == "checkpoint":
+        out = checkpoint(attend, *inputs, use_reentrant=False)
+        out.square().sum().backward()
+    elif way == "reentrant":  # its first forward is not differentiated
+        out = checkpoint(attend, *inputs, use_reentrant=True)
+        out.square().sum().backward()
+    elif way == "twice":
+        out = attend(*inputs)
+        out.square().sum().backward(retain_graph=True)
+        for x in inputs:
+            x.grad = None
+        out.square().sum().backward()
+    elif way == "no_grad":
+        with torch.no_grad():
+            out = attend(*inputs)
+    else:  # two models in turn, whose backwards come in another order than their forwards
+        other = shard(rank, 6)
+        out, second = attend(*inputs), attend(*other)
+        second.square().sum().backward()
+        out.square().sum().backward()
+        assert_right(second, other, rank, 6, pattern)
+    assert_right(out, inputs, rank, 5, pattern)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pattern", [PATTERN, LOCAL], ids=["cut", "local"])
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "reentrant", "twice", "no_grad", "in turn", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_numbered_calls_give_what_one_rank_gives(pair: Ranks, way: str, pattern: DilatedPattern) -> None:
+    pair.run(check_legal, pattern, way)
+
+
+def check_refused(rank: int, mesh: DeviceMesh) -> None:
+    q, k, v = (x.detach() for x in shard(rank, 1))
+    attend = lambda q: dilated_attention(q, k, v, PATTERN, mesh=mesh)  # noqa: E731
+    for transform in (lambda: torch.func.jvp(attend, (q,), (q,)), lambda: torch.func.grad(lambda q: attend(q).sum())(q)):
+        with pytest.raises(NotImplementedError, match=r"^mesh must come without torch\.func"):
+            transform()
+    with pytest.raises(NotImplementedError, match=r"^mesh must come without torch\.func"):
+        torch.func.vmap(lambda q: attend(q[None]))(q)
+    with fwAD.dual_level(), pytest.raises(NotImplementedError, match=r"^mesh must come without torch\.func and forward-mode"):
+        attend(fwAD.make_dual(q, q))
+    met: list[str] = []
+
+    def other() -> None:
+        try:
+            attend(q)
+        except RuntimeError as error:
+            met.append(str(error))
+
+    with one_call(mesh.get_group()):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert [error[:78] for error in met] == ["dilated_attention must run in one thread at a time over one mesh, got a call d"]
+    check_step(rank, mesh, 9)
+
+
+@pytest.mark.ranks
+def test_transforms_and_threads_are_refused_by_name(pair: Ranks) -> None:
+    pair.run(check_refused)
+
+
+# -- without tags -------------------------------------------------------------------------------------------------------------
+
+
+def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: bool) -> None:
+    """As over a backend that matches messages by their order alone."""
+    send = dist.P2POp
+
+    def untagged(make: Any, message: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.P2POp:
+        return send(make, message, peer, group, 0)
+
+    with mock.patch.object(exchange, "has_tags", return_value=False), mock.patch.object(dist, "P2POp", untagged):
+        inputs = shard(rank, 4)
+        out = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange_name)
+        if is_mixed:
+            other = dilated_attention(*shard(rank, 6), PATTERN, mesh=mesh, exchange=exchange_name)
+            with pytest.raises(
+                RuntimeError, match="ranks must make the same calls of dilated_attention in the same order, got rows of another"
+            ):
+                (out, other)[rank].square().sum().backward()
+        else:
+            out.square().sum().backward()
+            assert_right(out, inputs, rank, 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("exchange_name", ["gather", "ring", "heads"])
+def test_messages_without_tags_carry_their_number(pair: Ranks, exchange_name: str) -> None:
+    pair.run(check_headers, exchange_name, False)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_messages_of_another_call_are_refused_without_tags(breaking: Ranks) -> None:
+    breaking.run(check_headers, "gather", True)
+
+
+def test_tags_differ_between_calls_and_directions() -> None:
+    fields = Fields({"a": 1})
+    tags = {fields.tag(number, backward=back) for number in range(1000) for back in (False, True)}
+    assert len(tags) == 2000
+    assert min(tags) >= 0
+    assert max(fields.tag(n, backward=True) for n in (0, TAGS - 1, TAGS)) < 1 << 31
+    assert fields.tag(TAGS + 7) == fields.tag(7) != Fields({"a": 2}).tag(7)  # a billion calls later
+
+
+# -- collectives --------------------------------------------------------------------------------------------------------------
+
+
+def check_wholes(rank: int, mesh: DeviceMesh) -> None:
+    """Shards of other lengths, dtypes and gradients, which are compared at each call."""
+    x = shard(rank, 1)[0].detach()
+    good, expected = torch.zeros(1, dtype=torch.int64), whole(1)[0]
+    for call, match in (
+        (lambda: gather_tokens(x[:, rank:, :, 0], good, mesh), "shard_lengths of gather_tokens, got "),
+        (
+            lambda: unshard_sequence(x.float() if rank else x, mesh),
+            "dtype, got 'torch.float64' on rank 0 and 'torch.float32' on rank 1",
+        ),
+        (
+            lambda: unshard_sequence(x, mesh, reduce_gradients=bool(rank)),
+            "reduce_gradients, got False on rank 0 and True on rank 1",
+        ),
+        (
+            lambda: unshard_sequence(x, mesh) if rank else dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, scale=0.9),
+            "call, got ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^ranks must agree on .*{match}"):
+            call()
+    torch.testing.assert_close(unshard_sequence(x, mesh), expected, **EXACT)
+    with pytest.raises(RuntimeError, match=r"^positions must be the same on all ranks, got others"):
+        gather_tokens(x[..., 0], good + rank, mesh)
+    torch.testing.assert_close(gather_tokens(x[..., 0], good, mesh), expected[:, :1, :, 0], **EXACT)
+
+
+@pytest.mark.ranks
+def test_wholes_that_ranks_put_together_are_compared(pair: Ranks) -> None:
+    pair.run(check_wholes)
+
+
+def backwards_of_wholes(rank: int, mesh: DeviceMesh) -> None:
+    """Gradients of a whole are never added to those of another whole; the error leaves the ranks in order."""
+
+    def wholes() -> tuple[list[Tensor], list[Tensor]]:
+        parts = [torch.full((1, 2, 3), 1.0 + i, dtype=torch.float64, requires_grad=True) for i in range(2)]
+        return parts, [unshard_sequence(x, mesh, reduce_gradients=True) for x in parts]
+
+    _, of = wholes()
+    with pytest.raises(ValueError, match=r"^ranks must agree on the number of the forward, got \d+ on rank 0 and \d+ on rank 1$"):
+        of[rank].sum().backward()
+    parts, of = wholes()
+    for each in of:
+        each.sum().backward()
+    for x in parts:
+        torch.testing.assert_close(x.grad, torch.full_like(x, float(mesh.size())), **EXACT)
+
+
+@pytest.mark.ranks
+def test_gradients_of_two_wholes_are_not_mixed(pair: Ranks) -> None:
+    pair.run(backwards_of_wholes)
+
+
+def maps_in_another_order(rank: int, mesh: DeviceMesh) -> None:
+    q, k, _ = (x.detach() for x in shard(rank, 1))
+
+    def query(number: int) -> Tensor:
+        return attention_map(q, k, PATTERN, queries=number, mesh=mesh)
+
+    whole_q, whole_k, _ = whole(1)
+    expected = attention_map(whole_q, whole_k, PATTERN, queries=5)[..., rank * TOKENS : (rank + 1) * TOKENS]
+    for number in (5, 9):
+        query(number)
+    for other in (9, 9, 11):  # again, once both have caught it
+        with pytest.raises(ValueError, match=rf"^ranks must agree on queries, got \[5\] on rank 0 and \[{other}\] on rank 1$"):
+            query(other if rank else 5)
+    torch.testing.assert_close(query(5), expected, **EXACT)
+
+
+@pytest.mark.ranks
+def test_maps_in_another_order_are_an_error_on_both_ranks(pair: Ranks) -> None:
+    pair.run(maps_in_another_order)
