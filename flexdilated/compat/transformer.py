@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flexdilated.compat.multihead import MultiheadDilatedAttention
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.nn.initial_weights import set_initial_weights
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -204,6 +205,5 @@ def _feed_forward(
         nn.Linear(dim_feedforward, d_model, device=device, dtype=dtype),
     )
     for projection in projections:
-        nn.init.xavier_normal_(projection.weight, gain=gamma)
-        nn.init.zeros_(projection.bias)
+        set_initial_weights(projection, "xavier_normal_", gain=gamma)
     return projections

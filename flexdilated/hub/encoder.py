@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.initial_weights import reset_modules
 from flexdilated.nn.transformer import Block, FeedForward
 
 __all__ = ["BranchDropout", "LongNetEncoder"]
@@ -112,6 +113,10 @@ class LongNetEncoder(nn.Module):
         self.dropout = nn.Dropout(dropout_p)
         self.layers = nn.ModuleList(block(i) for i in range(num_layers))
         self.layer_norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps)
+
+    def init_weights(self) -> None:
+        """Draw the constructor's initial weights, also after `to_empty`."""
+        reset_modules(self)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
 from flexdilated.hub.encoder import LongNetEncoder
+from flexdilated.nn.initial_weights import reset_modules, set_initial_weights
 from flexdilated.ordering import ORDERS, Curve, coordinate_order
 
 
@@ -104,16 +105,17 @@ class LongNetViT(nn.Module):
         )
         self.norm = nn.LayerNorm(embed_dim, eps=norm_eps)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Xavier-uniform matrices of gain 1, zero biases, a class token of deviation 0.02: the original's start."""
-        nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+                set_initial_weights(module, "xavier_uniform_")
+
+    def reset_parameters(self) -> None:
+        """Draw the class token, of standard deviation 0.02."""
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    def init_weights(self) -> None:
+        """Draw the original's initial weights: Xavier-uniform matrices of gain 1, zero biases, and the class token."""
+        reset_modules(self)
 
     @property
     def pattern(self) -> DilatedPattern:

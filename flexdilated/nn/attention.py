@@ -19,6 +19,7 @@ from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
 from flexdilated.distributed.meshes import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
+from flexdilated.nn.initial_weights import reset_modules, set_initial_projections
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.position import Rotation
 
@@ -226,17 +227,11 @@ class MultiheadDilatedAttention(nn.Module):
             pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
         pattern.check_heads(num_kv_heads)
-        self.reset_parameters()
+        set_initial_projections(self, gamma_init)
 
-    def reset_parameters(self) -> None:
+    def init_weights(self) -> None:
         """Xavier-normal projections, those of values and output with gain `gamma_init`; zero biases."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            gain = self.gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
-            nn.init.xavier_normal_(projection.weight, gain=gain)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if isinstance(self.inner_attn_ln, nn.LayerNorm):
-            self.inner_attn_ln.reset_parameters()
+        reset_modules(self)
 
     @classmethod
     def from_torch(

@@ -24,6 +24,7 @@ from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.config import LongNetConfig
+from flexdilated.nn.initial_weights import reset_modules, set_initial_weights
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
 from flexdilated.nn.sampling import INDICES, Sampler, lengths_of_prompts
@@ -81,7 +82,11 @@ class LongNetLM(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
+        set_initial_weights(self.embedding, "normal_", std=config.embed_dim**-0.5)
+
+    def init_weights(self) -> None:
+        """Draw the constructor's initial weights, also after `to_empty`."""
+        reset_modules(self)
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.meshes import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.initial_weights import reset_modules, set_initial_projections
 from flexdilated.nn.padding import ignored_keys
 from flexdilated.nn.transformer import Block, FeedForward
 
@@ -50,10 +51,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.num_heads, self.dropout_p, self.mesh, self.exchange = num_heads, dropout_p, one_of_equal(mesh), exchange
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            gain = gamma_init if projection in (self.v_proj, self.out_proj) else 1.0
-            nn.init.xavier_normal_(projection.weight, gain=gain)
-            nn.init.zeros_(projection.bias)
+        set_initial_projections(self, gamma_init)
 
     def forward(
         self,
@@ -297,6 +295,10 @@ class LongNet(nn.Module):
         )
         self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
         self.to(device=device, dtype=dtype)
+
+    def init_weights(self) -> None:
+        """Draw the constructor's initial weights, also after `to_empty`."""
+        reset_modules(self)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from flexdilated.backends.portable import writes_onnx
 from flexdilated.decode import DilatedKVCache
 from flexdilated.nn.attention import MultiheadDilatedAttention
+from flexdilated.nn.initial_weights import set_initial_weights
 from flexdilated.nn.position import Rotation
 
 
@@ -32,8 +33,7 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(ffn_dim, eps=layer_norm_eps)
         self.fc2 = nn.Linear(ffn_dim, embed_dim)
         for projection in (self.fc1, self.fc2):
-            nn.init.xavier_normal_(projection.weight, gain=gamma_init)
-            nn.init.zeros_(projection.bias)
+            set_initial_weights(projection, "xavier_normal_", gain=gamma_init)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., embed_dim)` to `(..., embed_dim)`."""

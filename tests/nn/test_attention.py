@@ -273,14 +273,14 @@ def test_multihead_initial_gains_are_gamma_for_value_and_output_only(kv_heads: i
     assert module.inner_attn_ln.weight.eq(1).all()
 
 
-def test_multihead_reset_parameters_starts_anew() -> None:
+def test_multihead_init_weights_draws_again() -> None:
     module = multihead()
     torch.manual_seed(3)
-    module.reset_parameters()
+    module.init_weights()
     first = copy.deepcopy(module.state_dict())
     randomize(module)
     torch.manual_seed(3)
-    module.reset_parameters()
+    module.init_weights()
     for name, value in module.state_dict().items():
         assert torch.equal(value, first[name]), name
 

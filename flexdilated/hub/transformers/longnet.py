@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -158,15 +157,10 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """LongNet's own initial weights, for what a checkpoint lacks; called for the innermost modules."""
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding):  # perhaps the library's own, made to resize the vocabulary
             nn.init.normal_(module.weight, std=self.config.embed_dim**-0.5)
-        elif isinstance(module, nn.LayerNorm) or module is self.model.head:
+        elif isinstance(module, nn.Linear | nn.LayerNorm):
             module.reset_parameters()
-        elif isinstance(module, nn.Linear):
-            name = next(name for name, found in self.named_modules() if found is module)
-            gamma = math.sqrt(math.log(2 * self.config.num_layers))
-            nn.init.xavier_normal_(module.weight, gain=1.0 if name.endswith(("q_proj", "k_proj")) else gamma)
-            nn.init.zeros_(module.bias)
 
     def forward(
         self,

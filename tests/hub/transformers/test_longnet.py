@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 from tests.hub.transformers.models import BATCH, INTERLEAVED, RAGGED, TOKENS, longnet, mask_of, run
+from tests.nn.test_initial_weights import RECIPES, check_distribution, moments
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -195,6 +196,16 @@ def test_longnet_starts_from_longnets_weights() -> None:
     plain = LongNetLM(model.config.to_longnet())
     for (name, ours), theirs in zip(model.model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.1, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("recipe", ["forwards", "backwards", "init_weights"])
+def test_longnet_after_the_meta_device_has_the_constructors_distribution(recipe: str) -> None:
+    expected = moments(longnet(tie_embeddings=False))
+    with torch.device("meta"):
+        model = longnet(tie_embeddings=False)
+    model.to_empty(device="cpu")
+    RECIPES[recipe](model)
+    check_distribution(model, expected)
 
 
 def test_longnet_initialises_what_a_checkpoint_lacks(tmp_path: Path) -> None:
