@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.hardware import holds_values
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.hub.swap import check_unhooked
 from flexdilated.ordering import Order
@@ -29,6 +30,7 @@ CLASSES = (
 # What they hold and what they are called with, as of timm 1.0.31: another version may compute what is not followed here.
 PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop", "rel_pos"}
 TENSORS = {"q_bias", "k_bias", "v_bias", "relative_position_bias_table", "relative_position_index"}
+HIDDEN = -1e4  # softmax makes 0 of such a number; timm adds the lowest one of the dtype
 ARGUMENTS = {"self", "x", "rope", "attn_mask", "is_causal", "shared_rel_pos", "shared_rel_pos_bias"}
 
 
@@ -126,8 +128,11 @@ class TimmAttention(nn.Module):
                 those that the module takes, in its order.
             **options: The same by name.
 
+        `attn_mask` must be the mask of padded patches that NaFlexViT makes, `(B, 1, N, N)` or `(B, 1, 1, N)`: bool, True where
+        a key is seen, or numbers to add, 0 or at most -1e4. The outputs of padded patches mean nothing.
+
         Raises:
-            NotImplementedError: If there is a mask.
+            NotImplementedError: If the mask hides other pairs than those of padded tokens (compiled, an assertion fails).
             ValueError: If there are other tokens than the order, or a table of relative positions, has.
             TypeError: If an argument is unknown or comes twice.
         """
@@ -136,8 +141,8 @@ class TimmAttention(nn.Module):
         if len(inputs) > len(names) or not options.keys() <= set(names) - given.keys():
             raise TypeError(f"arguments must be x, {', '.join(names)}, each once, got {len(inputs) + 1} and {sorted(options)}")
         given |= options
-        if given.get("attn_mask") is not None:
-            raise NotImplementedError("attn_mask must be None, got a mask; the pattern says what is seen")
+        mask = given.get("attn_mask")
+        padding = _ignored_keys(mask).expand(x.shape[:2]) if isinstance(mask, Tensor) else None
         part: Any = self
         gate = getattr(part, "gate", None)
         gate = None if gate is None else gate(x).sigmoid()
@@ -151,6 +156,7 @@ class TimmAttention(nn.Module):
             if part.permutation.shape[0] != x.shape[1]:
                 raise ValueError(f"x must hold the {part.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
             q, k, v = (y.index_select(1, part.permutation) for y in (q, k, v))
+            padding = None if padding is None else padding.index_select(1, part.permutation)
         bias = self._relative(given, x.shape[1])
         out = dilated_attention(
             q,
@@ -160,6 +166,7 @@ class TimmAttention(nn.Module):
             is_causal=self.is_causal or bool(given.get("is_causal", False)),
             scale=self.scale,
             dropout_p=self.dropout_p if self.training else 0.0,
+            key_padding_mask=padding,
             score_mod=None if bias is None else lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx],
             backend=self.backend,
         ).flatten(2)
@@ -240,6 +247,23 @@ class TimmAttention(nn.Module):
         half = {"half": True} if self.rotate_half else {}
         turned = apply_rot_embed_cat(rearrange(rest, "b n h d -> b h n d"), rope, **half)
         return torch.cat([first, rearrange(turned, "b h n d -> b n h d")], dim=1)
+
+
+def _ignored_keys(mask: Tensor) -> Tensor:
+    """`(B, N)`, True at padding, from timm's mask `(B, 1, N, N)` or `(B, 1, 1, N)`, which may hide padded queries too."""
+    message = "attn_mask must hide padded tokens alone, as (B, 1, 1 or N, N), got {}; the pattern says what is seen"
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] not in (1, mask.shape[3]):
+        raise NotImplementedError(message.format(f"shape {tuple(mask.shape)}"))
+    hidden = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
+    padding = hidden.all(-2, keepdim=True)
+    is_padding = ((hidden == padding) | (hidden & padding.mT)).all()
+    if mask.dtype != torch.bool:
+        is_padding &= (hidden | (mask == 0)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_padding, message.format("another mask"))
+    elif holds_values(mask) and not bool(is_padding):
+        raise NotImplementedError(message.format("another mask"))
+    return padding[:, 0, 0]
 
 
 def _check(module: nn.Module) -> None:

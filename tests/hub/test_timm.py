@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -390,10 +391,53 @@ def test_convert_names_windowed_attention_that_it_does_not_know(package: str) ->
         convert(model, PATTERN)
 
 
+@pytest.mark.parametrize("kind", ["bool", "added", "keys alone"])
+def test_padded_tokens_change_nothing(kind: str) -> None:
+    """Under a pattern, the tokens before the padding give what they give without it."""
+    real, module = 17, TimmAttention(randomize(Attention(DIM, HEADS)), PATTERN)
+    x = rows()
+    valid = (torch.arange(TOKENS) < real).expand(BATCH, -1)
+    seen = valid[:, None, None, :] if kind == "keys alone" else (valid[:, :, None] & valid[:, None, :])[:, None]
+    mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = module(x[:, :real])
+    x[:, real:] = 1e3
+    torch.testing.assert_close(module(x, attn_mask=mask)[:, :real], expected, **EXACT)
+
+
+@pytest.mark.parametrize("keys_alone", [False, True])
+def test_naflex_with_padded_patches_equals_timm(keys_alone: bool) -> None:
+    options = {"pos_embed": "learned", "use_key_only_attn_mask": keys_alone}
+    model = timm.models.naflexvit.NaFlexVit(
+        timm.models.naflexvit.NaFlexVitCfg(patch_size=4, embed_dim=DIM, depth=2, num_heads=HEADS, **options), num_classes=5
+    )
+    randomize(model).eval()
+    lengths, grid = (20, 12), (4, 5)
+    places = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).expand(2, -1, -1)
+    batch = {
+        "patches": torch.randn(2, 20, 4 * 4 * 3, dtype=torch.float64),
+        "patch_coord": places,
+        "patch_valid": torch.arange(20) < torch.tensor(lengths)[:, None],
+    }
+    expected = model(batch)
+    dilated = copy.deepcopy(model)
+    convert(dilated, DENSE, skip=["attn_pool"])
+    assert sum(isinstance(module, TimmAttention) for module in dilated.modules()) == 2
+    torch.testing.assert_close(dilated(batch), expected, **EXACT)
+    batch["patches"][1, lengths[1] :] = 7.0
+    torch.testing.assert_close(dilated(batch), expected, **EXACT)
+
+
 def test_module_rejects_masks_and_unknown_arguments() -> None:
     module, x = TimmAttention(randomize(Attention(DIM, HEADS)), PATTERN), rows()
-    with pytest.raises(NotImplementedError, match=r"^attn_mask must be None, got a mask; the pattern says what is seen$"):
-        module(x, attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.bool))
+    seen = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool)
+    bias = torch.zeros(BATCH, 1, 1, TOKENS)
+    bias[0, 0, 0, 3] = -0.5
+    blind = seen.clone()
+    blind[1, 0, 4] = False  # a query without keys whose own key is seen
+    for mask, found in ((seen[0, 0], "shape (23, 23)"), *((other, "another mask") for other in (seen.tril(), bias, blind))):
+        message = rf"^attn_mask must hide padded tokens alone, .* got {re.escape(found)}; the pattern says what is seen$"
+        with pytest.raises(NotImplementedError, match=message):
+            module(x, attn_mask=mask)
     message = r"^arguments must be x, attn_mask, is_causal, each once, got 1 and \['rope'\]$"
     with pytest.raises(TypeError, match=message):
         module(x, rope=None)
