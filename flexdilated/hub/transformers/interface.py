@@ -110,8 +110,8 @@ def dilated_attention_forward(
             raise ValueError(
                 "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
             )
-        if borders is None and call.is_causal and num_keys == q.shape[1]:
-            refuse_documents(options.get("position_ids"), attention_mask, num_keys)
+        if borders is None and num_keys == q.shape[1]:
+            refuse_documents(options.get("position_ids"), attention_mask, num_keys, is_causal=call.is_causal)
         if layer is not None:
             _refuse_with_cache(borders, call)
             seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0

@@ -18,7 +18,7 @@ from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.decode.arguments import cache_refusal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
-from flexdilated.hub.transformers.context import check_sharded, context_of
+from flexdilated.hub.transformers.context import IGNORED, check_sharded, context_of
 from flexdilated.hub.transformers.options import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
@@ -183,7 +183,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: `(B, N)`.
             attention_mask: `(B, N)`, 1 at real tokens; with a cache that has seen tokens, theirs come first.
             inputs_embeds: Must be None; adapters hand it on.
-            labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned.
+            labels: `(B, N)`, as `input_ids` (the loss moves them by one), -100 where nothing is learned. The first label of each
+                packed document is ignored.
             past_key_values: The cache that these tokens follow, and join.
             use_cache: Whether to make one where none is given. Default: no.
             return_dict: Whether to return a `CausalLMOutputWithPast`, or a tuple. Default: what the config says.
@@ -264,6 +265,11 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("shift_labels must come with labels, got them alone")
         loss = None
         if labels is not None:
+            if borders is not None and shift_labels is None:  # the last token of a document does not predict the next document
+                starts = labels.new_zeros(labels.shape[1] + 1, dtype=torch.bool).index_fill(
+                    0, borders.to(labels.device).long(), True
+                )
+                labels = labels.masked_fill(starts[:-1], IGNORED)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,

@@ -164,13 +164,16 @@ def shifted(x: Tensor, shift: Tensor) -> Tensor:
     return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(x.shape))
 
 
-def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int) -> None:
-    """Refuse positions that pack documents where the library did not look for any: it does without a mask and a cache alone.
+def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *, is_causal: bool) -> None:
+    """Refuse positions that pack documents where the library does not look for any.
+
+    It looks for documents in causal models that have neither a mask nor a cache.
 
     Args:
         position_ids: `(B or 1, num_tokens)`, read once for all layers. Others, of several axes say, tell of no documents.
         mask: None, or `(B, 1, 1, ...)`, of which the first `num_tokens` are -1 at padding, where positions may be any.
         num_tokens: N.
+        is_causal: Whether queries see only keys at their own position and before.
 
     Raises:
         NotImplementedError: If a real token stands elsewhere than one behind the real token before it.
@@ -187,9 +190,12 @@ def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int) ->
         real = mask[:, 0, 0, :num_tokens] >= 0
         jumps = jumps & (real[:, 1:] & real[:, :-1]).to(jumps.device)
     if bool(jumps.any()):
+        where, remedy = " and a cache or a mask", "use_cache=False and no mask, or "
+        if not is_causal:
+            where, remedy = " that is not causal", ""
         raise NotImplementedError(
-            f"position_ids must rise by 1 with {NAME!r} attention and a cache or a mask, got others: to pack documents pass "
-            "use_cache=False and no mask, or cu_seq_lens_q and cu_seq_lens_k"
+            f"position_ids must rise by 1 with {NAME!r} attention{where}, got others: to pack documents pass {remedy}"
+            "cu_seq_lens_q and cu_seq_lens_k"
         )
     setattr(position_ids, RISES, version)
 

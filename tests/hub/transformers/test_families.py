@@ -298,6 +298,31 @@ def test_what_cannot_be_dilated_is_refused_by_name(family: str) -> None:
         build(config, model, sizes)(**draw(kind))
 
 
+ENCODERS = ("BERT", "RoBERTa", "XLM-RoBERTa", "ELECTRA", "ALBERT", "ESM", "ModernBERT")
+UNSEEN = ("ESM", "ModernBERT")  # their attention is never given position_ids; docs/transformers.md names them
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_attend_to_no_other_packed_document(family: str) -> None:
+    config, name, sizes, _ = RUNS.get(family) or RUNS_WITH[family][:4]
+    first = 1 if sizes.get("max_position_embeddings") == 66 else 0
+    model = build(config, name, sizes, WIDE if family in RUNS_WITH else None)
+    tokens = torch.randint(4, 31, (1, 20))
+    positions, borders = torch.cat([torch.arange(8), torch.arange(12)])[None] + first, torch.tensor([0, 8, 20])
+    other = tokens.clone()
+    other[:, :8] = (tokens[:, :8] - 3) % 27 + 4
+    packed = {"position_ids": positions, "cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    assert torch.equal(model(tokens, **packed).logits[:, 8:], model(other, **packed).logits[:, 8:])
+    if family in UNSEEN:
+        assert "ESM and ModernBERT, whose attention never receives `position_ids`" in " ".join(PAGE.read_text().split())
+        return
+    with pytest.raises(
+        NotImplementedError, match="position_ids must rise by 1 .* not causal, .* pass cu_seq_lens_q and cu_seq_lens_k"
+    ):
+        model(tokens, position_ids=positions)
+    torch.testing.assert_close(model(tokens, position_ids=torch.arange(20)[None] + first).logits, model(tokens).logits)
+
+
 def test_the_page_lists_these_families() -> None:
     """One row per family in the table of what it may expect."""
     text = PAGE.read_text()

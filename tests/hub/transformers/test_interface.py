@@ -199,15 +199,15 @@ def test_positions_are_read_once_for_all_layers_and_again_when_changed() -> None
     from flexdilated.hub.transformers.positions import RISES, refuse_documents
 
     positions = torch.arange(5)[None]
-    refuse_documents(positions, None, 5)
+    refuse_documents(positions, None, 5, is_causal=True)
     assert getattr(positions, RISES) == positions._version
     positions[0, 3:] = 0
     with pytest.raises(NotImplementedError, match="position_ids must rise by 1"):
-        refuse_documents(positions, None, 5)
+        refuse_documents(positions, None, 5, is_causal=True)
     for other in (None, positions[None].expand(3, 1, 5), positions[:, :4], positions.to("meta")):  # of several axes, as in images
-        refuse_documents(other, None, 5)
+        refuse_documents(other, None, 5, is_causal=True)
     with torch.inference_mode():
-        refuse_documents(torch.arange(5)[None], None, 5)
+        refuse_documents(torch.arange(5)[None], None, 5, is_causal=True)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert"])

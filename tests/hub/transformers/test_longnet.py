@@ -111,6 +111,18 @@ def test_longnet_packed_documents_equal_the_documents_alone() -> None:
     torch.testing.assert_close(logits, expected, **SINGLE)
 
 
+@pytest.mark.parametrize("borders", [[0, 7, 17, 23], [0, 23], [0, 7, 7, 23, 23]], ids=str)
+def test_longnet_loss_of_packed_documents_is_the_mean_over_each_documents_own_labels(borders: list[int]) -> None:
+    model, tokens, cuts = longnet().double(), torch.randint(256, (1, TOKENS)), torch.tensor(borders)
+    documents = [part for part in tokens.split(cuts.diff().tolist(), dim=1) if part.shape[1]]
+    logits = torch.cat([model(part).logits[0, :-1] for part in documents])
+    expected = torch.nn.functional.cross_entropy(logits.float(), torch.cat([part[0, 1:] for part in documents]))
+    given = tokens.clone()
+    loss = model(tokens, labels=given, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts).loss
+    torch.testing.assert_close(loss, expected, **SINGLE)
+    assert torch.equal(given, tokens)
+
+
 POSITIONS = r"position_ids must count from 0 in each document .*return_flash_attn_kwargs=True, return_position_ids=False\)"
 
 
