@@ -20,7 +20,7 @@ check_installed()  # before anything of the library is imported
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flexdilated.hub.transformers import context, patterns
+from flexdilated.hub.transformers import patterns
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
 from flexdilated.hub.transformers.context import context_mesh as context_mesh
 from flexdilated.hub.transformers.context import shard_context as shard_context
@@ -50,7 +50,6 @@ def register() -> None:
     pattern in `config.dilated_pattern`. Calling it again changes nothing.
     """
     patterns.extend_configs_and_models()
-    context.extend_configs_and_models()
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, dilated_attention_positions)
     AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)

@@ -1,19 +1,12 @@
-"""A model of the library whose tokens are sharded over ranks."""
+"""A model of the library whose tokens are sharded over the ranks of a mesh."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import re
-import sys
-import textwrap
 import warnings
-from collections.abc import Mapping
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_timeout
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexdilated.core.call import EXCHANGES
-from flexdilated.core.pattern import at_least_one
-from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
+from flexdilated.distributed.agreement import failed, number_of_collective
+from flexdilated.distributed.ledger import APART
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.patterns import NAME
@@ -33,16 +27,27 @@ from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.position import token_positions
 
 PLACE = "_dilated_context"  # the attribute by which the attention function finds the mesh of a module
-FIELD = "dilated_context"  # of a config
 SHARDED = "in a model over a mesh"
 IGNORED = -100  # a label, to the library
 HIDDEN = (
     "the labels between shards are all ignored, so ranks cannot tell by them whether they hold shards of one sequence; "
     "cut one batch of all ranks by flexdilated.distributed.shard_sequence"
 )
-OFFSET_POSITIONS = re.compile(r"\bcreate_position_ids_from_input_ids\b")  # of RoBERTa and its kin
-# Models share the groups that all processes make together.
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
+# Model types, of version 5.23, whose causal language models compute a loss without `num_items_in_batch`.
+OWN_LOSS = {"cpmant", "gemma4_assistant", "gemma4_unified_assistant", "xlm", "xlnet"}
+# Model types whose positions follow from the padding.
+PADDED_POSITIONS = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+CAUSAL_MODELS = {
+    name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
+}
 
 
 class Context:
@@ -69,127 +74,16 @@ def context_of(module: nn.Module) -> Context | None:
     return getattr(module, PLACE, None)
 
 
-def extend_configs_and_models() -> None:
-    """Let configs say `dilated_context`, and models be sharded as theirs says. Calling it again changes nothing."""
-    if isinstance(vars(PreTrainedConfig).get(FIELD), _ContextOfConfig):
-        return
-    setattr(PreTrainedConfig, FIELD, _ContextOfConfig())
-    PreTrainedConfig.to_dict = _leaving_out(PreTrainedConfig.to_dict)
-    PreTrainedModel.post_init = _sharding(PreTrainedModel.post_init)
-
-
-class _ContextOfConfig:
-    """`config.dilated_context`: how many ranks share a sequence, and how rows travel between them; None where nothing is shared."""
-
-    def __get__(self, config: Any, owner: type | None = None) -> Any:
-        return self if config is None else config.__dict__.get(FIELD)
-
-    def __set__(self, config: Any, given: object) -> None:
-        if given is None:
-            config.__dict__.pop(FIELD, None)
-        else:
-            config.__dict__[FIELD] = _context_values(given)
-
-
-def _context_values(given: object) -> dict[str, Any]:
-    """Ranks and exchange, of a number of ranks or of some of both."""
-    values = dict(given) if isinstance(given, Mapping) else {"ranks": given}
-    if "ranks" not in values or not values.keys() <= {"ranks", "exchange"}:
-        raise ValueError(f"config.{FIELD} must be a number of ranks, or have the keys ranks and exchange, got {sorted(values)}")
-    exchange = values.get("exchange", "auto")
-    _check_exchange(exchange)
-    return {"ranks": at_least_one(f"config.{FIELD}", values["ranks"]), "exchange": exchange}
-
-
-def _leaving_out(to_dict: Any) -> Any:
-    """The library's method that gives what is saved of a config: how many processes a run has is not the model's."""
-
-    @functools.wraps(to_dict)
-    def without_context(self: Any) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        values.pop(FIELD, None)
-        return values
-
-    return without_context
-
-
-def _sharding(post_init: Any) -> Any:
-    """The library's method at the end of a model's `__init__`, then the mesh of its config."""
-
-    @functools.wraps(post_init)
-    def and_shard(self: Any) -> None:
-        post_init(self)
-        asked = getattr(self.config, FIELD, None)
-        for part in self.config.sub_configs:
-            if getattr(getattr(self.config, part, None), FIELD, None) is not None:
-                raise NotImplementedError(f"config.{part}.{FIELD} must be None: {type(self).__name__} has several parts, got ranks")
-        if asked is not None and getattr(self.config, "dilated_pattern", None) is None:
-            raise ValueError(f"config.{FIELD} must come with config.dilated_pattern, got {asked['ranks']} ranks and none")
-        if asked is not None and self.can_generate() and not hasattr(self, PLACE):  # the parts of it are not asked
-            shard_context(self, _consecutive(asked["ranks"]), exchange=asked["exchange"])
-
-    return and_shard
-
-
-def _consecutive(ranks: int) -> DeviceMesh:
-    """The mesh of so many consecutive ranks of the default process group, this rank among them."""
-    if not dist.is_initialized():
-        raise ValueError(f"config.{FIELD} must be None without torch.distributed.init_process_group, got {ranks} ranks")
-    if dist.get_world_size() % ranks:
-        raise ValueError(f"config.{FIELD} must divide the processes={dist.get_world_size()}, got {ranks} ranks")
-    world: Any = dist.group.WORLD
-    made = _meshes.setdefault(world, {})
-    if ranks not in made:
-        with torch.device("cpu"):  # the library makes models under others
-            group, _ = dist.new_subgroups(ranks, timeout=_timeout_of(world))
-            device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-            made[ranks] = DeviceMesh.from_group(group, device, mesh_dim_names=("context",))
-    return made[ranks]
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest timeout of the group's backends."""
-    timeouts = []
-    for device in group._device_types:
-        try:
-            options = group._get_backend(device).options
-        except RuntimeError:  # a backend without options, as mpi
-            continue
-        if options is not None:  # as those of a fake one are
-            timeouts.append(options._timeout)
-    return min(timeouts, default=_get_default_timeout(dist.get_backend(group)))
-
-
 def context_mesh(model: nn.Module) -> DeviceMesh:
-    """The mesh whose ranks share a model's sequences: what `flexdilated.distributed.shard_sequence` cuts a batch by.
+    """The mesh whose ranks share a model's sequences, by which `flexdilated.distributed.shard_sequence` cuts a batch.
 
     Raises:
         ValueError: If the model has none.
     """
     context = context_of(model)
     if context is None:
-        raise ValueError(f"model must have a mesh, by config.{FIELD} or shard_context, got {type(model).__name__} without")
+        raise ValueError(f"model must have a mesh, got {type(model).__name__} without; use shard_context")
     return context.mesh
-
-
-def check_sharded(config: Any, context: Context | None) -> None:
-    """Refuse attention over other ranks than a config says share the sequence, where it says so.
-
-    Raises:
-        NotImplementedError: If the model took no mesh when it was made.
-        ValueError: If it took another one.
-    """
-    asked = getattr(config, FIELD, None)
-    if asked is None:
-        return
-    if context is None:
-        raise NotImplementedError(
-            f"config.{FIELD} must be that of a decoder that generates, set before the model is made, got it on another, or later; "
-            "see flexdilated.hub.transformers.shard_context"
-        )
-    found = {"ranks": context.mesh.size(), "exchange": context.exchange}
-    if asked != found:
-        raise ValueError(f"config.{FIELD} must stay {found} once the model is made, got {asked}")
 
 
 def _check_exchange(exchange: object) -> None:
@@ -262,17 +156,18 @@ def _check_model(model: PreTrainedModel) -> None:
     mixing = next((child for child in model.modules() if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if mixing is not None:
         raise NotImplementedError(f"model must mix tokens by attention alone, got {name} with {type(mixing).__name__}")
-    if not _passes_on(type(model)):
+    own_loss = config.model_type in OWN_LOSS or CAUSAL_MODELS.isdisjoint(base.__name__ for base in type(model).__mro__)
+    if own_loss:
         raise NotImplementedError(
             f"model must give its loss_function all arguments over a mesh, got {name}, whose loss knows a shard's labels only"
         )
-    if getattr(config, "attn_temperature_tuning", False) and any(_counts_tokens(type(module)) for module in model.modules()):
+    if getattr(config, "attn_temperature_tuning", False):  # of Llama 4
         raise NotImplementedError(
             f"config.attn_temperature_tuning must be False over a mesh, got {name}, whose layers count the tokens of a shard"
         )
     if getattr(config, "output_router_logits", False):
         raise NotImplementedError("config.output_router_logits must be False over a mesh, got True: its loss is no sum over tokens")
-    if OFFSET_POSITIONS.search(_source_of(type(model))):
+    if config.model_type in PADDED_POSITIONS:
         raise NotImplementedError(
             f"model must count positions from 0 over a mesh, got {name}, whose positions depend on its padding"
         )
@@ -288,38 +183,6 @@ def _ropes(parameters: Any) -> list[str]:
     if "rope_type" in parameters:
         return [parameters["rope_type"]]
     return [kind for value in parameters.values() for kind in _ropes(value)]
-
-
-def _source_of(model_class: type) -> str:
-    try:
-        return inspect.getsource(sys.modules[model_class.__module__])
-    except (OSError, TypeError, KeyError):  # typed into a notebook
-        return ""
-
-
-def _passes_on(model_class: type[nn.Module]) -> bool:
-    """Whether a model's loss takes shifted labels and the number of all, which the library's own loss functions do."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(model_class.forward)))
-    except (OSError, TypeError):  # typed into a notebook
-        return True
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return any(
-        keyword.arg is None
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"
-        for keyword in call.keywords
-    )
-
-
-def _counts_tokens(module_class: type[nn.Module]) -> bool:
-    """Whether a layer's attention makes positions by itself, as Llama 4's, which scales queries by them."""
-    if "Attention" not in module_class.__name__:
-        return False
-    try:
-        return "arange(" in inspect.getsource(module_class.forward)
-    except (OSError, TypeError):
-        return False
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

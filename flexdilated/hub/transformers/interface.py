@@ -17,7 +17,7 @@ from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import uncached
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
-from flexdilated.hub.transformers.context import check_sharded, context_of
+from flexdilated.hub.transformers.context import context_of
 from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.options import refuse_options, tokens_seen
@@ -77,7 +77,6 @@ def dilated_attention_forward(
     refuse_options(options, tokens_seen(key, layer, context, options))
     config: Any = module.config
     refuse_crossing(config)
-    check_sharded(config, context)
     _refuse_other_tokens(module, config)
     if getattr(module, "compressor", None) is not None:  # DeepSeek-V4: behind padding its mask does not show what it adds
         raise NotImplementedError(

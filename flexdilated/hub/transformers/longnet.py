@@ -18,7 +18,7 @@ from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.decode.arguments import cache_refusal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
-from flexdilated.hub.transformers.context import IGNORED, check_sharded, context_of
+from flexdilated.hub.transformers.context import IGNORED
 from flexdilated.hub.transformers.options import REFUSED
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
@@ -240,7 +240,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         real = None if attention_mask is None else attention_mask[:, seen:].bool()
         if real is not None and not torch.compiler.is_compiling() and bool(real.all()):
             real = None
-        check_sharded(self.config, context_of(self))
         if packed.get("shard_lengths") is not None and self.model.mesh is None:
             raise ValueError("shard_lengths must be None without a mesh, got some; see flexdilated.hub.transformers.shard_context")
         borders = borders_of(None, input_ids, packed)

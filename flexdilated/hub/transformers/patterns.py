@@ -5,26 +5,20 @@ Two classes of the library are extended for it: docs/adr/0007-extended-transform
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import re
-import sys
+import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flexdilated.core.pattern import DilatedPattern
 
 NAME = "flexdilated"
 
-BY_NAME = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")  # a model's own table of classes
-LIBRARY = "transformers.models."
-GENERIC = "transformers.modeling_layers"  # of heads on a model that the config says
-OTHER_MODELS = re.compile(r"\bload_backbone\(|\bAuto(Model|Backbone)\w*\.")  # made from configs that say which
+OWN_TYPE = "flexdilated_longnet"  # of LongNetForCausalLM
 TEXT_PARTS = ("text_config", "text_encoder", "decoder", "generator")  # where composite configs keep what has attention
 
 
@@ -34,8 +28,6 @@ def extend_configs_and_models() -> None:
         return
     PreTrainedConfig.dilated_pattern = _PatternOfConfig()
     PreTrainedModel.get_correct_attn_implementation = _choosing(PreTrainedModel.get_correct_attn_implementation)
-    if hasattr(PreTrainedModel, "supports_context_parallel"):  # since 5.23
-        PreTrainedModel.supports_context_parallel = property(_supporting(PreTrainedModel.supports_context_parallel.fget))
 
 
 def pattern_values(pattern: object) -> dict[str, Any] | None:
@@ -89,7 +81,7 @@ def _choosing(choose: Any) -> Any:
         pattern = getattr(self.config, "dilated_pattern", None)
         if pattern is not None:
             _refuse_parts(self.config)
-            if _is_made_of_parts(self.__class__):
+            if _is_made_of_parts(self.config):
                 raise ValueError(
                     f"config.dilated_pattern must be set on the configs of the parts of {type(self).__name__}, which has no "
                     "attention of its own, got it on the whole"
@@ -101,24 +93,12 @@ def _choosing(choose: Any) -> Any:
                 refuse_crossing(self.config)
             if getattr(self.config, "self_attn", None) is False:  # of models that mix by other layers unless told
                 raise NotImplementedError(f"config.self_attn must be True with {NAME!r} attention, got False: there is none")
-            refusal = _attention_refusal(self.__class__)
-            if refusal is not None:
-                raise NotImplementedError(f"attn_implementation must not be {NAME!r} in {type(self).__name__}, {refusal}")
+            _check_type(self)
         if pattern is not None:
             _warn_if_dense(self.config, chosen)
         return chosen
 
     return get_correct_attn_implementation
-
-
-def _supporting(supports: Any) -> Any:
-    """The library's answer whether its context parallelism may run a model: it knows dense attention only."""
-
-    @functools.wraps(supports)
-    def supports_context_parallel(self: Any) -> bool:
-        return self.config.get_text_config()._attn_implementation != NAME and supports(self)
-
-    return supports_context_parallel
 
 
 def refuse_crossing(config: Any) -> None:
@@ -154,80 +134,45 @@ def _refuse_parts(config: Any) -> None:
     )
 
 
-@functools.lru_cache(maxsize=512)
-def _attention_refusal(model_class: type) -> str | None:
-    """Why an attention implementation cannot reach the model's attention, by its source; the library's own test comes too late."""
-    code = ""
-    for base in model_class.__mro__:
-        if issubclass(base, PreTrainedModel) and base.__module__ != PreTrainedModel.__module__:
-            try:
-                code += inspect.getsource(sys.modules[base.__module__])
-            except (OSError, TypeError, KeyError):
-                return None  # typed into a notebook: nobody can tell
-    if BY_NAME.search(code) and BY_NAME.search(_reached_code(model_class)):
-        return "whose attention is a class for each implementation, of which none is this one"
-    refusal = "whose attention, if it has any, does not come from the library's AttentionInterface: a pattern would change nothing"
-    if _is_without(model_class):
-        return refusal
-    if "ALL_ATTENTION_FUNCTIONS" in code:
-        return None
-    # Without attention of its own it may be made of other models, which its imports then name; examples in docstrings do too.
-    made_of_others = re.search(r"^\s*from \.\.(\.models\.)?\w+(\.modeling_\w+)? import|\bload_backbone\(", code, re.MULTILINE)
-    is_the_library_s = model_class.__module__.startswith(LIBRARY)
-    has_its_own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
-    if not has_its_own and (made_of_others or not is_the_library_s):
-        return None
-    return refusal
+def _is_made_of_parts(config: Any) -> bool:
+    """Whether a model attends only in models that it makes from other configs than its own."""
+    result, why = compared_types().get(getattr(config, "model_type", ""), ("", ""))
+    return result == "parts" and not why.endswith("what is its own was not tried")
 
 
-@functools.lru_cache(maxsize=512)
-def _is_made_of_parts(model_class: type) -> bool:
-    """Whether a model of the library attends only in models that it makes from other configs than its own."""
-    if not model_class.__module__.startswith(LIBRARY) or _is_without(model_class):
-        return False
-    code = inspect.getsource(sys.modules[model_class.__module__])
-    if "ALL_ATTENTION_FUNCTIONS" in code or re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE):
-        return False
-    by_class = re.search(r"^\s*from \.\.(\.models\.)?(?!auto\b)\w+(\.modeling_\w+)? import", code, re.MULTILINE)
-    return by_class is None and re.search(r"\bload_backbone\(|^\s*from \.\.auto\b", code, re.MULTILINE) is not None
+@functools.lru_cache(maxsize=1)
+def compared_types() -> dict[str, tuple[str, str]]:
+    """Of each model type: what it did beside dense attention (`runs`, `refused`, ...), and why.
 
-
-@functools.lru_cache(maxsize=512)
-def _is_without(model_class: type) -> bool:
-    """Whether nothing that a model of the library names asks its AttentionInterface, though others of its file may."""
-    if not model_class.__module__.startswith(LIBRARY) or any(base.__module__ == GENERIC for base in model_class.__mro__):
-        return False
-    code = _reached_code(model_class)
-    return "ALL_ATTENTION_FUNCTIONS" not in code and OTHER_MODELS.search(code) is None
-
-
-def _reached_code(model_class: type) -> str:
-    """The source of a class and of what of its file, or of the library's models, it names, and they name.
-
-    Classes of which all models of a file are name all of its attention, to record and to initialize it: they tell nothing.
+    `types` are those of `AutoModel`, which `python -m tests.hub.transformers.survey --keep` of the repository compares and writes.
+    `other types` are configs of parts and of tasks whose attention was found not to ask the library's AttentionInterface.
     """
-    found: dict[Any, str] = {}
-    waiting: list[Any] = [model_class]
-    while waiting:
-        named = waiting.pop()
-        if named in found or (named is not model_class and named.__name__.endswith("PreTrainedModel")):
-            continue
-        file = sys.modules[named.__module__]
-        found[named] = _definitions(named.__module__).get(named.__name__, "")
-        for name in set(re.findall(r"\b[A-Za-z_]\w+", found[named])):
-            other = getattr(file, name, None)
-            for one in other.values() if isinstance(other, dict) else (other,):
-                is_here = getattr(one, "__module__", None) == file.__name__
-                is_module = inspect.isclass(one) and issubclass(one, nn.Module)
-                if (is_here and inspect.isfunction(one)) or (is_module and (is_here or one.__module__.startswith(LIBRARY))):
-                    waiting.append(one)
-    return "\n".join(found.values())
+    kept = json.loads(Path(__file__).with_name("model_types.json").read_text())
+    types: dict[str, tuple[str, str]] = {**kept["types"], **kept["other types"]}
+    return types
 
 
-@functools.lru_cache(maxsize=64)
-def _definitions(file: str) -> dict[str, str]:
-    """The source of the classes and functions of a file; `inspect.getsource` reads the whole file again for each."""
-    code = inspect.getsource(sys.modules[file])
-    lines = code.splitlines()
-    nodes = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes}
+def unreached(name: str) -> str:
+    """Why a model is refused whose class has this name and whose attention does not ask the library's AttentionInterface."""
+    return (
+        f"attn_implementation must not be {NAME!r} in {name}, whose attention, if it has any, does not come from the library's "
+        "AttentionInterface: a pattern would change nothing"
+    )
+
+
+def _check_type(model: PreTrainedModel) -> None:
+    """Refuse a model type that is known not to ask the AttentionInterface, and warn of a type that was not compared.
+
+    Raises:
+        NotImplementedError: If a pattern would change nothing in a model of this type.
+    """
+    model_type, name = getattr(model.config, "model_type", ""), type(model).__name__
+    result, why = compared_types().get(model_type, ("not tried", ""))
+    if why.startswith("attn_implementation must not be"):
+        raise NotImplementedError(unreached(name))
+    if result == "not tried" and model_type != OWN_TYPE:
+        warnings.warn(
+            f"model type {model_type!r} was not compared with dense attention; check that a pattern of one segment with "
+            "rate 1, longer than any sequence, gives the outputs of attn_implementation='sdpa', and another pattern does not",
+            stacklevel=5,
+        )

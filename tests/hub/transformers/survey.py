@@ -1,7 +1,7 @@
 """Every model type of the installed transformers library, tiny and random, under dilated attention: what runs, what is refused.
 
 python -m tests.hub.transformers.survey            compares with what is kept (many minutes)
-python -m tests.hub.transformers.survey --keep     keeps it in docs/families.json, from which docs/families.md is made
+python -m tests.hub.transformers.survey --keep     keeps it in model_types.json, from which docs/families.md is made
 python -m tests.hub.transformers.survey bert vit   shows some
 """
 
@@ -31,9 +31,10 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import flexdilated.hub.transformers  # noqa: F401
 from flexdilated import DilatedPattern
+from flexdilated.hub.transformers import patterns
 from tests.hub.transformers.sizes import FIELDS, LONGEST, NARROW, OWN_INPUTS, OWN_SIZES, SIZES, SPARSER, WINDOWS, draw
 
-KEPT = Path(__file__).parents[3] / "docs" / "families.json"
+KEPT = Path(patterns.__file__).with_name("model_types.json")
 DENSE, DILATED = DilatedPattern((1 << 20,), (1,)), DilatedPattern((5, 13), (1, 3))
 SECONDS = 240  # of the processor, which is slower beside other work, for one type: what takes longer was not tried
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-3}  # float32, in which some of the library's models compute whatever they are asked for
@@ -156,7 +157,7 @@ def _compare(
     if out.shape != expected.shape or not torch.allclose(out, expected, **TOLERANCE):
         return Finding("fault", "differs from dense attention under a dense pattern")
     if not (other - expected).abs().max() > 1e-6:
-        return Finding("fault", "a dilated pattern changes nothing")
+        return Finding("refused", patterns.unreached(model_class.__name__))
     return Finding("runs")
 
 
@@ -312,8 +313,14 @@ def kept() -> dict[str, Finding]:
 
 
 def write(findings: dict[str, Finding]) -> None:
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps([*finding])}" for name, finding in sorted(findings.items()))
-    KEPT.write_text(f'{{\n  "transformers": "{transformers.__version__}",\n  "types": {{\n{lines}\n  }}\n}}\n')
+    others = json.loads(KEPT.read_text())["other types"]
+    types, others = (_rows(rows) for rows in (findings, others))
+    KEPT.write_text(f'{{\n  "transformers": "{transformers.__version__}",\n  "types": {types},\n  "other types": {others}\n}}\n')
+
+
+def _rows(rows: dict[str, Any]) -> str:
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps([*row])}" for name, row in sorted(rows.items()))
+    return f"{{\n{lines}\n  }}"
 
 
 def main(names: list[str]) -> int:

@@ -194,88 +194,6 @@ def refuses_what_is_not_known_of_shards(model: Any, tokens: Tensor, rank: int) -
         hub.shard_context(model, model._dilated_context.mesh)
 
 
-# -- by a field of the config -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-def test_a_field_of_the_config_shards_as_the_call_does(tmp_path: Path) -> None:
-    run_ranks(compare_field, 2, tmp_path, tmp_path)
-
-
-def compare_field(rank: int, tmp: Path) -> None:
-    torch.manual_seed(3)
-    tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
-    for name, whole in models().items():
-        folder = tmp / name
-        whole.save_pretrained(folder)  # the first rank writes
-        dist.barrier()
-        expected = whole(tokens, use_cache=False).logits
-        expected.sin().sum().backward()
-        asks = ((2, "auto", 2), ({"ranks": 2, "exchange": "ring"}, "ring", 2), ({"ranks": 1}, "auto", 1))
-        for asked, exchange, ranks in asks if name == "Llama" else asks[:1]:
-            sharded = transformers.AutoModelForCausalLM.from_pretrained(folder, dilated_context=asked, dtype=torch.float64)
-            mesh = hub.context_mesh(sharded)
-            assert mesh.size() == ranks, "so many consecutive ranks"
-            assert sharded._dilated_context.exchange == exchange
-            again = transformers.AutoModelForCausalLM.from_config(sharded.config)
-            assert hub.context_mesh(again) is mesh, "groups are made once"
-            here = shard_sequence({"input_ids": tokens}, mesh)
-            logits = sharded(**here, use_cache=False).logits
-            logits.sin().sum().backward()
-            torch.testing.assert_close(logits, shard_sequence(expected, mesh), **EXACT)
-            check_gradients(sharded, gradients(whole), summed if ranks == 2 else lambda gradient: gradient)
-            saved = tmp / f"{name}-saved"
-            dist.barrier()
-            sharded.save_pretrained(saved)
-            dist.barrier()
-            alone = transformers.AutoModelForCausalLM.from_pretrained(saved)
-            assert alone.config.dilated_context is None, "how many processes a run has is not saved"
-            torch.testing.assert_close(alone(tokens, use_cache=False).logits, expected, **EXACT)
-            sharded.config.dilated_context = 3
-            with pytest.raises(ValueError, match=rf"config.dilated_context must stay .*'ranks': {ranks}.* got .*'ranks': 3"):
-                sharded(**here, use_cache=False)
-            alone.config.dilated_context = 2
-            with pytest.raises(NotImplementedError, match="dilated_context must be that of a decoder that generates, set before"):
-                alone(tokens, use_cache=False)
-        with pytest.raises(ValueError, match=r"config.dilated_context must divide the processes=2, got 3 ranks"):
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dilated_context=3)
-    # A model that does not generate takes no mesh, and its attention says so.
-    config = build("Llama").config
-    config.dilated_context = 2
-    with pytest.raises(NotImplementedError, match=r"config\.dilated_context must be that of a decoder that generates"):
-        transformers.AutoModelForSequenceClassification.from_config(config)(tokens)
-
-
-def test_a_malformed_field_is_refused() -> None:
-    config = build("Llama").config
-    for given, error, message in (
-        (0, ValueError, "config.dilated_context must be at least 1, got 0"),
-        (True, TypeError, "config.dilated_context must be an integer, got True"),
-        ("cp", TypeError, "config.dilated_context must be an integer, got .cp."),
-        ({}, ValueError, "config.dilated_context must be a number of ranks, or have the keys ranks and exchange"),
-        ({"ranks": 2, "mesh": 3}, ValueError, r"must be a number of ranks, .* got \['mesh', 'ranks'\]"),
-        ({"ranks": 2, "exchange": "post"}, ValueError, "exchange must be one of 'auto', 'gather', 'ring', 'heads', got 'post'"),
-    ):
-        with pytest.raises(error, match=message):
-            config.dilated_context = given
-    assert config.dilated_context is None
-    config.dilated_context = 2
-    assert "dilated_context" not in config.to_dict()
-    assert "dilated_context" not in config.to_json_string()
-    with pytest.raises(ValueError, match=r"dilated_context must be None without torch\.distributed\.init_process_group, got 2"):
-        transformers.AutoModelForCausalLM.from_config(config)
-    for cls in (transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification):
-        dense = transformers.LlamaConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=1, dilated_context=2)
-        with pytest.raises(
-            ValueError, match=r"config\.dilated_context must come with config\.dilated_pattern, got 2 ranks and none"
-        ):
-            cls(dense)
-    config.dilated_context = None
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"model must have a mesh, by config\.dilated_context or shard_context, got Llama"):
-        hub.context_mesh(model)
-
-
 # -- what would be silent -----------------------------------------------------------------------------------------------------
 
 
@@ -517,11 +435,8 @@ def test_models_that_cannot_be_sharded_are_refused(mesh: DeviceMesh) -> None:
     )
     with pytest.raises(NotImplementedError, match=r"model must have one part .*of \['text_config', 'vision_config'\]"):
         shard(transformers.LlavaForConditionalGeneration(parts), mesh)
-    parts.text_config._attn_implementation = "flexdilated"
-    parts.text_config.dilated_pattern, parts.text_config.dilated_context = RAGGED, 2
-    message = r"config\.text_config\.dilated_context must be None: LlavaModel has several parts, got ranks"
-    with pytest.raises(NotImplementedError, match=message):
-        transformers.LlavaForConditionalGeneration(parts)
+    with pytest.raises(ValueError, match="model must have a mesh, got LlamaForCausalLM without; use shard_context"):
+        hub.context_mesh(build("Llama"))
     tokens = torch.ones(1, 5, dtype=torch.int64)
     for model in (build("Llama"), longnet()):
         with pytest.raises(ValueError, match="shard_lengths must be None without a mesh, got some"):
@@ -545,14 +460,3 @@ def test_layers_that_mix_tokens_otherwise_are_refused(mesh: DeviceMesh) -> None:
     model.config.output_router_logits = True
     with pytest.raises(NotImplementedError, match="output_router_logits must be False over a mesh, got True"):
         hub.shard_context(model, mesh)
-
-
-def test_only_dense_attention_supports_the_library_s_context_parallelism() -> None:
-    model = build("Llama")
-    if not hasattr(model, "supports_context_parallel"):
-        pytest.skip("this version does not say")
-    assert not model.supports_context_parallel
-    assert not longnet().supports_context_parallel
-    model.config.dilated_pattern = None
-    model.set_attn_implementation("sdpa")
-    assert model.supports_context_parallel

@@ -234,6 +234,15 @@ def test_a_model_that_computes_its_own_attention_beside_others_of_its_file_is_re
             transformers.AutoModel.from_config(config)
 
 
+def test_a_model_type_that_was_not_compared_warns() -> None:
+    class OtherConfig(transformers.LlamaConfig):  # type: ignore[misc]
+        model_type = "other"
+
+    with pytest.warns(UserWarning, match="model type 'other' was not compared with dense attention; check"):
+        model = transformers.LlamaForCausalLM(OtherConfig(**SIZES, dilated_pattern=PATTERN))
+    assert torch.equal(model(torch.ones(1, 5, dtype=torch.int64)).logits.isfinite(), torch.ones(1, 5, 31, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
 def test_heads_for_any_model_of_the_library_run(head: str) -> None:
     """Their classes name no model: the config says which."""
