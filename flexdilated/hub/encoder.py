@@ -114,9 +114,7 @@ class LongNetEncoder(nn.Module):
         self.layers = nn.ModuleList(block(i) for i in range(num_layers))
         self.layer_norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps)
 
-    def init_weights(self) -> None:
-        """Draw the constructor's initial weights, also after `to_empty`."""
-        reset_modules(self)
+    init_weights = reset_modules
 
     def forward(
         self,

@@ -113,9 +113,7 @@ class LongNetViT(nn.Module):
         """Draw the class token, of standard deviation 0.02."""
         nn.init.normal_(self.cls_token, std=0.02)
 
-    def init_weights(self) -> None:
-        """Draw the original's initial weights: Xavier-uniform matrices of gain 1, zero biases, and the class token."""
-        reset_modules(self)
+    init_weights = reset_modules
 
     @property
     def pattern(self) -> DilatedPattern:

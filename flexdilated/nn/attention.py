@@ -229,9 +229,7 @@ class MultiheadDilatedAttention(nn.Module):
         pattern.check_heads(num_kv_heads)
         set_initial_projections(self, gamma_init)
 
-    def init_weights(self) -> None:
-        """Xavier-normal projections, those of values and output with gain `gamma_init`; zero biases."""
-        reset_modules(self)
+    init_weights = reset_modules
 
     @classmethod
     def from_torch(

@@ -27,7 +27,10 @@ def set_initial_projections(attention: nn.Module, gamma: float) -> None:
 
 
 def reset_modules(model: nn.Module) -> None:
-    """Call `reset_parameters` of every module inside that has one. The order does not matter: each touches its own parameters."""
+    """Draw the constructor's initial weights again, also after `to_empty`, by the `reset_parameters` of every module inside.
+
+    The order does not matter, since each `reset_parameters` touches the module's own parameters alone.
+    """
     for module in model.modules():
         if (reset := getattr(module, "reset_parameters", None)) is not None:
             reset()

@@ -84,9 +84,7 @@ class LongNetLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         set_initial_weights(self.embedding, "normal_", std=config.embed_dim**-0.5)
 
-    def init_weights(self) -> None:
-        """Draw the constructor's initial weights, also after `to_empty`."""
-        reset_modules(self)
+    init_weights = reset_modules
 
     def forward(
         self,

@@ -296,9 +296,7 @@ class LongNet(nn.Module):
         self.decoder_layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps)
         self.to(device=device, dtype=dtype)
 
-    def init_weights(self) -> None:
-        """Draw the constructor's initial weights, also after `to_empty`."""
-        reset_modules(self)
+    init_weights = reset_modules
 
     def forward(
         self,
