@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, overload
 
+import torch
 from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
+from flexdilated.core.checks import LAYOUT
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -160,10 +164,17 @@ def dilated_attention(
             shard_lengths,
         ),
     )
+    if mesh is None and 64 < q.shape[2] > q.shape[1] and not torch.compiler.is_compiling():
+        _warn_of_layout()
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+@lru_cache(maxsize=1)  # once: filters of warnings forget what was shown whenever any library changes them
+def _warn_of_layout() -> None:
+    warnings.warn(f"q has more heads than tokens{LAYOUT}", stacklevel=3)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:

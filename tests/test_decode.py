@@ -514,6 +514,7 @@ def test_lengths_cannot_be_changed_from_outside() -> None:
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
         ({"head_dim": 2.0}, TypeError, "head_dim must be an integer, got 2.0"),
         ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
+        ({"max_length": 2**40 + 1}, ValueError, "max_length must be at most 1099511627776, got 1099511627777"),
         ({"dtype": torch.int64}, TypeError, "dtype must be float64, float32, bfloat16 or float16, got torch.int64"),
     ],
 )
@@ -540,6 +541,8 @@ def test_attend_rejects_wrong_tensors() -> None:
     cache, good = make(LONGNET), torch.tensor([2, 1, 0])
     for arguments, error, message in (
         ((q[0], k, v), ValueError, "q must have shape (B, T, H, D), got (2, 10, 3)"),
+        ((None, k, v), TypeError, "q must be a tensor, got NoneType"),
+        ((q, k, v.tolist()), TypeError, "v must be a tensor, got list"),
         ((q[:2], k, v), ValueError, "q must match the cache in B and D=(3, 3), got (2, 2, 10, 3)"),
         (
             (q, k.float(), v),
@@ -561,6 +564,13 @@ def test_attend_rejects_wrong_tensors() -> None:
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
             cache.attend(*arguments[:3], lengths=arguments[3] if len(arguments) > 3 else None)
     cache.attend(q, k, v, lengths=good)
+    for backend in (5, [5]):
+        with pytest.raises(ValueError, match=r"^backend must be one of "):
+            cache.attend(q, k, v, backend=backend)  # type: ignore[arg-type]
+    for number, error in ((-1, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^num_tokens must be (at least 0|an integer), got "):
+            cache.new_positions(number)  # type: ignore[arg-type]
+    assert cache.new_positions(0).shape == (3, 0)
 
 
 def test_attend_rejects_gradients() -> None:

@@ -2,7 +2,9 @@ import ast
 import copy
 import json
 import pickle
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,7 @@ from hypothesis import given
 from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
-from flexdilated import DilatedPattern
+from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core import pattern_svg
 from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
 from tests.cases import least_heads, patterns
@@ -146,6 +148,8 @@ def test_every_pattern_has_a_small_picture(pattern: DilatedPattern) -> None:
         ((), (), {}, ValueError, r"segment_lengths must hold at least one length, got \(\)"),
         ((7, 13), (1,), {}, ValueError, r"dilation_rates must hold one rate per segment length=2, got \(1,\)"),
         ((7, 0), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at least 1, got 0"),
+        ((7, 2**40 + 1), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at most 1099511627776, got 1099511627777"),
+        ((7, 2**63), (1, 1), {}, ValueError, r"segment_lengths\[1\] must be at most 1099511627776, got 9223372036854775808"),
         ((7, 13), (1, 0), {}, ValueError, r"dilation_rates\[1\] must be in \[1, segment_lengths\[1\]=13\], got 0"),
         ((7, 13), (8, 1), {}, ValueError, r"dilation_rates\[0\] must be in \[1, segment_lengths\[0\]=7\], got 8"),
         ((7,), (1,), {"heads": "some"}, ValueError, r"heads must be one of \('all', 'grouped'\), got 'some'"),
@@ -165,6 +169,59 @@ def test_pattern_rejects(lengths: object, rates: object, options: dict[str, obje
 
 def test_pattern_accepts_the_smallest_branch_and_a_rate_as_long_as_its_segment() -> None:
     assert DilatedPattern((1, 13), (1, 13)).branches == (Branch(1, 1), Branch(13, 13))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_pattern_accepts_the_longest_segment_and_rate(backend: str) -> None:
+    q = torch.randn(1, 13, 5, 3)
+    out = dilated_attention(q, q, q, DilatedPattern((7, 2**40, 2**40), (1, 1, 2**40)), backend=backend)
+    torch.testing.assert_close(out, dilated_attention(q, q, q, DilatedPattern((7, 13, 13), (1, 1, 13)), backend="reference"))
+
+
+ALL, GROUPED = DilatedPattern((7, 13), (1, 3)), DilatedPattern.grouped((7, 13), (1, 3))
+
+
+@pytest.mark.parametrize("pattern", [ALL, GROUPED], ids=["all", "grouped"])
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "message"),
+    [
+        ("head_range", (2, 5), ValueError, "branch must be in [0, 2), got 2"),
+        ("head_range", (-1, 5), ValueError, "branch must be in [0, 2), got -1"),
+        ("head_range", (0.0, 5), TypeError, "branch must be an integer, got 0.0"),
+        ("head_range", (1, 0), ValueError, "num_heads must be at least 1, got 0"),
+        ("head_range", (1, True), TypeError, "num_heads must be an integer, got True"),
+        ("offset", (2, 0, 5), ValueError, "branch must be in [0, 2), got 2"),
+        ("offset", (1, 5, 5), ValueError, "head must be in [0, 5), got 5"),
+        ("offset", (1, -1, 5), ValueError, "head must be in [0, 5), got -1"),
+        ("offset", (1, 0, 0), ValueError, "head must be in [0, 0), got 0"),
+        ("head_runs", (2, 5), ValueError, "branch must be in [0, 2), got 2"),
+        ("head_runs", (1, 5, range(2, 6)), ValueError, "within must hold consecutive heads in [0, 5), got range(2, 6)"),
+        ("head_runs", (1, 5, range(0, 4, 2)), ValueError, "within must hold consecutive heads in [0, 5), got range(0, 4, 2)"),
+        ("check_heads", (0,), ValueError, "num_heads must be at least 1, got 0"),
+        ("count_pairs", (9, 0), ValueError, "num_heads must be at least 1, got 0"),
+    ],
+)
+def test_methods_reject_what_is_no_branch_or_head(
+    pattern: DilatedPattern, method: str, arguments: tuple[object, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        getattr(pattern, method)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ALL.count_pairs(9, 5, is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
+        (lambda: DilatedPattern.grouped(5, (1,)), TypeError, "segment_lengths must be a sequence of integers, got 5"),
+        (lambda: DilatedPattern.torchscale((7,), 1), TypeError, "dilation_rates must be a sequence of integers, got 1"),
+        (lambda: DilatedPattern.gigapath(2.0**18), TypeError, "max_wsi_size must be an integer, got 262144.0"),
+        (lambda: DilatedPattern.gigapath(2**29, 1), ValueError, "segment_lengths[3] must be at most 1099511627776, got 70368"),
+        (lambda: DilatedPattern.from_dict({1: 7, "window": 3}), ValueError, "pattern keys must be among ["),
+    ],
+)
+def test_presets_and_flags_reject(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        call()
 
 
 def test_pattern_rules_are_keyword_only() -> None:

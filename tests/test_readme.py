@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated import attention_map
+from flexdilated import DilatedPattern, attention_map, dilated_attention
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -28,6 +28,21 @@ def test_example_runs_and_is_right() -> None:
     torch.testing.assert_close(torch.einsum("bhqn,bnhd->bqhd", weights, v), out[:, queries], atol=1e-5, rtol=1e-5)
     assert all(bool(names[name].grad.isfinite().all()) for name in ("q", "k", "v"))  # type: ignore[union-attr]
     assert names["y"].shape == names["x"].shape
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
+def test_first_example_lets_every_token_reach_every_later_one(page: str) -> None:
+    """At a 16th of the example's size; with equal scores, the gradient of `out` with respect to `v` is the matrix of weights."""
+    text = (ROOT / page).read_text()
+    lengths, rates = re.findall(r"DilatedPattern\(segment_lengths=\((.*?)\), dilation_rates=\((.*?)\)\)", text)[0]
+    tokens, heads = re.findall(r"\(1, (\d+_\d+), (\d+), \d+", text)[0]
+    pattern = DilatedPattern(tuple(int(w) // 16 for w in lengths.split(",")), tuple(map(int, rates.split(","))))
+    num_tokens, num_heads = int(tokens) // 16, int(heads)
+    assert max(pattern.segment_lengths) >= num_tokens
+    v = torch.eye(num_tokens, dtype=torch.float64)[:, None].expand(-1, num_heads, -1)[None]
+    layer = dilated_attention(0 * v, 0 * v, v, pattern, is_causal=True)[0].mean(dim=1)
+    reached = torch.linalg.matrix_power(layer, 4) > 0
+    assert torch.equal(reached, torch.ones(num_tokens, num_tokens).tril() > 0)
 
 
 def test_links_lead_to_files() -> None:

@@ -16,6 +16,13 @@ from flexdilated import DilatedPattern, dilated_attention, reference
 from tests.cases import Case, differentiate
 from tests.tolerances import EXACT, GOLDEN
 
+
+def test_mask_functions_must_return_bools() -> None:
+    q = torch.ones(1, 5, 2, 3)
+    with pytest.raises(TypeError, match=r"^mask_mod must return a bool, True where the query sees the key, got torch\.int32$"):
+        reference.dilated_attention(q, q, q, DilatedPattern((7,), (1,)), mask_mod=lambda b, h, i, j: (i >= j).int())
+
+
 # -- python integers and loops ------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 """Every wrong argument of `dilated_attention` is refused by name, and its nearest right twin is accepted."""
 
 import sys
+import warnings
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from flexdilated import (
     attention_map,
     dilated_attention,
 )
+from flexdilated.attention import _warn_of_layout
+from flexdilated.core.checks import LAYOUT
 
 PATTERN = DilatedPattern((7, 13), (1, 3))
 
@@ -162,6 +166,25 @@ def test_attention_accepts(changes: dict[str, Any]) -> None:
     out = call(**changes)
     assert out.shape == changes.get("q", torch.empty(2, 17, 6, 5)).shape
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("layer", [partial(dilated_attention, pattern=PATTERN), DilatedAttention(PATTERN)])
+def test_more_heads_than_tokens_warn_once(layer: Any) -> None:
+    _warn_of_layout.cache_clear()
+    found = []
+    for tokens, heads in ((65, 65), (63, 64), (64, 65), (64, 65)):
+        x = torch.ones(1, tokens, heads, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer(x, x, x)
+        found.append([str(warning.message) for warning in caught])
+    assert found == [[], [], [f"q has more heads than tokens{LAYOUT}"], []]
+
+
+def test_more_heads_than_tokens_compile_in_one_graph() -> None:
+    _warn_of_layout.cache_clear()
+    x = torch.ones(1, 2, 65, 2)
+    torch.compile(dilated_attention, fullgraph=True, backend="eager")(x, x, x, PATTERN)
 
 
 def test_options_are_keyword_only() -> None:

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.core.pattern import MAX_LENGTH as MAX_LENGTH
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LENGTH = 2**40  # of a segment; positions are 64-bit integers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 

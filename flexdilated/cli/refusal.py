@@ -92,6 +92,8 @@ class Group(TyperGroup):
         **extra: Any,
     ) -> Any:
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        if not os.environ.get("COLUMNS", "1").strip("0"):  # what some shells say of no terminal: rich would print nothing
+            del os.environ["COLUMNS"]
         if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
             sys.stdout.reconfigure(errors="replace")  # what the terminal cannot write
         if not standalone_mode:

@@ -65,8 +65,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         TypeError: If an argument has the wrong type or dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         check_dense(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape (B, N, H, D), got {tuple(x.shape)}")
@@ -143,11 +141,14 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
 
 
 def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:
-    """Refuse tensors whose elements do not lie in strides.
+    """Raise unless x is a tensor whose elements lie in strides.
 
     Raises:
+        TypeError: If x is not a tensor.
         NotImplementedError: If x is nested (the error ends in `nested`), sparse, or in another such layout.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.is_nested:
         raise NotImplementedError(f"{name} must be a dense tensor, got a nested one; {nested}")
     if x.layout != torch.strided:
@@ -194,8 +195,6 @@ def check_scale(scale: float | None, dtype: torch.dtype) -> float | None:
 
 
 def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
     check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         hint = "" if mask.is_floating_point() else "; use mask.bool(), or mask == 0 where 1 is a key to keep"
@@ -209,8 +208,6 @@ def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     """What can be said without reading it; its values are checked where they are read, before any work."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")

@@ -16,6 +16,7 @@ Offsets = Literal["blocked", "interleaved"]
 HEADS: tuple[Heads, ...] = ("all", "grouped")
 OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 
+MAX_LENGTH = 2**40  # of a segment: positions and strides, which are multiples of rates, fit in 64 bits
 MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 
@@ -46,7 +47,7 @@ class DilatedPattern:
     Source: LongNet, arXiv 2307.02486, sections 2.2-2.3; offsets and zero padding as published in torchscale.
 
     Args:
-        segment_lengths: Tokens per segment, one per branch, each at least 1. A segment longer than the sequence means one
+        segment_lengths: Tokens per segment, one per branch, each in `[1, 2**40]`. A segment longer than the sequence means one
             segment as long as the sequence.
         dilation_rates: Every r-th token of a segment is kept, one rate per branch, `1 <= r <= w`.
         heads: `"all"`: every head runs every branch (LongNet). `"grouped"`: the heads are split in one contiguous group per
@@ -60,8 +61,8 @@ class DilatedPattern:
         detach_weights: Reproduce torchscale's gradient, which treats the mixing weights of the branches as constants.
 
     Raises:
-        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is below 1, a rate is outside
-            `[1, segment_length]`, or a rule is unknown.
+        ValueError: If the tuples are empty, differ in length or hold more than 256, a length is outside `[1, 2**40]`, a rate is
+            outside `[1, segment_length]`, or a rule is unknown.
         TypeError: If a length or a rate is not an integer, or a flag is not a bool.
     """
 
@@ -88,6 +89,8 @@ class DilatedPattern:
         for i, (length, rate) in enumerate(self.branches):
             if length < 1:
                 raise ValueError(f"segment_lengths[{i}] must be at least 1, got {length}")
+            if length > MAX_LENGTH:
+                raise ValueError(f"segment_lengths[{i}] must be at most {MAX_LENGTH}, got {length}")
             if not 1 <= rate <= length:
                 raise ValueError(f"dilation_rates[{i}] must be in [1, segment_lengths[{i}]={length}], got {rate}")
         if self.heads not in HEADS:
@@ -106,12 +109,12 @@ class DilatedPattern:
     @classmethod
     def torchscale(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """A pattern under torchscale's rules: blocked offsets, zero keys in the softmax, constant mixing weights."""
-        return cls(tuple(segment_lengths), tuple(dilation_rates), zero_padding=True, detach_weights=True)
+        return cls(segment_lengths, dilation_rates, zero_padding=True, detach_weights=True)  # type: ignore[arg-type]
 
     @classmethod
     def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
-        return cls(tuple(segment_lengths), tuple(dilation_rates), heads="grouped")
+        return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
 
     @classmethod
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
@@ -122,7 +125,9 @@ class DilatedPattern:
 
         Raises:
             ValueError: If the slide is not at least four tiles wide: a segment of its 16 tiles is the shortest for rate 16.
+            TypeError: If a number is not an integer.
         """
+        max_wsi_size, tile_size = as_integer("max_wsi_size", max_wsi_size), as_integer("tile_size", tile_size)
         if not 1 <= tile_size <= max_wsi_size // 4:
             least = f"[1, {max_wsi_size // 4}], a quarter of max_wsi_size={max_wsi_size}"
             raise ValueError(f"tile_size must be in {least}, got {tile_size}")
@@ -146,7 +151,7 @@ class DilatedPattern:
         if not isinstance(values, Mapping):
             raise TypeError(f"pattern must be a mapping, got {values!r}")
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise ValueError(f"pattern keys must be among {sorted(known)}, got {unknown}")
         missing = sorted({"segment_lengths", "dilation_rates"} - set(values))
@@ -170,8 +175,10 @@ class DilatedPattern:
         """Refuse fewer heads than `heads="grouped"` has branches: some of them would never be computed.
 
         Raises:
-            ValueError: If some branch would have no head.
+            ValueError: If there is no head, or some branch would have none.
         """
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         if self.heads == "grouped" and num_heads < len(self.segment_lengths):
             raise ValueError(
                 f"pattern must have at most one branch per key/value head={num_heads} under heads='grouped', got "
@@ -179,16 +186,28 @@ class DilatedPattern:
             )
 
     def head_range(self, branch: int, num_heads: int) -> range:
-        """The heads that run a branch. Under grouped-query attention these are key/value heads."""
+        """The heads that run a branch. Under grouped-query attention these are key/value heads.
+
+        Raises:
+            ValueError: If the pattern has no such branch, or more groups of heads than there are heads.
+            TypeError: If a number is not an integer.
+        """
+        branch, num_heads = _index("branch", branch, len(self.segment_lengths)), as_integer("num_heads", num_heads)
+        self.check_heads(num_heads)
         if self.heads == "all":
             return range(num_heads)
-        self.check_heads(num_heads)
         size, larger = num_heads // len(self.segment_lengths), num_heads % len(self.segment_lengths)  # a symbol has no divmod
         start = branch * size + min(branch, larger)
         return range(start, start + size + (branch < larger))
 
     def offset(self, branch: int, head: int, num_heads: int) -> int:
-        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`."""
+        """The first position that a head keeps in each segment of a branch, in `[0, dilation_rate)`.
+
+        Raises:
+            ValueError: If there is no such branch or head.
+            TypeError: If a number is not an integer.
+        """
+        branch, head = _index("branch", branch, len(self.segment_lengths)), _index("head", head, num_heads)
         rate = self.dilation_rates[branch]
         if self.heads == "grouped":
             return branch % rate
@@ -203,7 +222,12 @@ class DilatedPattern:
             branch: Which branch.
             num_heads: Of the whole model.
             within: The consecutive heads that are held here; runs count heads from its start. Default: all of them.
+
+        Raises:
+            ValueError: If there is no such branch, or some of the heads held here do not exist.
         """
+        if within is not None and not (within.step == 1 and within.start >= 0 and within.stop <= num_heads):
+            raise ValueError(f"within must hold consecutive heads in [0, {num_heads}), got {within}")
         first = 0 if within is None else within.start
         by_offset: dict[int, list[int]] = {}
         for head in self.head_range(branch, num_heads):
@@ -222,8 +246,10 @@ class DilatedPattern:
 
         Raises:
             ValueError: If a number is below 1.
-            TypeError: If a number is not an integer.
+            TypeError: If a number is not an integer, or `is_causal` not a bool.
         """
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         total = 0
         for branch, (length, rate) in enumerate(self.branches):
@@ -283,6 +309,13 @@ def at_least_one(name: str, value: object) -> int:
     number = as_integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _index(name: str, value: object, size: int) -> int:
+    number = as_integer(name, value)
+    if not 0 <= number < size:
+        raise ValueError(f"{name} must be in [0, {size}), got {number}")
     return number
 
 

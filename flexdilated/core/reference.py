@@ -121,7 +121,10 @@ def _branch(
     if score_mod is not None:
         scores = score_mod(scores, b, h, position[:, None], position)
     if mask_mod is not None:
-        visible = visible & mask_mod(b, h, position[:, None], position)
+        seen = mask_mod(b, h, position[:, None], position)
+        if seen.dtype != torch.bool:
+            raise TypeError(f"mask_mod must return a bool, True where the query sees the key, got {seen.dtype}")
+        visible = visible & seen
     visible = visible & (scores != -math.inf)
     reached = visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(~reached, 0.0)

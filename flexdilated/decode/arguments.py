@@ -11,7 +11,7 @@ from flexdilated.backends import BACKENDS
 from flexdilated.core.checks import check_dense
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import holds_values
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern, is_integer
 
 
 class Sizes(NamedTuple):
@@ -32,11 +32,11 @@ class Softmax(NamedTuple):
 
 
 def check_sizes(sizes: dict[str, int | None]) -> None:
-    """Refuse what is no integer of at least 1; None is left out.
+    """Raise unless sizes are integers in `[1, 2**40]`; None is left out.
 
     Raises:
         TypeError: If one is no integer.
-        ValueError: If one is below 1.
+        ValueError: If one is outside `[1, 2**40]`.
     """
     for name, value in sizes.items():
         if value is None:
@@ -45,6 +45,8 @@ def check_sizes(sizes: dict[str, int | None]) -> None:
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+        if value > MAX_LENGTH:
+            raise ValueError(f"{name} must be at most {MAX_LENGTH}, got {value}")
 
 
 def check_heads(first_head: int, num_kv_heads: int, total: int) -> None:
@@ -113,7 +115,7 @@ def check_new(cache: Sizes, q: Tensor, k: Tensor, v: Tensor, backend: str, *, is
     for name, x in (("k", k), ("v", v)):
         if (x.shape[1], x.shape[2]) != (q.shape[1], cache.num_kv_heads):
             raise ValueError(f"{name} must have T={q.shape[1]} tokens of {cache.num_kv_heads} heads, got {tuple(x.shape)}")
-    if backend != "auto" and backend not in BACKENDS:
+    if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of {('auto', *BACKENDS)}, got {backend!r}")
 
 

@@ -14,7 +14,7 @@ from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
 from flexdilated.core.checks import DTYPES, check_scale
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern, as_integer
 from flexdilated.decode.arguments import (
     Sizes,
     Softmax,
@@ -109,12 +109,10 @@ class DilatedKVCache:
         refusal = cache_refusal(pattern, max_length)
         if refusal is not None:
             raise NotImplementedError(refusal)
-        self.pattern, self.max_length = pattern, max_length
+        self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
-        self.first_head, self.total_kv_heads = first_head, total
         self.records_past = False  # whether `crop` can go back to before the calls that follow, whatever they overwrite
-        self._past: list[Past] = []
-        self._is_empty = True
+        self._past, self._is_empty = list[Past](), True
         if mesh is None and exchange != "auto":
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
@@ -169,9 +167,11 @@ class DilatedKVCache:
         """`(B, T)` int64: positions of the next T=`num_tokens` of each sequence; with `shard_lengths`, T of this rank alone.
 
         Raises:
-            ValueError: If `shard_lengths` do not fit, or come without mesh.
+            ValueError: If `num_tokens` is below 0, or `shard_lengths` do not fit or come without mesh.
             TypeError: If a length is no integer.
         """
+        if as_integer("num_tokens", num_tokens) < 0:
+            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
         shards = self._shards(num_tokens, shard_lengths)
         start = 0 if shards is None or self._ranks is None else sum(shards[: self._ranks.rank])
         return self._lengths[:, None] + torch.arange(start, start + num_tokens, device=self.device)

@@ -398,6 +398,8 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(self.inner_attn_ln(out.flatten(2)))
 
     def _check_cache(self, cache: DilatedKVCache, is_causal: bool, excluded: dict[str, Any]) -> None:
+        if not isinstance(cache, DilatedKVCache):
+            raise TypeError(f"cache must be a DilatedKVCache, got {type(cache).__name__}")
         for name, value in excluded.items():
             if value is not None:
                 raise NotImplementedError(f"{name} must be None with cache, got a value; padding is told by lengths")

@@ -158,6 +158,8 @@ class LongNetLM(nn.Module):
                 raise ValueError("lengths must come with caches, got no caches; use key_padding_mask")
             if last_only:
                 raise ValueError("last_only must come with caches, got no caches; take the last of all logits")
+        elif not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedKVCache) for cache in caches):
+            raise TypeError(f"caches must be a sequence of DilatedKVCache, got {caches!r}; use make_caches")
         elif len(caches) != len(self.layers):
             raise ValueError(f"caches must be one per layer={len(self.layers)}, got {len(caches)}")
         elif len(set(map(id, caches))) < len(caches):
@@ -381,7 +383,7 @@ class LongNetLM(nn.Module):
                 raise FileNotFoundError(f"folder must hold {CONFIG_FILE} and {WEIGHTS_FILE}, no {name} in {path}")
         try:
             config = LongNetConfig.from_dict(json.loads((path / CONFIG_FILE).read_text()))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{CONFIG_FILE} must hold what save_pretrained writes, got another in {path}: {error}") from error
         model = cls(config, mesh=mesh, exchange=exchange)
         try:

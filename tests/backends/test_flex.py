@@ -392,6 +392,15 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
             torch.testing.assert_close(a, e, **SINGLE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [slice(0, 150), slice(1, None, 2)], ids=["first", "every other"])
+def test_padding_masks_of_any_strides(columns: slice) -> None:
+    q = torch.randn(2, 150, 2, 16)
+    mask = (torch.rand(2, 300) < 0.3)[:, columns]
+    out = dilated_attention(q, q, q, PATTERN, key_padding_mask=mask, backend="flex")
+    torch.testing.assert_close(out, dilated_attention(q, q, q, PATTERN, key_padding_mask=mask, backend="sdpa"), **SINGLE)
+
+
 @pytest.mark.parametrize("backend", ["flex", "reference"])
 def test_documents_in_compiled_code_are_refused_by_name(backend: str) -> None:
     torch._dynamo.reset()

@@ -203,6 +203,16 @@ def test_help_cuts_nothing_off_in_a_terminal_of_80_columns(command: str, monkeyp
     assert "\u2026" not in out
 
 
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_terminal_of_no_columns_is_one_of_unknown_width(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    expected = [invoke(*command.split()) for command in ("show --tokens 16 --heads 1", "--help")]
+    for command, found in zip(("show --tokens 16 --heads 1", "--help"), expected):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert invoke(*command.split()) == found
+        assert len(found[1]) > 99
+
+
 def test_no_arguments_are_help() -> None:
     code, out, err = invoke()
     assert (code, err) == (0, "")

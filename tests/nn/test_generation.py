@@ -121,6 +121,8 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: lm(tokens, lengths=torch.tensor([1, 2, 3])), ValueError, "lengths must come with caches, got no caches"),
         (lambda: lm(tokens, last_only=True), ValueError, "last_only must come with caches, got no caches; take the last of all"),
+        (lambda: lm(tokens, caches=5), TypeError, "caches must be a sequence of DilatedKVCache, got 5; use make_caches"),
+        (lambda: lm(tokens, caches=[5, 6]), TypeError, "caches must be a sequence of DilatedKVCache, got [5, 6]; use make"),
         (lambda: lm(tokens, caches=caches[:1]), ValueError, "caches must be one per layer=2, got 1"),
         (
             lambda: lm(tokens, caches=caches[:1] * 2),
@@ -143,6 +145,8 @@ def test_model_rejects_what_does_not_go_with_caches() -> None:
     layer.attention.is_causal = False
     with pytest.raises(NotImplementedError, match=r"^cache must come with is_causal=True, got is_causal=False"):
         layer(x, x, x, cache=caches[0])
+    with pytest.raises(TypeError, match=r"^cache must be a DilatedKVCache, got int$"):
+        layer(x, x, x, is_causal=True, cache=5)
     with pytest.raises(ValueError, match=r"^lengths must come with cache, got no cache"):
         layer(x, x, x, lengths=torch.tensor([1, 2, 3]))
 

@@ -488,13 +488,14 @@ def test_from_pretrained_names_the_missing_file(missing: str, tmp_path: Path) ->
         LongNetLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["3", "null", '{"pattern": null}', "[]", "{", '"text"'])
-def test_from_pretrained_rejects_a_configuration_that_is_none(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"3", b"null", b'{"pattern": null}', b"[]", b"{", b'"text"', b"", b'"\xff"'])
+def test_from_pretrained_names_a_damaged_configuration(content: bytes, tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    file = json.dumps(values | {"pattern": None}) if "pattern" in content else content
-    (tmp_path / "config.json").write_text(file)
-    with pytest.raises(ValueError):  # noqa: PT011
+    file = json.dumps(values | {"pattern": None}).encode() if b"pattern" in content else content
+    (tmp_path / "config.json").write_bytes(file)
+    message = f"config.json must hold what save_pretrained writes, got another in {tmp_path}: "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         LongNetLM.from_pretrained(tmp_path)
 
 
@@ -529,7 +530,7 @@ def test_from_pretrained_rejects_weights_of_another_config(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match=r"layers\.2\.self_attn\.q_proj\.weight"):
         LongNetLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values | {"depth": 1}))
-    with pytest.raises(ValueError, match=r"^configuration keys must include .* got .*'depth'"):
+    with pytest.raises(ValueError, match=r"^config\.json must hold .*: configuration keys must include .* got .*'depth'"):
         LongNetLM.from_pretrained(tmp_path)
 
 

@@ -100,14 +100,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
             where there is no lse. If users' functions cannot be compiled, or hold ever new floats. For documents in compiled code.
     """
     refuse_compiled_borders(call, "backend='flex'")
-    if call.key_padding_mask is not None:
-        k, v = (x.masked_fill(call.key_padding_mask[:, :, None, None], 0.0) for x in (k, v))
+    padding = call.key_padding_mask
+    if padding is not None:
+        padding = padding.contiguous()  # flex_attention reads no other on CPUs
+        k, v = (x.masked_fill(padding[:, :, None, None], 0.0) for x in (k, v))
     spans = [(start, length) for start, length in documents(call.cu_seqlens, q.shape[1]) if length]
     layouts = [_layout(q, k, length, call) for _, length in spans]
     parts = zip(*(x.split([length for _, length in spans], dim=1) for x in (q, k, v)))
     outs, lses = [], []
     for (start, length), layout, (q_d, k_d, v_d) in zip(spans, layouts, parts):
-        ignored = None if call.key_padding_mask is None else call.key_padding_mask[:, start : start + length]
+        ignored = None if padding is None else padding[:, start : start + length]
         run = _fused if layout == "fused" else _packed
         with without_autocast(q.device):
             out, lse = run(q_d, k_d, v_d, ignored, start, call)
