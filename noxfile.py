@@ -43,7 +43,8 @@ def _pytest(session: nox.Session, *arguments: str, env: dict[str, str] | None = 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small LongNet on the sources of Python's standard library (four to ten minutes on 2 cores)."""
-    _install(session)
+    session.install(f"torch=={TORCH}")
+    session.install("-e", ".[cli,plot]", f"torch=={TORCH}")
     session.run("flexdilated", "train", "--output", "runs/demo", "--overwrite", *session.posargs)
 
 
@@ -93,7 +94,7 @@ def types(session: nox.Session) -> None:
 def types_pythons(session: nox.Session) -> None:
     """Types as every supported version of Python has them, without having it."""
     session.install(f"torch=={TORCH}")
-    session.install("-e", ".", f"torch=={TORCH}", "mypy==2.4.1")
+    session.install("-e", ".[cli,plot]", f"torch=={TORCH}", "mypy==2.4.1")
     for version in PYTHONS:
         session.run("mypy", "--python-version", version, "flexdilated")
 
@@ -167,6 +168,9 @@ def build(session: nox.Session) -> None:
         session.run("uv", "pip", "install", "--quiet", "--python", str(fresh), f"torch=={torch}", wheel)
         program = str(fresh / "bin" / "flexdilated")
         with session.chdir(tmp):  # no checkout from here
+            session.run(str(fresh / "bin" / "python"), "-c", "import flexdilated, flexdilated.compat", external=True)
+            session.run(program, "--version", external=True, success_codes=[2])  # and says which extra it lacks
+            session.run("uv", "pip", "install", "--quiet", "--python", str(fresh), f"torch=={torch}", f"{wheel}[cli,plot]")
             session.run(program, "--version", external=True)
             session.run(program, "doctor", external=True)
             session.run(program, "train", "--steps", "1", "--output", f"run-{torch}", external=True)  # as `nox -s demo` begins
@@ -367,7 +371,8 @@ def bench_gpu(session: nox.Session) -> None:
 
 
 def _declared_minimums(session: nox.Session) -> dict[str, str]:
-    """Name and lowest version of every dependency in pyproject.toml."""
+    """Name and lowest version of every dependency of the package, its commands, its pictures and its tests in pyproject.toml."""
     project = nox.project.load_toml("pyproject.toml")["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    return dict(requirement.split(">=") for requirement in requirements)
+    extras = [requirement for extra in ("cli", "plot", "test") for requirement in project["optional-dependencies"][extra]]
+    requirements = [*project["dependencies"], *extras]
+    return dict(requirement.split(">=") for requirement in requirements if ">=" in requirement)

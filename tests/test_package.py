@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from flexdilated import DilatedPattern, dilated_attention
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "matplotlib", "triton")
+NO_PICTURES = "error: matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'"
 MODELS = ("encoder", "gigapath", "slide_encoder", "torchscale", "transformers")
 OTHERS = ("flexdilated.compat", *(f"flexdilated.hub.{name}" for name in MODELS))
 
@@ -40,6 +42,26 @@ def test_all_lists_every_name_that_a_package_imports_for_its_users(package: str)
     module = importlib.import_module(package)
     public = {name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, type(sys))}
     assert set(module.__all__) == public
+
+
+@pytest.mark.slow
+def test_package_imports_without_extras_and_commands_say_which_they_lack(tmp_path: Path) -> None:
+    without = "import sys, runpy; sys.modules.update(dict.fromkeys({}))\n"
+    run(
+        without.format(("typer", "rich", "matplotlib")) + "import importlib, pkgutil, flexdilated\n"
+        "for m in pkgutil.walk_packages(flexdilated.__path__, 'flexdilated.', onerror=print):\n"
+        "    if m.name.startswith(('flexdilated.cli', 'flexdilated.hub', 'flexdilated.draw.terminal')): continue\n"
+        "    importlib.import_module(m.name)\n"
+    )
+    picture = str(tmp_path / "a.png")
+    for missing, arguments, message in (
+        ("typer", ["--version"], "error: typer must be installed for commands, got none; pip install 'flexdilated[cli]'"),
+        ("matplotlib", ["show", "--output", picture], NO_PICTURES),
+        ("matplotlib", ["train", "--output", str(tmp_path)], NO_PICTURES),
+    ):
+        program = without.format((missing,)) + f"sys.argv[1:] = {arguments}; runpy.run_module('flexdilated', run_name='__main__')"
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", message + "\n")
 
 
 def test_package_says_that_it_is_typed() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flexdilated.cli.options import device_named, integers, save_picture, writing
+from flexdilated.cli.options import device_named, integers, require_matplotlib, save_picture, writing
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.cli.slide_options import (
     PUBLISHED,
@@ -85,6 +85,8 @@ def map_slide(
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
     check_sizes(arch, {"--tile-size": tile_size, "--slide-ngrids": slide_ngrids})
     reading = read_by(coords, table, tile_size_level0, magnification, shared_cells)
+    if suffix in PICTURE_FORMATS:
+        require_matplotlib()
     if tiles.suffix.lower() not in (*SUFFIXES, STORE_SUFFIX) or not tiles.exists():
         refuse(f"TILES must be a slide that exists and ends in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got '{tiles}'")
     if weights is None:

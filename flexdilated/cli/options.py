@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -156,13 +157,20 @@ def spelled(*dtypes: torch.dtype) -> str:
 
 
 def check_picture(output: Path | None) -> None:
-    """Refuse a name that is not one of a picture."""
+    """Refuse a name that is not one of a picture, and any picture without matplotlib."""
     if output is None:
         return
+    require_matplotlib()
     if output.suffix.lower() != ".png":
         refuse(f"--output must end in .png, got '{output}'")
     if not output.parent.exists():
         refuse(f"--output must be a file that can be written, got '{output}': No such file or directory")
+
+
+def require_matplotlib() -> None:
+    """Refuse to draw without the extra `plot`, before any work."""
+    if find_spec("matplotlib") is None:
+        refuse("matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'")
 
 
 def save_picture(figure: Figure, output: Path) -> None:

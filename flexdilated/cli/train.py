@@ -16,7 +16,7 @@ from rich.text import Text
 
 from flexdilated.analysis import missing_residues
 from flexdilated.cli.generate import continued
-from flexdilated.cli.options import CudaDeviceOption, device_named, integers
+from flexdilated.cli.options import CudaDeviceOption, device_named, integers, require_matplotlib
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.hardware import detect, recommended_dtype
 from flexdilated.core.pattern import DilatedPattern
@@ -108,6 +108,7 @@ def train(
     each may have another number of processes.
     """
     try:
+        require_matplotlib()  # which draws the losses at the end
         rank, context_parallel = place_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
         place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
