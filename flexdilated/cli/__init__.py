@@ -10,7 +10,7 @@ import typer
 from flexdilated._version import __version__
 from flexdilated.cli import choose, doctor, encode_slide, encode_slides, generate, map_slide, plan, show, train
 from flexdilated.cli.refusal import Command, Group
-from flexdilated.training.ranks import is_rank, leave
+from flexdilated.training.distributed import is_rank, leave
 
 app = typer.Typer(
     name="flexdilated",

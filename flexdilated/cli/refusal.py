@@ -14,14 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-# What an option was called, where a command was written for it: hidden, and taken for what it is called now.
-EARLIER = {
-    "--batch": "--batch-size",
-    "--num-heads": "--heads",
-    "--pattern": "--preset",
-    "--ranks": "--context-parallel",
-    "--sequence-length": "--tokens",
-}
+SHORTER = {"num_heads": "--heads", "sequence_length": "--tokens"}  # options whose arguments in Python have longer names
 
 # What the command that runs calls an argument of Python's: {"embed_dim": "--embed-dim", "num_heads": "--heads"}.
 _options: ContextVar[Mapping[str, str] | None] = ContextVar("_options", default=None)
@@ -48,35 +41,16 @@ def first_line(error: BaseException) -> str:
 
 
 class Command(TyperCommand):
-    """A command that knows its options by their earlier names too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        earlier = self._earlier()
-        read = []
-        given = set()
-        for i, argument in enumerate(args):
-            name, equals, value = argument.partition("=")
-            if argument == "--":
-                read += args[i:]
-                break
-            given.add(name)
-            read.append(earlier.get(name, name) + equals + value)
-        for name, now in earlier.items():
-            if {name, now} <= given:
-                refuse(f"{name} must not come with {now}, which is its name now")
-        return super().parse_args(ctx, read)
+    """A command whose refusals call arguments what its options are called."""
 
     def invoke(self, ctx: Any) -> Any:
-        names = {name: name for parameter in self.params for name in parameter.opts} | self._earlier()
-        token = _options.set({name.removeprefix("--").replace("-", "_"): now for name, now in names.items()})
+        names = [name for parameter in self.params for name in parameter.opts]
+        python = {argument: option for argument, option in SHORTER.items() if option in names}
+        token = _options.set(python | {name.removeprefix("--").replace("-", "_"): name for name in names})
         try:
             return super().invoke(ctx)
         finally:
             _options.reset(token)
-
-    def _earlier(self) -> dict[str, str]:
-        own = {name for parameter in self.params for name in parameter.opts}
-        return {name: now for name, now in EARLIER.items() if name not in own and now in own}
 
 
 class Group(TyperGroup):

@@ -26,16 +26,13 @@ from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.position import SCALE_BASE, scale_base_for
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
+from flexdilated.training.distributed import TIMEOUT_SECONDS, ensure_equal, ensure_one_folder, place_of, process_group
 from flexdilated.training.options import TrainOptions, UserError
-from flexdilated.training.ranks import TIMEOUT_SECONDS, ensure_one_folder, place_of, started, wait_for_all
-from flexdilated.training.stopping import stop_deadline, stop_held
 from flexdilated.training.trainer import Trainer
 from flexdilated.training.weights import Weights, read_weights
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
-
-    from flexdilated.training.answering import AnsweringStore
 
 RUNS = ("dilated", "dense")  # the folders of a run, the second with --dense
 PICTURE, SAMPLE = "loss.png", "sample.txt"
@@ -147,8 +144,7 @@ def train(
             for name, each in patterns.items()
         }
         corpus = load_corpus(text or [], sequence_length, without=[output / name for name in (*RUNS, PICTURE, SAMPLE)])
-        begun = started(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS)
-        with begun as (mesh, store), stop_held(store, rank, context_parallel):
+        with process_group(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as mesh:
             resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
             ranks = "" if mesh is None else f" over {context_parallel} ranks"
             console.print(
@@ -166,7 +162,7 @@ def train(
                 console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
             trainers = {
                 name: _train(
-                    Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights), name, resume, console, store
+                    Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights), name, resume, console
                 )
                 for name, config in configs.items()
             }
@@ -180,7 +176,7 @@ def train(
         refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
 
 
-def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: AnsweringStore | None) -> Trainer:
+def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
     """Run a trainer to its end under a progress bar."""
     # The dense run, which comes second, may not have begun when the first was stopped.
     if resume and (name == "dilated" or checkpoint.latest(trainer.folder) is not None):
@@ -188,7 +184,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: A
     parameters = sum(p.numel() for p in trainer.model.parameters())
     console.print(f"{name}: {parameters / 1e6:.2f} M parameters, step {trainer.step} of {trainer.options.steps}")
     if trainer.begins_with and trainer.step == 0:
-        console.print(f"{name}: the weights that it begins with give {trainer.measure():.3f} bits per held-out byte")
+        console.print(f"{name}: the weights that it begins with give {trainer.evaluate():.3f} bits per held-out byte")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -205,8 +201,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console, store: A
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
 
-        with stop_deadline(store, trainer.rank, trainer.num_ranks, trainer.lost):
-            finished = trainer.run(report)
+        finished = trainer.run(report)
     if not finished:
         where = "" if trainer.stopped_by is None else f", as rank {trainer.stopped_by} was asked to"
         console.print(f"stopped{where}; the checkpoint is saved: the same command with --resume goes on")
@@ -243,7 +238,7 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
     ensure_one_folder(mesh, output)
     found = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
     # Every rank has looked before rank 0 discards or writes, and goes on when it has.
-    wait_for_all(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})
+    ensure_equal(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})
     if resume or (resume_if_any and RUNS[0] in found):
         return True
     if found and not overwrite:
@@ -252,7 +247,7 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
     if mesh is None or mesh.get_local_rank() == 0:
         for name in found:
             _empty(output / name)
-    wait_for_all(mesh)
+    ensure_equal(mesh, {})
     return False
 
 

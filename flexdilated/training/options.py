@@ -9,20 +9,6 @@ class UserError(Exception):
     """Something that the user can put right; its text is one line."""
 
 
-class RankLostError(UserError):
-    """Another rank was killed, failed or did not come for longer than the group's timeout.
-
-    Args:
-        told: Where this rank stands, and why.
-        who: Which ranks, as far as is known.
-        how: What became of them.
-    """
-
-    def __init__(self, told: str, who: str = "a rank", how: str = "lost") -> None:
-        super().__init__(f"{who} {'were' if who.startswith('ranks') else 'was'} {how} {told}")
-        self.told = told
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What determines a training run: a checkpoint resumes only under the same options and text."""

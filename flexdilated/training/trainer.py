@@ -19,9 +19,8 @@ from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.modes import evaluating
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus
-from flexdilated.training.options import RankLostError, TrainOptions, UserError
-from flexdilated.training.ranks import ensure_alike, losses_of_ranks, mean, span
-from flexdilated.training.stopping import stop_requested
+from flexdilated.training.distributed import ensure_equal, mean, span, stop_requested
+from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.weights import Weights
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
@@ -48,7 +47,6 @@ class Trainer:
         ValueError: If the mesh is not 1-D.
         UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, the weights are of another
             model, or ranks differ in options, text, weights or version.
-        RankLostError: If another rank ends.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Trainer:
             raise ValueError(f"mesh must have 1 axis, got {mesh.ndim}")
         self.config, self.options, self.corpus, self.folder, self.device = config, options, corpus, folder, device
         self.mesh = mesh
-        self._place = "before its first step"
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         if options.sequence_length < self.num_ranks:
             length = options.sequence_length
@@ -93,12 +90,11 @@ class Trainer:
         if options.compile:
             self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
         if mesh is not None:
-            with losses_of_ranks(mesh, self.lost):
-                ensure_alike(mesh, self._identity())
-                # Losses are weighted by the shards: the mean of the ranks' is the mean loss, and its gradient the mean of theirs,
-                # which DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
-                module = _LossModule(self.model, self.loss)
-                self.loss = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
+            ensure_equal(mesh, self._identity())
+            # Losses are weighted by the shards: the mean of the ranks' is the mean loss, and its gradient the mean of theirs,
+            # which DistributedDataParallel computes. The compiled function is inside: outside, its hooks would break the graph.
+            module = _LossModule(self.model, self.loss)
+            self.loss = nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
         self.step = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
@@ -177,15 +173,13 @@ class Trainer:
 
         Raises:
             UserError: If a loss is not finite, the checkpoint cannot be written, or the ranks stand at different steps.
-            RankLostError: If another rank ends. SIGTERM is ignored from then on: torchrun sends it to the ranks that are left.
         """
         self.model.train()
-        with stop_requested(tells=self.rank == 0) as stop, losses_of_ranks(self.mesh, self.lost):
+        with stop_requested(self.mesh) as stop:
             steps = span(self.mesh, self.step)
             if len(steps) > 1:
                 raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")
             while self.step < self.options.steps:
-                self._place = f"in step {self.step + 1}"
                 start = time.perf_counter()
                 value = self._advance()
                 # The first step of a process compiles: it says nothing of the speed.
@@ -200,22 +194,8 @@ class Trainer:
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
                     self._save_finite()
-            self._place = f"after step {self.step}"
             span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
-
-    def measure(self) -> float:
-        """Bits per byte of the held-out sequences, as `evaluate`; where a rank is lost meanwhile, the others tell so."""
-        with losses_of_ranks(self.mesh, self.lost):
-            return self.evaluate()
-
-    def lost(self, cause: str) -> RankLostError:
-        """The error that tells of a lost rank: where this one stands, why, and what is kept."""
-        latest = checkpoint.latest(self.folder)
-        kept = "there is no checkpoint yet"
-        if latest is not None:
-            kept = f"the checkpoint of step {checkpoint.step_of(latest)} is whole: the same command with --resume goes on"
-        return RankLostError(f"{self._place}: {cause}; {kept}")
 
     @property
     def bytes_per_second(self) -> float:

@@ -22,9 +22,8 @@ import flexdilated
 from flexdilated import DilatedPattern
 from flexdilated.cli import app, doctor, encode_slide, generate, plan, refusal, show, train
 from flexdilated.cli.options import device_named
-from flexdilated.cli.refusal import EARLIER
 from flexdilated.distributed import strategies
-from flexdilated.training import checkpoint, corpus, ranks, trainer
+from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 
 COMMANDS = {
@@ -97,37 +96,7 @@ def test_one_thing_has_one_spelling_type_and_default() -> None:
             assert seen.setdefault(name, meaning) == meaning, (command, name)
     synonyms = set().union(*SYNONYMS.values())
     assert not synonyms & spellings(*COMMANDS)
-    assert set(EARLIER) <= synonyms
     assert {"--heads", "--device", "--tokens", "--preset", "--causal", "--json"} <= set(seen)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show", "--num-heads", "0"], "--heads must be in [1, 64], got 0"),
-        (["show", "--num-heads=0"], "--heads must be in [1, 64], got 0"),
-        (["plan", "--tokens=9", "--ranks=0"], "--context-parallel must be in [1, 4096], got 0"),
-        (["plan", "--tokens=9", "--context-parallel=2", "--batch", "0"], "--batch-size must be in [1, 65536], got 0"),
-        (
-            ["plan", "--tokens=9", "--context-parallel=2", "--pattern=longnet", "--dilation-rates=1"],
-            "--dilation-rates must not be given with",
-        ),
-        (["train", "--sequence-length=36", "--text=/nowhere"], "--text must be a file or folder that exists, got /nowhere"),
-        (["train", "--num-heads=5"], "--embed-dim must be a multiple of 2 * --heads=10, got 192"),
-        (["train", "--embed-dim", "7", "--heads=2"], "--embed-dim must be a multiple of 2 * --heads=4, got 7"),
-        (["show", "--num-heads=2", "--heads=3"], "--num-heads must not come with --heads, which is its name now"),
-        (["show", "--heads=3", "--num-heads", "2"], "--num-heads must not come with --heads, which is its name now"),
-        (
-            ["plan", "--tokens=9", "--context-parallel=2", "--segment-lengths=4", "--dilation-rates=0"],
-            "--dilation-rates[0] must be in [1, ",
-        ),
-    ],
-)
-def test_earlier_spellings_are_taken_and_not_shown(arguments: list[str], message: str) -> None:
-    code, _, err = invoke(*arguments)
-    assert code == 2
-    assert err.startswith(f"error: {message}")
-    assert not set(EARLIER) & set(re.findall(r"--[a-z-]+", invoke(arguments[0], "--help")[1]))
 
 
 MODULES: dict[str, list[ModuleType]] = {
@@ -135,7 +104,7 @@ MODULES: dict[str, list[ModuleType]] = {
     "plan": [plan, strategies],
     "encode-slide": [encode_slide],
     "doctor": [doctor],
-    "train": [train, checkpoint, corpus, ranks, trainer],
+    "train": [train, checkpoint, corpus, distributed, trainer],
     "generate": [generate],
 }
 OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover"}  # of torchrun, and of `nox -s bench`

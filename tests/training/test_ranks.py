@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
-from flexdilated.training import checkpoint, ranks, start
+from flexdilated.training import distributed
 from flexdilated.training.checkpoint import STATE_FILE, latest
 from flexdilated.training.options import UserError
 from flexdilated.training.trainer import Trainer
@@ -95,11 +92,12 @@ def run_ranks(
     ending: Sequence[int] = (),
     **changes: object,
 ) -> list[tuple[int, str, list[str]] | None]:
-    """Per rank its exit code, standard output, and our own lines of standard error. With `killed` rank 0 ends before that step."""
+    """Per rank its exit code, standard output, and our own lines of standard error. With `killed` rank 0 ends before that step, and
+    the others when they miss it."""
     words = arguments(output, text, f"--context-parallel={num_ranks}", *more, **changes)
     folder = output.with_name(f"{output.name}_ranks")
     folder.mkdir(exist_ok=True)
-    prepare, ending = (prepare, ending) if killed is None else (partial(end_before, killed), (0,))
+    prepare, ending = (prepare, ending) if killed is None else (partial(end_before, killed), range(num_ranks))
     found = invoke_ranks(num_ranks, folder, *words, prepare=prepare, ending=ending)
     for result in found:
         assert result is None or "Warning" not in result[2], result
@@ -107,13 +105,16 @@ def run_ranks(
 
 
 def end_before(step: int, rank: int) -> None:
-    """Kill this process, if it is rank 0's, when it comes to a step."""
+    """Kill this process, if it is rank 0's, when it comes to a step; end it where a collective fails, as the command does."""
     advance = Trainer._advance
 
     def advance_or_end(self: Trainer) -> float:
         if rank == 0 and self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return advance(self)
+        try:
+            return advance(self)
+        except RuntimeError:
+            os._exit(1)
 
     Trainer._advance = advance_or_end  # type: ignore[method-assign]
 
@@ -194,12 +195,7 @@ def test_losses_are_those_of_one_process_and_rank_0_alone_prints(tmp_path: Path,
 @pytest.mark.slow
 def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path, text: Path) -> None:
     run_alone(tmp_path / "whole", text, **KILLED)
-    gone, *left = run_ranks(3, tmp_path / "two", text, killed=8, **KILLED)
-    assert gone is None
-    assert [(code, out) for code, out, _ in left] == [(2, "")] * 2
-    kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
-    (error,) = (error for _, _, errors in left for error in errors)  # one of the others tells it
-    assert re.fullmatch(rf"error: rank 0 was lost in step 8: .+; {kept}", error)
+    assert run_ranks(3, tmp_path / "two", text, killed=8, **KILLED) == [None] * 3
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     run_alone(tmp_path / "one", text, "--resume", **KILLED)
     (code, out, errors), _ = run_ranks(2, tmp_path / "two", text, "--resume", **KILLED)
@@ -210,39 +206,17 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
         torch.testing.assert_close(history(tmp_path / run / "dilated", steps=13), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.sweep  # of what a killed rank and a restart by torchrun show, a host at a time
-@needs_proc
-def test_one_command_goes_on_with_fewer_ranks_where_a_host_is_lost(tmp_path: Path, text: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def host(number: int) -> AbstractContextManager[subprocess.Popen[str]]:
-        waits = f"is_host={int(number == 0)},last_call_timeout=15,keep_alive_interval=3,keep_alive_max_attempt=4"
-        meeting = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=0", f"--rdzv-endpoint=127.0.0.1:{port}"]
-        hosts = [*meeting, f"--rdzv-conf={waits}"]
-        return started(2, tmp_path / "run", text, "--resume-if-any", restarts=2, hosts=hosts, **LONG)
-
-    folder = tmp_path / "run" / "dilated"
-    with host(0) as left, host(1) as lost:
-        end = time.monotonic() + DEADLINE
-        while latest(folder) is None:
-            assert time.monotonic() < end, "the ranks of both hosts must save a checkpoint"
-            assert left.poll() is None, left.communicate()
-            time.sleep(0.1)
-        (rank,) = filter(None, (child_of(lost, number) for number in range(2)))
-        prints = child_of(left, 0) is not None  # torchrun numbers the hosts
-        lost.kill()
-        os.kill(rank, signal.SIGKILL)
-        out, err = left.communicate(timeout=DEADLINE)
-    assert left.returncode == 0, err
-    assert re.match(r"error: (a rank|rank [01]) was lost in step ", errors_of(err)[0])  # the store goes with the host of rank 0
-    assert out.count("over 2 ranks") == prints
-    starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
-    assert len(starts) == 1 + prints
-    assert starts[-1] > 0
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_process_that_is_killed_or_stopped_goes_on_exactly(tmp_path: Path, text: Path, number: int) -> None:
+    run_alone(tmp_path / "whole", text, **LONG)
+    command = [sys.executable, "-m", "flexdilated", *arguments(tmp_path / "parts", text, **LONG)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        signal_when_saved(process, None, number, tmp_path / "parts" / "dilated")
+        assert process.wait(DEADLINE) == (130 if number == signal.SIGTERM else -signal.SIGKILL)
+    run_alone(tmp_path / "parts", text, "--resume", **LONG)
+    parts, whole = (history(tmp_path / run / "dilated", steps=LONG["steps"]) for run in ("parts", "whole"))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
 @pytest.mark.ranks
@@ -259,8 +233,7 @@ def test_torchrun_starts_one_command_again_and_a_signal_to_it_stops_all_ranks(tm
             time.sleep(0.1)
         signal_when_saved(process, None, signal.SIGTERM, folder)
         code, out, errors = ended(process)
-    assert (code, len(errors), out.count("saved in")) == (1, 1, 0), errors
-    assert errors[0].startswith("error: rank 1 was lost in step ")
+    assert (code, errors, out.count("saved in")) == (1, [], 0)
     starts = [int(step) for step in re.findall(rf"dilated: .* step (\d+) of {LONG['steps']}", out)]
     assert len(starts) == 2
     assert starts[0] == 0 < starts[1]
@@ -269,158 +242,18 @@ def test_torchrun_starts_one_command_again_and_a_signal_to_it_stops_all_ranks(tm
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_error_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
+def test_error_of_all_ranks_is_one_line_on_each(tmp_path: Path, text: Path) -> None:
     found = run_ranks(2, tmp_path / "run", text, learning_rate=1e30)
     assert [code for code, _, _ in found] == [2, 2]
     assert not any("saved in" in out for _, out, _ in found)
-    (error,) = (error for _, _, errors in found for error in errors)
+    (error,) = {error for _, _, errors in found for error in errors}
     assert error.startswith("error: the loss must stay finite, got nan at step ")
-
-
-def set_the_clock_back(rank: int) -> None:
-    """Ten years, and another time since the start of the host."""
-    clock, since_start = time.time, time.monotonic
-    time.time, time.monotonic = (lambda: clock() - rank * 3.2e8), (lambda: since_start() + rank * 1e6)
-
-
-def freeze_before(step: int, rank: int) -> None:
-    """Stop this process, if it is rank 1's, when it comes to a step: it lives, and gives no sign."""
-    advance = Trainer._advance
-
-    def advance_or_freeze(self: Trainer) -> float:
-        if rank == 1 and self.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return advance(self)
-
-    Trainer._advance = advance_or_freeze  # type: ignore[method-assign]
-
-
-def fill_the_disk_before(step: int, rank: int) -> None:
-    """There is no room for the checkpoint of a step."""
-    write = checkpoint._write_tensors
-
-    def write_or_fail(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        write(tensors, folder)
-        if f"checkpoint-{step}." in folder.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    checkpoint._write_tensors = write_or_fail
-
-
-def take_long(seconds: float, rank: int, step: int | None = None) -> None:
-    """Rank 1 takes its time for every step, or for one."""
-    advance = Trainer._advance
-
-    def advance_late(self: Trainer) -> float:
-        time.sleep(rank * seconds if step in (None, self.step + 1) else 0.0)
-        return advance(self)
-
-    Trainer._advance = advance_late  # type: ignore[method-assign]
-
-
-def stop_before_the_first_step(lost: int | None, rank: int) -> None:
-    """torchrun's signal, when a rank has made its model and not begun, where rank `lost` has just been killed."""
-    begin = Trainer.__init__
-
-    def begin_and_be_stopped(self: Trainer, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        os.kill(os.getpid(), signal.SIGKILL if rank == lost else signal.SIGTERM)
-        time.sleep(0.5)
-
-    Trainer.__init__ = begin_and_be_stopped  # type: ignore[method-assign]
 
 
 def go_to_another_host(folder: Path, rank: int) -> None:
     """Where a relative path is another place."""
     if rank == 1:
         os.chdir(folder)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.sweep  # of what a killed rank shows: half a minute of waiting
-@needs_proc
-def test_frozen_rank_is_named_within_the_timeout_and_ends_too(tmp_path: Path, text: Path) -> None:
-    (code, _, errors), woken = run_ranks(
-        2, tmp_path / "run", text, f"--timeout-seconds={PATIENCE}", prepare=partial(freeze_before, 8), **KILLED
-    )
-    kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
-    assert (code, woken) == (2, (2, "", []))
-    assert re.fullmatch(rf"error: rank 1 was lost in step 8: .+; {kept}", *errors)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_signal_before_the_first_step_leaves_a_rank_time_to_name_the_lost_one(tmp_path: Path, text: Path) -> None:
-    prepare = partial(stop_before_the_first_step, 1)
-    found, killed = run_ranks(2, tmp_path / "run", text, prepare=prepare, ending=(1,), **KILLED)
-    assert killed is None
-    assert found is not None
-    code, _, (error,) = found
-    assert code == 2
-    assert re.fullmatch("error: rank 1 was lost before its first step: .+; there is no checkpoint yet", error)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_signal_before_the_first_step_is_obeyed_after_it(tmp_path: Path, text: Path) -> None:
-    found = run_ranks(2, tmp_path / "run", text, prepare=partial(stop_before_the_first_step, None))
-    assert [(code, errors) for code, _, errors in found] == [(130, []), (130, [])]
-    kept = latest(tmp_path / "run" / "dilated")
-    assert kept is not None
-    assert kept.name == "checkpoint-1"
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_slow_rank_is_waited_for(tmp_path: Path, text: Path) -> None:
-    run_alone(tmp_path / "one", text)
-    (code, _, errors), other = run_ranks(2, tmp_path / "slow", text, prepare=partial(take_long, 0.3))
-    assert (code, errors, other) == (0, [], (0, "", []))
-    one, two = (history(tmp_path / run / "dilated", steps=7) for run in ("one", "slow"))
-    torch.testing.assert_close(two, one, **ROUNDING)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.sweep  # of what its parts show: half a minute of waiting
-def test_rank_that_is_too_slow_is_named(tmp_path: Path, text: Path) -> None:
-    prepare = partial(take_long, 1.5 * PATIENCE, step=8)
-    (code, _, errors), late = run_ranks(2, tmp_path / "run", text, f"--timeout-seconds={PATIENCE}", prepare=prepare, **KILLED)
-    kept = "the checkpoint of step 5 is whole: the same command with --resume goes on"
-    assert (code, late) == (2, (2, "", []))
-    assert re.fullmatch(rf"error: rank 1 was late in step 8: .+; {kept}", *errors)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.sweep  # of what one process shows: the processes outlive the command here, and half a minute is waited for
-def test_full_disk_is_told_and_the_rank_named(tmp_path: Path, text: Path) -> None:
-    late = f"--timeout-seconds={PATIENCE}"
-    found = run_ranks(2, tmp_path / "full", text, late, prepare=partial(fill_the_disk_before, 7))
-    assert [code for code, _, _ in found] == [2, 2]
-    (error, *others) = (error for _, _, errors in found for error in errors)
-    full = r"\[Errno 28\] No space left on device \(on rank 0, which writes it\)"
-    assert re.fullmatch(rf"error: the checkpoint must be writable, got \S+checkpoint-7: {full}", error)
-    # Its error, unless it has gone, with the store, before the other has asked for that.
-    lost = r"error: rank 0 was lost (after step 7: |by its error \(the checkpoint must be writable, got )"
-    assert all(re.match(lost, other) for other in others), others
-    kept = latest(tmp_path / "full" / "dilated")
-    assert kept is not None
-    assert kept.name == "checkpoint-5"
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_rank_with_another_clock_trains_and_resumes_as_others(tmp_path: Path, text: Path) -> None:
-    run_alone(tmp_path / "whole", text, **KILLED)
-    gone, _, _ = run_ranks(3, tmp_path / "run", text, killed=8, **KILLED)
-    assert gone is None
-    (code, out, errors), other = run_ranks(2, tmp_path / "run", text, "--resume", prepare=set_the_clock_back, **KILLED)
-    assert (code, errors, other) == (0, [], (0, "", []))
-    assert "step 5 of 13" in out
-    expected, found = (history(tmp_path / run / "dilated", steps=13) for run in ("whole", "run"))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.ranks
@@ -438,7 +271,7 @@ def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Pat
     more = ("--output=run", *filter(None, [option]))
     found = run_ranks(2, tmp_path / "run", text, *more, prepare=move, steps=5)
     assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
-    (error,) = (error for _, _, errors in found for error in errors)
+    (error,) = {error for _, _, errors in found for error in errors}
     seen = "'that of rank 0' on rank 0 and 'another folder of this name' on rank 1"
     assert error == f"error: ranks must agree on --output, which must be one folder, got {seen}"
     assert runs.contents(tmp_path / "run_ranks" / "run") == before
@@ -478,20 +311,6 @@ def test_command_refuses_ranks_with_one_line(
     assert code == 2
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
-    assert not dist.is_initialized()
-
-
-def test_ranks_that_cannot_reach_each_other_are_refused_with_one_line(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in RANK_1.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
-    monkeypatch.setattr(start, "rendezvous_of_torch", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
-    monkeypatch.setattr(start, "of_this_start", lambda store, *_: store)  # the other rank is not there to answer
-    code, _, err = invoke(*arguments(tmp_path / "run", text, "--context-parallel=2"))
-    assert code == 2
-    assert re.fullmatch(r"error: all 2 ranks must be able to reach each other, got: [^\n]*nowhere[^\n]*\n", err)
     assert not dist.is_initialized()
 
 
@@ -542,9 +361,9 @@ def test_any_number_of_ranks_is_taken_where_0_is_asked(
     for name, value in {"WORLD_SIZE": world, "RANK": "2", "LOCAL_RANK": "0"}.items():
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert ranks.place_of(asked, None) == expected
+    assert distributed.place_of(asked, None) == expected
     if asked == 0:
-        assert ranks.place_of(asked, 60) == expected  # of what may be one rank at another start
+        assert distributed.place_of(asked, 60) == expected  # of what may be one rank at another start
 
 
 # -- the trainer, in processes of our own ---------------------------------------------------------------------------------------
@@ -635,77 +454,3 @@ def test_trainer_refuses_more_ranks_than_bytes(tmp_path: Path, text: Path) -> No
         make_trainer(tmp_path / "run", text, Axes(38))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mesh must have 1 axis, got 2"):
         make_trainer(tmp_path / "run", text, Axes(2, 2))  # type: ignore[arg-type]
-
-
-def test_error_is_told_by_the_lowest_rank_and_once_even_if_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ValueError("planted")
-    store = dist.HashStore()
-    assert [ranks.tells(store, rank, error) for rank in (0, 1, 2)] == [True, False, False]
-    assert ranks.tells(store, 0, ValueError("another"))
-    monkeypatch.setattr(ranks, "TELLING_SECONDS", 0.0)
-    store = dist.HashStore()
-    assert [ranks.tells(store, rank, error) for rank in (2, 1, 0)] == [True, False, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hangs", "is given up"])
-def test_process_ends_where_a_signal_to_stop_is_not_followed(name: str) -> None:
-    script = """
-import os, signal, time
-from flexdilated.training import checkpoint, ranks, stopping
-from torch.distributed import HashStore
-signal.signal(signal.SIGTERM, lambda *_: None)
-ranks.SILENCE_SECONDS, stopping.GIVEN_UP_SECONDS = 0.2, 0.3
-for store, name in ((HashStore(), "followed"), (None, "alone"), (HashStore(), hangs)):
-    stopping.STOP_SECONDS = 0.2 if name == "hangs" else 600.0
-    if name == "is given up":
-        store.set("rank 1 has met a loss", "")
-        store.set("error of rank 1", "a lost rank")
-    count = 1 if name == "hangs" else 2
-    with stopping.stop_deadline(store, 0, count, lambda cause: ranks.RankLostError(f"{name}: {cause}")):
-        os.kill(os.getpid(), signal.SIGTERM)
-        if name == hangs:
-            time.sleep(600)
-"""
-    package = str(Path(flexdilated.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": package}
-    command = [sys.executable, "-c", f"hangs = {name!r}\n{script}"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE)
-    error = f"error: a rank was lost {name}: no answer for [0-9] s since the signal to stop\n"
-    assert result.returncode == 2
-    assert re.fullmatch(error, result.stderr)
-
-
-def losing(store: dist.Store, rank: int, **beats: int) -> str:
-    """What a rank of three says of a loss, while the others beat a few times."""
-    told = mock.Mock(side_effect=lambda _: [store.add(f"beats of {name.replace('_', ' ')}", more) for name, more in beats.items()])
-    clock = iter(range(100))
-    with mock.patch.object(ranks, "time", mock.Mock(sleep=told, monotonic=lambda: next(clock))):
-        return str(ranks.named(store, rank, 3, ranks.RankLostError("in step 8: closed")))
-
-
-def test_ranks_that_are_lost_or_failed_or_late_are_named_and_not_those_that_met_the_same() -> None:
-    store = dist.HashStore()
-    assert losing(store, 0) == "ranks 1, 2 were lost in step 8: closed"
-    store = dist.HashStore()
-    assert losing(store, 0, rank_1=1) == "rank 2 was lost in step 8: closed"  # rank 1 may be on its way
-    assert losing(store, 1, rank_0=1) == "rank 2 was lost in step 8: closed"  # rank 0 has met it
-    store = dist.HashStore()
-    assert losing(store, 1, rank_0=1, rank_2=1) == "ranks 0, 2 were late in step 8: closed"
-    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was late in step 8: closed"
-    own, met = UserError("no space is left"), ranks.RankLostError("in step 8: closed")
-    assert losing(store, 2) == "a rank was lost in step 8: closed"  # it comes, to find what its lateness did,
-    assert [ranks.tells(store, rank, error) for rank, error in ((2, met), (1, met), (2, own))] == [
-        False,
-        True,
-        True,
-    ]  # and is silent
-    store = dist.HashStore()
-    assert losing(store, 0, rank_1=1, rank_2=1) == "ranks 1, 2 were late in step 8: closed"
-    store.set("error of rank 2", "no space is left")  # it lives and ends
-    store.set("rank 1 has met a loss", "")
-    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost by its error (no space is left) in step 8: closed"
-    store.set("error of rank 2", ranks.LOSS)  # of a third
-    assert losing(store, 0, rank_1=1, rank_2=1) == "rank 2 was lost in step 8: closed"
-    store.set("rank 2 has met a loss", "")  # which was its error
-    assert losing(store, 0, rank_1=1, rank_2=1) == "a rank was lost in step 8: closed"

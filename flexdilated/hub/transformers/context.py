@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from itertools import pairwise
@@ -12,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_timeout
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexdilated.core.call import EXCHANGES
-from flexdilated.distributed.agreement import failed, number_of_collective
-from flexdilated.distributed.ledger import APART
+from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.patterns import NAME

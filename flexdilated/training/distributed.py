@@ -1,0 +1,188 @@
+"""The processes of one run: torchrun starts and ends them, the process group's timeout ends a wait for a lost one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from flexdilated._version import __version__
+from flexdilated.training.checkpoint import ensure_writable
+from flexdilated.training.options import UserError
+
+if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_SECONDS = 300  # of a rank that waits for the others
+VISIBLE_SECONDS = 5.0  # until one host sees a file that another wrote
+STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: immediately, and without\n"
+
+
+def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
+    """This process among those that torchrun started, and their number; `context_parallel` of 0 takes any."""
+    torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    started = os.environ["WORLD_SIZE"] if torchrun else None
+    takes_any = context_parallel == 0
+    if takes_any:
+        context_parallel = int(started or 1)
+    if started is None and context_parallel > 1:
+        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
+        raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
+    if started is not None and started != str(context_parallel):
+        hint = f"give --context-parallel {started}"
+        raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
+    if timeout_seconds is not None and context_parallel == 1 and not takes_any:
+        raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
+    return int(os.environ["RANK"]) if context_parallel > 1 else 0, context_parallel
+
+
+@contextmanager
+def process_group(count: int, rank: int, device: torch.device, timeout_seconds: int) -> Iterator[DeviceMesh | None]:
+    """The mesh of the processes that torchrun started; None for one process.
+
+    Raises:
+        UserError: If the ranks cannot meet within the timeout.
+    """
+    if count == 1:
+        yield None
+        return
+    from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store for all restarts: a rank must not read an address at which a dead rank listened. Each host counts
+        # its own restarts, so that their number names a start of one host alone.
+        is_one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        own = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_one_host else 'of hosts'}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=timeout, device_id=device_id)
+    except (dist.DistError, TimeoutError) as error:
+        text = str(error).splitlines()[0]
+        raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        # From the group, since init_device_mesh makes another, of another timeout, for gloo where there is a GPU.
+        yield DeviceMesh.from_group(world, device.type, mesh_dim_names=("cp",))
+    finally:
+        if device.type == "cuda":
+            world.shutdown()  # NCCL's peers may still read this process's memory
+
+
+def span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
+    """The least and the largest `value` of the ranks, or the only one."""
+    if mesh is None:
+        return (value,)
+    ends = torch.tensor([-value, value], device=mesh.device_type)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
+    least, largest = -int(ends[0]), int(ends[1])
+    return (least,) if least == largest else (least, largest)
+
+
+def mean(mesh: DeviceMesh | None, value: float) -> float:
+    """The mean of the ranks' values: the same number on each."""
+    if mesh is None:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.item() / mesh.size()
+
+
+def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
+    """Return when every rank has called this with equal values, in the same version of this library.
+
+    Raises:
+        UserError: If they differ: names the field and which rank holds which value, the same error on every rank.
+    """
+    if mesh is None:
+        return
+    ranks: list[dict[str, object]] = [{}] * mesh.size()
+    dist.all_gather_object(ranks, {"flexdilated's version": __version__, **held}, group=mesh.get_group())
+    for name, first in ranks[0].items():
+        other = next((rank for rank, values in enumerate(ranks) if values.get(name) != first), None)
+        if other is not None:
+            raise UserError(f"ranks must agree on {name}, got {first!r} on rank 0 and {ranks[other].get(name)!r} on rank {other}")
+
+
+def ensure_one_folder(mesh: DeviceMesh | None, folder: Path) -> None:
+    """Return when every rank sees what rank 0 writes in a folder, which rank 0 makes if it is missing.
+
+    Hosts with a folder each would agree that it is empty; a restart without the host of rank 0 would then begin again at step 0.
+
+    Raises:
+        UserError: If a rank sees another folder, or rank 0 cannot write.
+    """
+    if mesh is None:
+        return
+    # No rank can have seen this name before, nor cached that there is no such file.
+    mark = folder / f".seen-by-all-{span(mesh, secrets.randbits(48) if mesh.get_local_rank() == 0 else 0)[-1]:012x}"
+    try:
+        if mesh.get_local_rank() == 0:
+            ensure_writable(folder)
+            mark.touch()
+        ensure_equal(mesh, {})
+        end = time.monotonic() + VISIBLE_SECONDS
+        while not (sees := mark.exists()) and time.monotonic() < end:
+            time.sleep(0.1)
+        ensure_equal(mesh, {"--output, which must be one folder": "that of rank 0" if sees else "another folder of this name"})
+    finally:
+        if mesh.get_local_rank() == 0:
+            mark.unlink(missing_ok=True)
+
+
+@contextmanager
+def stop_requested(mesh: DeviceMesh | None) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come: the training loop asks after each step. In one process a second one stops immediately.
+
+    Over ranks torchrun kills a process that does not end within 30 seconds, and a terminal's signal comes twice.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and mesh is None:
+            raise KeyboardInterrupt
+        if not asked and (mesh is None or mesh.get_local_rank() == 0):
+            with suppress(OSError):  # a closed one
+                os.write(2, STOPPING.encode())  # sys.stderr may be in the middle of a line of its own
+        asked = True
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process of a rank without destroying its process group.
+
+    The group's destructor joins a thread of gloo that may wait for the GIL. Where DDP's reducer is the group's last owner the
+    destructor holds the GIL: a deadlock.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
