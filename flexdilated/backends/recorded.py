@@ -8,7 +8,8 @@ inputs of an autograd function: autograd saves them, raises if they were modifie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexdilated.backends.kernel import draws_of_its_own
 from flexdilated.core.call import Call
-from flexdilated.core.hardware import without_autocast
+from flexdilated.core.hardware import outside_graphs, without_autocast
 
 Attend = Callable[..., tuple[Tensor, Tensor]]  # of tensors and, at last, a call: out and lse
 
@@ -111,13 +111,13 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     """
     assert tensors[0] is not None
     device = tensors[0].device
-    seed = int(torch.randint(1 << 62, (1,), device="cpu")) if call.dropout_p > 0.0 else None
+    state = _random_state(device) if call.dropout_p > 0.0 else None
     records: dict[str, Any] = {
         name: _Record(name, function)
         for name, function in (("score_mod", call.score_mod), ("mask_mod", call.mask_mod))
         if function is not None
     }
-    with torch.no_grad(), draws_of_its_own(seed, device):
+    with torch.no_grad():
         results = attend(*tensors, call._replace(**records))
 
     def again(tensors: Sequence[Tensor | None], held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -126,12 +126,33 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
         for name, record in records.items():
             functions[name] = _bound(record, held[at : at + len(record.held)])
             at += len(record.held)
-        with without_autocast(device, traced_before=True), draws_of_its_own(seed, device):
+        with without_autocast(device, traced_before=True), _drawing_from(state, device):
             return attend(*tensors, call._replace(**functions))
 
     held = [x for record in records.values() for x in record.held.values()]
     out, lse = _Recomputed.apply(again, results, len(tensors), *tensors, *held)
     return out, lse
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of the generator of a device."""
+    state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+@contextmanager
+def _drawing_from(state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Random numbers of a state inside, for the dropout that the forward drew; torch's own where there is none."""
+    if state is None:
+        yield
+    elif device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            torch.get_device_module(device).set_rng_state(state, device)
+            yield
 
 
 def _bound(record: _Record, held: Sequence[Tensor]) -> Callable[..., Tensor]:
@@ -148,7 +169,7 @@ class _Recomputed(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.compiler.disable  # compiled autograd would trace it, for a minute
+    @outside_graphs("the backward runs the record of score_mod and mask_mod")
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
         create_graph = torch.is_grad_enabled()

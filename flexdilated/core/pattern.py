@@ -289,6 +289,8 @@ def as_integer(name: str, value: object) -> int:
     Raises:
         TypeError: If it is no integer.
     """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # in compiled code, a symbol stays one
     is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))  # tensors of a bool have an index
     try:
         number = None if is_bool else operator.index(value)  # type: ignore[arg-type]

@@ -222,11 +222,11 @@ def assert_refuses(tiles: Path, weights: Path, message: str, *arguments: object)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"coords": None}, "TILES must hold coords and one of tile_embeds, features, embeddings, got features in '"),
-        ({"features": None}, "TILES must hold coords and one of tile_embeds, features, embeddings, got coords in '"),
+        ({"coords": None}, "TILES must hold coords and one of tile_embeds, features, feats, embeddings, got features in '"),
+        ({"features": None}, "TILES must hold coords and one of tile_embeds, features, feats, embeddings, got coords in '"),
         (
             {"tile_embeds": torch.zeros(2, 2)},
-            "TILES must hold coords and one of tile_embeds, features, embeddings, got features, co",
+            "TILES must hold coords and one of tile_embeds, features, feats, embeddings, got features, co",
         ),
         ({"features": torch.zeros(TILES)}, "features must have shape (N, C) or (1, N, C) with N at least 1, got (53,)"),
         ({"features": torch.zeros(2, TILES, 7)}, "features must have shape (N, C) or (1, N, C) with N at least 1, got (2, 53, 7)"),

@@ -13,11 +13,6 @@ OPTIONS = (
     "bool is_causal, float scale, float dropout_p, str engine, SymInt first_head, SymInt num_heads"
 )
 PLACE = "str group_name, SymInt rank, SymInt[] shard_lengths, str exchange, bool differentiable, bool keeps, str made_by"
-SIZES = (
-    "SymInt batch, SymInt kv_heads, SymInt group, SymInt head_dim, bool masked, bool score_mod, bool mask_mod, "
-    "bool score_mod_learns, str runs"
-)
-DELIVERED = "Tensor out, Tensor lse, Tensor token, Tensor number, SymInt num_rows"
 MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed"
 QKV = "Tensor q, Tensor k, Tensor v"
 SAVED = f"Tensor dout, Tensor? dlse, {QKV}, Tensor out, Tensor lse"
@@ -32,11 +27,6 @@ SAVED = f"Tensor dout, Tensor? dlse, {QKV}, Tensor out, Tensor lse"
         ("mixture_by_values_backward", f"{SAVED}, {MASKS}, {OPTIONS}", 3),
         ("mixture_tangent", f"Tensor dq, Tensor dk, Tensor dv, {QKV}, Tensor out, Tensor lse, {MASKS}, {OPTIONS}", 2),
         ("context_parallel", f"{QKV}, {MASKS}, Tensor unknown, {OPTIONS}, {PLACE}", 4),
-        ("context_tables", f"Tensor unknown, SymInt num_places, SymInt num_lanes, {OPTIONS}, {PLACE}, {SIZES}", 2),
-        ("context_fetch", f"{QKV}, Tensor? key_padding_mask, Tensor unknown, SymInt num_received, {OPTIONS}, {PLACE}, {SIZES}", 3),
-        ("context_fetch_backward", f"Tensor dreceived, Tensor dtoken, Tensor number, {OPTIONS}, {PLACE}, {SIZES}", 3),
-        ("context_deliver", f"{DELIVERED}, {OPTIONS}, {PLACE}, {SIZES}", 3),
-        ("context_deliver_backward", f"{DELIVERED}, {OPTIONS}, {PLACE}, {SIZES}", 3),
         ("context_parallel_backward", f"{SAVED}, Tensor received, Tensor number, {MASKS}, {OPTIONS}, {PLACE}", 3),
     ],
 )
