@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flexdilated.backends.materialised
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from tests.tolerances import EXACT
 
 PATTERN = DilatedPattern((7, 20, 41), (1, 2, 5))
@@ -199,3 +200,70 @@ def test_a_backward_keeps_no_more_tensors_than_the_function_did() -> None:
     with Count():
         out.sum().backward()
     assert max(alive) <= 2
+
+
+# -- compiled code ----------------------------------------------------------------------------------------------------------------
+
+
+class Sloped(nn.Module):
+    """Attention with a number in its score function."""
+
+    def __init__(self, slope: float, pattern: DilatedPattern) -> None:
+        super().__init__()
+        self.slope, self.pattern = slope, pattern
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dilated_attention(q, k, v, self.pattern, score_mod=lambda s, b, h, i, j: s - self.slope * (i - j).abs())
+
+
+def assert_compiled_equals_eager(compiled: Any, module: nn.Module, num_tokens: int = N) -> None:
+    x = tuple(x[:, :num_tokens].detach().requires_grad_() for x in tensors())
+    found, expected = (torch.autograd.grad(f(*x).square().sum(), x) for f in (compiled, module))
+    for actual, wanted in zip(found, expected):
+        torch.testing.assert_close(actual, wanted, **EXACT)
+
+
+@pytest.fixture
+def _forget_graphs() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_forget_graphs")
+def test_layers_compiled_one_by_one_have_numbers_of_their_own() -> None:
+    for slope in (0.1, 0.4, 0.9):
+        module = Sloped(slope, DilatedPattern((N,), (2,)))
+        assert_compiled_equals_eager(torch.compile(module, backend="aot_eager"), module)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_forget_graphs")
+def test_a_number_of_a_compiled_module_may_change() -> None:
+    module = Sloped(0.1, DilatedPattern((N,), (2,)))
+    compiled = torch.compile(module, backend="aot_eager")
+    for module.slope in (0.1, 0.4, 0.9):
+        assert_compiled_equals_eager(compiled, module)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11: a dynamic number of tokens is refused before")
+@pytest.mark.usefixtures("_forget_graphs")
+def test_dynamic_shapes_compile_where_the_graph_may_break() -> None:
+    module = Sloped(0.3, DilatedPattern((20, N), (1, 2)))
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    for num_tokens in (N, 29):
+        assert_compiled_equals_eager(compiled, module, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_functions_are_exported_with_a_dynamic_batch(strict: bool) -> None:
+    module = Sloped(0.3, DilatedPattern((20, N), (1, 2)))
+    batch = {0: torch.export.Dim("batch", max=64)}
+    with torch.no_grad():
+        program = torch.export.export(module, tensors(), dynamic_shapes=(batch, batch, batch), strict=strict).module()
+        for size in (1, 2, 7):
+            x = tuple(x[:1].expand(size, -1, -1, -1) * torch.rand(size, 1, 1, 1, dtype=x.dtype) for x in tensors())
+            torch.testing.assert_close(program(*x), module(*x), **EXACT)

@@ -279,6 +279,32 @@ def test_a_table_learns_alone(ranks: Ranks, exchange: str, asks: str) -> None:
     ranks.run(check_table_alone, exchange, asks, deadline=120.0)
 
 
+def check_changed_function(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """A number that a function reads changes before the backward: gradients are those of the forward."""
+    lengths = (5, 26, 31, 2)[: mesh.size()]
+    tokens, pattern = sum(lengths), DilatedPattern((9, sum(lengths)), (1, 2))
+    generator = torch.Generator().manual_seed(7)
+    whole = [torch.randn(1, tokens, 2, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+    shards = shard_sequence([x.detach().clone().requires_grad_() for x in whole], mesh, shard_lengths=lengths)
+    slope, window = 0.3, 40
+    functions: dict[str, Any] = {
+        "score_mod": lambda s, b, h, i, j: s - slope * (i - j).abs(),
+        "mask_mod": lambda b, h, i, j: (i - j).abs() < window,
+    }
+    expected = torch.autograd.grad(reference.dilated_attention(*whole, pattern, **functions)[0].sum(), whole)
+    out = dilated_attention(*shards, pattern, mesh=mesh, shard_lengths=lengths, exchange=exchange, **functions)
+    slope, window = 9.0, 2
+    found = torch.autograd.grad(out.sum(), shards)
+    for ours, wanted in zip(found, shard_sequence(list(expected), mesh, shard_lengths=lengths)):
+        torch.testing.assert_close(ours, wanted, **EXACT)
+
+
+@several
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_gradients_are_those_of_the_functions_as_the_forward_called_them(ranks: Ranks, exchange: str) -> None:
+    ranks.run(check_changed_function, exchange, deadline=120.0)
+
+
 class Biased(nn.Module):
     """Attention with a learnable table of biases, by head and distance."""
 
