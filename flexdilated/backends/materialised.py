@@ -23,7 +23,7 @@ from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
 from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
 from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
-from flexdilated.core.checks import call_mod, refuse_zero_keys
+from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
 from flexdilated.core.lse import accumulated
@@ -211,6 +211,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     group = heads // kv_heads
     parts = num_parts(pattern, known_batch(batch), num_tokens, kv_heads, group, SCORES)
     tokens, grids = draw_grids(pattern, num_tokens, kv_heads, group, call.is_causal, parts, q.device)
+    check_mods(call.score_mod, call.mask_mod, q)  # again: without fullgraph the graph breaks above, and forgets what they read
     if ignored is not None:
         k, v = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (k, v))
     with without_autocast(q.device):
