@@ -110,7 +110,7 @@ def dilated_attention(
         scale: Multiplies `q @ k^T`. Default: `D ** -0.5`. Large scores lose digits in float32. With several branches, scores of
             400 and weights that differ little give dq a relative error of 1e-4 to 1e-3, scores of 3,000 1e-3 to 3e-2: up to 8 and
             23 times that of `scaled_dot_product_attention` on short rows. The numerics guide has the table. Use float64, or
-            subtract the mean of the keys, which moves all scores of a query and no output.
+            subtract the mean of the keys, which moves no output unless there are zero keys or a `score_mod`.
         dropout_p: Probability of dropping an attention weight, in [0, 1). Active whenever it is above 0: pass 0 in evaluation.
             Reproducible under `torch.manual_seed`; `lse` is that of the undropped weights. Shards over a mesh and those of DTensors
             drop differently, also where their ranks are seeded alike; replicas drop the same only then.
