@@ -28,6 +28,39 @@ class _Slot(int):
     """The number of a tensor in a record."""
 
 
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator modifies."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (x for x in tree_leaves(given.get(argument.name)) if isinstance(x, Tensor))
+
+
+def _refuse_script(name: str, node: Any, start: int) -> None:
+    """Raise if TorchScript differentiates a part of a function by itself, which no record can repeat.
+
+    Args:
+        name: Of the function.
+        node: Where the gradient of its result begins.
+        start: The number of autograd's first node that belongs to the function.
+    """
+    nodes, seen = [node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < start:
+            continue
+        seen.add(node)
+        if "DifferentiableGraph" in node.name():
+            raise NotImplementedError(
+                f"{name} must not call TorchScript where it learns, got a function of torch.jit; call its Python"
+            )
+        nodes += [following for following, _ in node.next_functions]
+
+
 class _Record(TorchDispatchMode):
     """The operations of one call of a function, and the tensors that they read besides the arguments."""
 
@@ -39,14 +72,18 @@ class _Record(TorchDispatchMode):
         self._steps: list[tuple[Any, ...]] = []  # operator, arguments, keyword arguments, results, slots that nothing reads later
         self._result = _Slot(0)
         self._count = 0
+        self._read_only: set[int] = set()  # storages of tensors that a replay reads again
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """The function's result, recorded."""
         for x in arguments:
             self._new_slot(x)
+        self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
+        start = torch._C._autograd._get_sequence_nr()
         with torch.enable_grad(), self:  # with gradients on, __torch_dispatch__ sees where the function switches them off
             result = self._function(*arguments)
         if isinstance(result, Tensor):  # else the caller raises
+            _refuse_script(self._name, result.grad_fn, start)
             self._result, result = self._slot(result), result.detach()
         self._release()
         return result
@@ -54,20 +91,30 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{self._name} must not switch gradients off, got torch.no_grad or a torch.autograd.Function inside it; use "
-                "detach() and torch's own operations"
+                f"{self._name} must not switch gradients off, got torch.no_grad, a torch.autograd.Function or a custom operator "
+                "with a gradient inside it; use detach() and torch's own operations"
             )
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError(
                 f"{self._name} must not draw random numbers, got {func}; draw a table of them before the call and index it by "
                 "q_idx and kv_idx"
             )
+        if func is torch.ops.aten.lift_fresh.default:  # a literal, into which the function may write: each replay has its own
+            self._new_slot(args[0])
+            self.held[self._slots[args[0]]] = args[0].clone()
         inputs = tree_map(self._slot, (args, kwargs or {}))
+        for x in _written(func, args, kwargs or {}):
+            if _storage(x) in self._read_only:
+                raise NotImplementedError(
+                    f"{self._name} must not modify tensors in place that it reads, got {func}; use an operation that returns a new "
+                    "tensor, or clone() first"
+                )
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x not in self._slots:
                 self._new_slot(x)
-        self._steps.append((func, *inputs, tree_map(self._slot, result)))
+        again = torch.ops.aten.lift_fresh_copy.default if func is torch.ops.aten.lift_fresh.default else func
+        self._steps.append((again, *inputs, tree_map(self._slot, result)))
         return result
 
     def replay(self, held: Sequence[Tensor], *arguments: Tensor) -> Tensor:
@@ -88,6 +135,7 @@ class _Record(TorchDispatchMode):
         if isinstance(x, Tensor) and x not in self._slots:
             self._new_slot(x)
             self.held[self._slots[x]] = x.clone() if x.is_inference() else x  # autograd saves no inference tensors
+            self._read_only.add(_storage(x))
         return self._slots[x] if isinstance(x, Tensor) else x
 
     def _new_slot(self, x: Tensor) -> None:
@@ -173,10 +221,15 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
         create_graph = torch.is_grad_enabled()
-        if not create_graph:
-            tensors = [x.detach().requires_grad_() if need else x for x, need in zip(tensors, needs)]
         with torch.enable_grad():
+            # Tensors of their own: the gradient of one then leaves out others that it was computed from.
+            tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
             results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
-        grads = iter(torch.autograd.grad(results, inputs, (dout, dlse), create_graph=create_graph, allow_unused=True))
+        outputs, given = zip(*((x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad))
+        grads = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
         return None, None, None, *(next(grads) if need else None for need in needs)
+
+
+def _alone(x: Tensor, *, create_graph: bool) -> Tensor:
+    return x.view_as(x) if create_graph else x.detach().requires_grad_()

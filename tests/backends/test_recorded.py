@@ -74,6 +74,33 @@ def branch_on_values(of: Any) -> Tensor:
     return of(*tensors(), PATTERN, score_mod=score_mod)[0]
 
 
+def written_literals(of: Any) -> Tensor:
+    """Tensors that a function makes and modifies, and its scores."""
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        slopes = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=s.dtype)
+        slopes.mul_(3)
+        slopes[0] += 0.5
+        s = s.clone()
+        s.sub_(slopes[h] * (i - j).abs())
+        return s
+
+    return of(*tensors(), PATTERN, score_mod=score_mod)[0]
+
+
+def dependent_tensors(of: Any) -> Tensor:
+    """A table that was computed from another one, and from the queries."""
+    q, k, v = tensors()
+    table = torch.linspace(0.1, 1.0, H, dtype=torch.float64).requires_grad_()
+    other = table.exp()
+    return of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s * table[h] + other[h] * (i - j).abs() + q[b, i, h, 0])[0]
+
+
+def scores_of_functions_alone(of: Any) -> Tensor:
+    q, k, v = tensors()
+    return of(q.detach(), k.detach(), v, PATTERN, score_mod=lambda s, b, h, i, j: torch.zeros_like(s) + 0.1 * j)[0]
+
+
 def several_results(of: Any) -> Tensor:
     """Operators with several results, some unused, and a result that is an argument."""
     table = torch.linspace(0.0, 1.0, N, dtype=torch.float64)
@@ -88,7 +115,19 @@ def several_results(of: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("scores", [2000, 1 << 24])
-@pytest.mark.parametrize("model", [loop_of_scores, loop_of_masks, module, branch_on_values, several_results])
+@pytest.mark.parametrize(
+    "model",
+    [
+        loop_of_scores,
+        loop_of_masks,
+        module,
+        branch_on_values,
+        several_results,
+        written_literals,
+        dependent_tensors,
+        scores_of_functions_alone,
+    ],
+)
 def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
     model: Callable[[Any], Tensor], scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +140,18 @@ def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
         torch.testing.assert_close(ours_i, definition_i, **EXACT)
 
 
-def gradients(out: Tensor) -> list[Tensor]:
+@pytest.mark.parametrize("model", [module, dependent_tensors])
+def test_second_derivatives_of_tensors_that_depend_on_each_other(model: Callable[[Any], Tensor]) -> None:
+    ours = model(lambda *args, **options: dilated_attention(*args, return_lse=True, **options))
+    definition = model(reference.dilated_attention)
+    first, expected = (gradients(out, create_graph=True) for out in (ours, definition))
+    second = (gradients(sum((g * torch.sin(g.detach())).sum() for g in grads)) for grads in (first, expected))  # type: ignore[arg-type]
+    for found, wanted in ((first, expected), second):
+        for ours_i, definition_i in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours_i, definition_i, **EXACT)
+
+
+def gradients(out: Tensor, *, create_graph: bool = False) -> list[Tensor]:
     """Of all leaves that `out` was computed from, in the order of their shapes and values."""
     leaves, nodes, seen = [], [out.grad_fn], set()
     while nodes:
@@ -111,7 +161,7 @@ def gradients(out: Tensor) -> list[Tensor]:
             leaves += [node.variable] if hasattr(node, "variable") else []
             nodes += [following for following, _ in node.next_functions]
     leaves.sort(key=lambda x: (x.shape, x.flatten()[0].item()))
-    return list(torch.autograd.grad(out, leaves, torch.cos(out.detach()), retain_graph=True))
+    return list(torch.autograd.grad(out, leaves, torch.cos(out.detach()), retain_graph=True, create_graph=create_graph))
 
 
 CHANGED = {"q": 0, "k": 1, "v": 2}
@@ -153,18 +203,39 @@ def without_gradients(s: Tensor, *_: Tensor) -> Tensor:
         return s * 2
 
 
+class Counter(nn.Module):
+    """A function that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, s: Tensor, *_: Tensor) -> Tensor:
+        self.calls += 1
+        return s * self.calls
+
+
+def counting_positions(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    j += 1
+    return s - 0.1 * (i - j).abs()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (Counter(), "must not modify tensors in place that it reads, got aten.add_.Tensor"),
+        (counting_positions, "must not modify tensors in place that it reads"),
         (lambda s, b, h, i, j: s + 0.1 * torch.randn_like(s), "must not draw random numbers, got aten.randn_like"),
         (lambda s, b, h, i, j: nn.functional.dropout(s, 0.5), "must not draw random numbers"),
         (without_gradients, "must not switch gradients off"),
-        (lambda s, b, h, i, j: Straight.apply(s), "must not switch gradients off, got torch.no_grad or a torch.autograd.Function"),
+        (lambda s, b, h, i, j: Straight.apply(s), "must not switch gradients off, got torch.no_grad, a torch.autograd.Function"),
     ],
 )
 def test_functions_that_no_record_can_repeat_are_refused(function: Any, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         dilated_attention(*tensors(), PATTERN, score_mod=function)
+    if function is counting_positions:
+        return
     with torch.no_grad():  # nothing is computed again
         assert dilated_attention(*tensors(), PATTERN, score_mod=function).isfinite().all()
 
@@ -267,3 +338,18 @@ def test_functions_are_exported_with_a_dynamic_batch(strict: bool) -> None:
         for size in (1, 2, 7):
             x = tuple(x[:1].expand(size, -1, -1, -1) * torch.rand(size, 1, 1, 1, dtype=x.dtype) for x in tensors())
             torch.testing.assert_close(program(*x), module(*x), **EXACT)
+
+
+def gate(w: Tensor, h: Tensor, s: Tensor) -> Tensor:
+    return torch.tanh(w[h]) * torch.sigmoid(s)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_that_differentiates_by_itself_is_refused() -> None:
+    scripted = torch.jit.script(gate)
+    q, k, v = tensors()
+    w = torch.linspace(0.1, 1.0, H, dtype=torch.float64).requires_grad_()
+    for _ in range(3):  # the executor differentiates by itself once it has seen some calls
+        scripted(w, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match=r"score_mod must not call TorchScript where it learns"):
+        dilated_attention(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s + scripted(w, h, s))
