@@ -1,6 +1,7 @@
-"""Names and arguments of earlier dilated-attention packages, mapped onto the one implementation (docs/migration.md).
+"""Names and arguments of earlier dilated-attention packages over the one implementation (docs/migration.md).
 
-Every class and function writes out the arguments of its earlier namesake, in their order, whether or not they have an effect here.
+Every class and function accepts the arguments of the earlier one of that name, in their order. `ARGUMENTS` explains each of them.
+Arguments that have no effect warn.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
     "create_multihead_dilated_attention",
 ]
 
-# Other names of the same.
+# Other names of one class.
 RingDilatedAttentionHybrid = RingDilatedAttention
 RingDilatedAttentionHybridFixed = RingDilatedAttention
 RingDilatedAttentionV2Collective = RingDilatedAttention

@@ -1,31 +1,33 @@
-"""Attention without parameters under the names and arguments of earlier packages."""
+"""Attention without parameters under the names and arguments of earlier packages (`ARGUMENTS` explains them)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.compat.arguments import warns
+from flexdilated.compat.arguments import ignores
 from flexdilated.compat.ring import attention_over
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 
+ALL = ("enable_memory_pool", "enable_profiling", "lightweight_pool", "device", "dtype")
+OF_RING = (*ALL, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size")
+
 
 class _Attention(nn.Module):
-    """Grouped dilated attention on `(b, n, h, d)` tensors; every branch has its own heads, positions it does not keep are 0."""
+    """Grouped dilated attention: each branch has its own heads, and the output is 0 at positions that a head does not keep."""
 
     def __init__(
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        softmax_scale: float | None,
-        dropout: float,
+        dropout: float = 0.0,
         *,
-        ring_size: int | None = 1,
+        softmax_scale: float | None = None,
+        ring_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         use_checkpointing: bool = False,
     ) -> None:
@@ -42,110 +44,54 @@ class _Attention(nn.Module):
 
 
 class DilatedAttention(_Attention):
-    """The popular port's attention; its arguments are explained in `ARGUMENTS`."""
+    """The popular port's attention."""
 
-    @warns("always", "without parameters")
+    @ignores(*ALL, last="op")
     def __init__(
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
-        op: object = None,
-        *,
-        enable_memory_pool: bool | None = None,
-        enable_profiling: bool | None = None,
-        lightweight_pool: bool | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout)
+        super().__init__(segment_lengths, dilation_rates, attention_dropout, softmax_scale=softmax_scale, ring_size=1)
 
 
 class ImprovedDilatedAttention(_Attention):
-    """The same under another name; its arguments are explained in `ARGUMENTS`."""
+    """`DilatedAttention` with the arguments of the forks."""
 
-    @warns("always", "without parameters")
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        use_tf32: bool | None = None,
-        *,
-        enable_memory_pool: bool | None = None,
-        enable_profiling: bool | None = None,
-        lightweight_pool: bool | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, None, dropout)
+    @ignores(*ALL, last="use_tf32")
+    def __init__(self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
+        super().__init__(segment_lengths, dilation_rates, dropout, ring_size=1)
 
 
 class RingDilatedAttention(_Attention):
-    """The attention of the ring classes, with the arguments of all of them, which are explained in `ARGUMENTS`.
+    """The ring classes' attention, with the arguments of all of them.
 
-    As there, every rank of the ring gives the whole query, key and value, the same on all ranks, and gets the whole output; each
-    computes the outputs of its own part of the tokens. Gradients too are whole, and those of one process, if all ranks compute
-    the same loss from the output. To hold only a part of the sequence on each rank: `flexdilated.DilatedAttention(mesh=...)`.
+    Every rank of the ring passes the same whole query, key and value, and receives the whole output. Each rank computes its part
+    of the tokens. Gradients are whole and equal to those of one process, if all ranks compute the same loss from the output. To
+    hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
 
     Raises:
         ValueError: If `ring_size` is neither 1 nor the number of ranks of the group.
     """
 
-    @warns("always", "without parameters")
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        *,
-        softmax_scale: float | None = None,
-        ring_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        use_checkpointing: bool = False,
-        use_tf32: bool | None = None,
-        use_flash_attention: bool | None = None,
-        enable_memory_pool: bool | None = None,
-        enable_profiling: bool | None = None,
-        lightweight_pool: bool | None = None,
-        use_pattern_cache: bool | None = None,
-        block_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            softmax_scale,
-            dropout,
-            ring_size=ring_size,
-            group=group,
-            use_checkpointing=use_checkpointing,
-        )
+    __init__ = ignores(*OF_RING)(_Attention.__init__)
 
 
 class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
-    """Dilated attention whose segments are compact patches of a 2-D grid: tokens are reordered before and put back after.
+    """Dilated attention whose segments are compact patches of a 2-D grid: `RingDilatedAttention` along a Hilbert curve.
 
-    The earlier class reordered keys and values only, so that queries met keys of other places. Here all three move.
-
-    Args:
-        segment_lengths: As in `RingDilatedAttention`, like all arguments that are not listed here.
-        dilation_rates: As there.
-        dropout: As there.
-        grid: `(height, width)` of the tokens, which are numbered row by row.
-        use_hilbert: Whether to reorder at all.
-        hilbert_chunk_size: Has no effect.
+    The earlier class reordered keys and values only. Here queries, keys and values are reordered, and outputs are put back.
 
     Raises:
-        ValueError: If there is no grid: tokens of 1-D text have no curve.
+        ValueError: If `grid`, the `(height, width)` of tokens numbered row by row, is missing: 1-D text has no curve.
     """
 
     permutation: Tensor
     inverse: Tensor
 
-    @warns("always", "without parameters")
+    @ignores(*OF_RING, "hilbert_chunk_size")
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -154,20 +100,10 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
         *,
         grid: Sequence[int] | None = None,
         use_hilbert: bool = True,
-        hilbert_chunk_size: int | None = None,
         softmax_scale: float | None = None,
         ring_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         use_checkpointing: bool = False,
-        use_tf32: bool | None = None,
-        use_flash_attention: bool | None = None,
-        enable_memory_pool: bool | None = None,
-        enable_profiling: bool | None = None,
-        lightweight_pool: bool | None = None,
-        use_pattern_cache: bool | None = None,
-        block_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             segment_lengths,
@@ -183,16 +119,16 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
             if grid is not None:
                 raise ValueError(f"grid must be None when use_hilbert=False, got {grid!r}")
             return
-        self.grid = check_grid(grid)  # type: ignore[arg-type]  # None is refused there, with the reason
+        self.grid = check_grid(grid)  # type: ignore[arg-type]  # None raises there, with the reason
         for name, places in zip(("permutation", "inverse"), grid_order(self.grid)):
             self.register_buffer(name, places, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
-        """`(b, height * width, h, d)` from query, key and value of that shape, in the order in which they are given.
+        """`(b, height * width, h, d)` from query, key and value of that shape, in the original order.
 
         Raises:
-            ValueError: If the tokens are not as many as the grid's.
-            NotImplementedError: If causal: along the curve, "before" is another order than the tokens'.
+            ValueError: If the number of tokens is not `height * width`.
+            NotImplementedError: If causal: the order along the curve is not the order of the tokens.
         """
         if self.grid is None:
             return super().forward(query, key, value, is_causal)

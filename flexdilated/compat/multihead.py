@@ -1,4 +1,4 @@
-"""Layers with projections under the names and arguments of earlier packages; they load the earlier names of their weights."""
+"""Layers with projections under the names and arguments of earlier packages (`ARGUMENTS` explains them)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.compat.arguments import warns
+from flexdilated.compat.arguments import ignores
 from flexdilated.compat.ring import attention_over
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn import attention
+
+OF_RING = ("use_flash_attention", "enable_memory_pool", "use_pattern_cache")
 
 
 class _Multihead(attention.MultiheadDilatedAttention):
@@ -23,19 +25,20 @@ class _Multihead(attention.MultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: DilatedPattern,
-        dropout: float,
-        bias: bool,
-        layer_norm: bool,
-        layer_norm_eps: float,
-        gamma_init: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             embed_dim,
             num_heads,
-            pattern,
+            DilatedPattern.grouped(segment_lengths, dilation_rates),
             dropout_p=dropout,
             bias=bias,
             layer_norm=layer_norm,
@@ -49,7 +52,7 @@ class _Multihead(attention.MultiheadDilatedAttention):
 
     @classmethod
     def from_torch(cls, *_: object, **__: object) -> NoReturn:
-        """Refused: the converted layer is not one of these."""
+        """Raise `NotImplementedError`: the converted layer has another class."""
         raise NotImplementedError("from_torch must be called on flexdilated.MultiheadDilatedAttention, which takes any pattern")
 
     def forward(  # type: ignore[override]  # the earlier call, which has no padding mask in fourth place
@@ -66,60 +69,30 @@ class _Multihead(attention.MultiheadDilatedAttention):
             return checkpoint(super().forward, query, key, value, is_causal=is_causal, use_reentrant=False)
         return super().forward(query, key, value, is_causal=is_causal)
 
+    def _share(self, ring_size: int | None, group: dist.ProcessGroup | None) -> None:
+        """Compute the attention over a ring of ranks."""
+        self.attention = attention_over(self.attention.pattern, ring_size, group, dropout_p=self.attention.dropout_p)
+
 
 class MultiheadDilatedAttention(_Multihead):
-    """The popular port's layer, dilation rates before segment lengths as there; arguments are explained in `ARGUMENTS`."""
+    """The popular port's layer; dilation rates come before segment lengths."""
 
-    @warns("always")
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        op: object = None,
-    ) -> None:
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+    __init__ = ignores(last="op")(_Multihead.__init__)
 
 
 class ImprovedMultiheadDilatedAttention(_Multihead):
-    """The same with another last argument, rates before lengths as there; arguments are explained in `ARGUMENTS`."""
+    """`MultiheadDilatedAttention` with the arguments of the forks."""
 
-    @warns("always")
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dilation_rates: Sequence[int],
-        segment_lengths: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        layer_norm: bool = True,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        use_tf32: bool | None = None,
-    ) -> None:
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+    __init__ = ignores(last="use_tf32")(_Multihead.__init__)
 
 
 class RingMultiheadDilatedAttention(_Multihead):
-    """The layer of the ring classes, segment lengths before dilation rates; arguments are explained in `ARGUMENTS`.
+    """The ring classes' layer; segment lengths come before dilation rates.
 
-    Over a ring as `RingDilatedAttention`: whole inputs, outputs and gradients on every rank; the projections are computed on each.
+    Inputs, outputs and gradients are whole on every rank, as for `RingDilatedAttention`. Every rank computes all projections.
     """
 
-    @warns("always")
+    @ignores(*OF_RING, "use_tf32", "block_size")
     def __init__(
         self,
         embed_dim: int,
@@ -135,30 +108,23 @@ class RingMultiheadDilatedAttention(_Multihead):
         ring_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         use_checkpointing: bool = False,
-        use_tf32: bool | None = None,
-        use_flash_attention: bool | None = None,
-        enable_memory_pool: bool | None = None,
-        use_pattern_cache: bool | None = None,
-        block_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        super().__init__(embed_dim, num_heads, pattern, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
-        self.attention = attention_over(pattern, ring_size, group, dropout_p=dropout)
+        sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
+        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
+        self._share(ring_size, group)
         self.use_checkpointing = use_checkpointing
 
 
 class RingMultiheadDilatedAttentionHybrid(_Multihead):
-    """The hybrid's layer, called like `nn.MultiheadAttention`; arguments are explained in `ARGUMENTS`.
-
-    Over a ring as `RingMultiheadDilatedAttention`; so is the mask, whole and the same on every rank.
+    """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`; masks are whole on every rank too.
 
     Raises:
-        NotImplementedError: If `layer_norm` is asked for: there it normalised queries and keys, not the attention's output.
+        NotImplementedError: If `layer_norm` is True: the earlier class normalised queries and keys, not the attention's output.
     """
 
-    @warns("always")
+    @ignores(*OF_RING)
     def __init__(
         self,
         embed_dim: int,
@@ -172,9 +138,6 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         gamma_init: float = 1.0,
         ring_size: int | None = None,
         group: dist.ProcessGroup | None = None,
-        use_flash_attention: bool | None = None,
-        enable_memory_pool: bool | None = None,
-        use_pattern_cache: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -183,9 +146,9 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
                 "layer_norm must be False, got True: there it normalised queries and keys; "
                 "RingMultiheadDilatedAttention has a LayerNorm before the output projection"
             )
-        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        super().__init__(embed_dim, num_heads, pattern, dropout, bias, False, 1e-5, gamma_init, device, dtype)
-        self.attention = attention_over(pattern, ring_size, group, dropout_p=dropout)
+        sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
+        super().__init__(*sizes, dropout, bias, False, gamma_init=gamma_init, device=device, dtype=dtype)
+        self._share(ring_size, group)
 
     def forward(  # type: ignore[override]  # the call of nn.MultiheadAttention again
         self,
@@ -199,13 +162,12 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
         """As `flexdilated.MultiheadDilatedAttention`, whose docstring explains the arguments."""
-        return attention.MultiheadDilatedAttention.forward(
-            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
+        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return attention.MultiheadDilatedAttention.forward(self, query, key, value, *masks)
 
 
 def _rename_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Earlier names to today's: `norm` is `inner_attn_ln`, and a fused `qkv_proj` is three projections."""
+    """Rename earlier weights: `norm` to `inner_attn_ln`, and a fused `qkv_proj` to three projections."""
     for part in ("weight", "bias"):
         if prefix + f"norm.{part}" in state:
             state[prefix + f"inner_attn_ln.{part}"] = state.pop(prefix + f"norm.{part}")

@@ -1,9 +1,10 @@
-"""Transformer layers and `LongNet` of the popular port, as its version 0.2.0 wires and names them."""
+"""Transformer layers and `LongNet` of the popular port, version 0.2.0 (`ARGUMENTS` explains the arguments)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 LONGNET = DilatedPattern.longnet()
 
 
-class DilatedTransformerEncoderLayer(nn.Module):
-    """`x + attention(norm1(x))`, then `x + linear2(norm3(activation(linear1(norm2(x)))))`.
-
-    Arguments are explained in `ARGUMENTS`; weights of the port's layer load as they are.
+class _Layer(nn.Module):
+    """Attentions, each after a LayerNorm, then a feed-forward network between two LayerNorms; weights of the port's layer load.
 
     Raises:
         ValueError: If a number is out of range or the activation has an unknown name.
         TypeError: If the activation is neither a name nor a function.
     """
+
+    # Attribute of each attention, and whether a LayerNorm is before its output projection.
+    attentions: ClassVar[dict[str, bool]]
+    self_attn: MultiheadDilatedAttention
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    norm3: nn.LayerNorm
 
     def __init__(
         self,
@@ -45,91 +51,61 @@ class DilatedTransformerEncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.activation, self.dropout = _function(activation), nn.Dropout(dropout)
-        self.self_attn = MultiheadDilatedAttention(
-            d_model,
-            nhead,
-            dilation_rates,
-            segment_lengths,
-            dropout,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            device=device,
-            dtype=dtype,
-        )
-        self.norm1, self.norm2 = (nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype) for _ in range(2))
-        self.norm3 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, device=device, dtype=dtype)
-        self.linear1, self.linear2 = _feed_forward(d_model, dim_feedforward, gamma_init, device, dtype)
+        sizes = (d_model, nhead, dilation_rates, segment_lengths)
+        for name, has_norm in self.attentions.items():
+            layer = MultiheadDilatedAttention(*sizes, dropout, True, has_norm, layer_norm_eps, gamma_init, device, dtype)
+            self.add_module(name, layer)
+        if dim_feedforward < 1:
+            raise ValueError(f"dim_feedforward must be at least 1, got {dim_feedforward}")
+        widths = [d_model] * (len(self.attentions) + 1) + [dim_feedforward]
+        for i, width in enumerate(widths, start=1):
+            self.add_module(f"norm{i}", nn.LayerNorm(width, eps=layer_norm_eps, device=device, dtype=dtype))
+        self.linear1 = nn.Linear(d_model, dim_feedforward, device=device, dtype=dtype)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, device=device, dtype=dtype)
+        for projection in (self.linear1, self.linear2):
+            set_initial_weights(projection, "xavier_normal_", gain=gamma_init)
+
+    def _feed_forward(self, x: Tensor, before: nn.Module, inside: nn.Module) -> Tensor:
+        """`x + linear2(inside(activation(linear1(before(x)))))`, with dropout."""
+        h = inside(self.dropout(self.activation(self.linear1(before(x)))))
+        return x + self.dropout(self.linear2(h))
+
+
+class DilatedTransformerEncoderLayer(_Layer):
+    """`x + self_attn(norm1(x))`, then `x + linear2(norm3(activation(linear1(norm2(x)))))`."""
+
+    attentions: ClassVar[dict[str, bool]] = {"self_attn": True}
 
     def forward(self, src: Tensor, is_causal: bool = False) -> Tensor:
         """`(b, n, d_model)` from src of that shape."""
         h = self.norm1(src)
         x = src + self.dropout(self.self_attn(h, h, h, is_causal=is_causal)[0])
-        h = self.norm3(self.dropout(self.activation(self.linear1(self.norm2(x)))))
-        return x + self.dropout(self.linear2(h))
+        return self._feed_forward(x, self.norm2, self.norm3)
 
 
-class DilatedTransformerDecoderLayer(nn.Module):
+class DilatedTransformerDecoderLayer(_Layer):
     """`x + self_attn(norm1(x))`, `x + multihead_attn(norm2(x), memory)`, `x + linear2(norm4(activation(linear1(norm3(x)))))`.
 
-    Here, as in the port, the cross-attention has a LayerNorm before its output projection and the self-attention has none.
-    Arguments are explained in `ARGUMENTS`; weights of the port's layer load as they are.
-
-    Raises:
-        ValueError: If a number is out of range or the activation has an unknown name.
-        TypeError: If the activation is neither a name nor a function.
+    As in the port, the cross-attention has a LayerNorm before its output projection and the self-attention has none.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = F.relu,
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.activation, self.dropout = _function(activation), nn.Dropout(dropout)
-        self.self_attn, self.multihead_attn = (
-            MultiheadDilatedAttention(
-                d_model,
-                nhead,
-                dilation_rates,
-                segment_lengths,
-                dropout,
-                layer_norm=layer_norm,
-                layer_norm_eps=layer_norm_eps,
-                gamma_init=gamma_init,
-                device=device,
-                dtype=dtype,
-            )
-            for layer_norm in (False, True)
-        )
-        self.norm1, self.norm2, self.norm3 = (
-            nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype) for _ in range(3)
-        )
-        self.norm4 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, device=device, dtype=dtype)
-        self.linear1, self.linear2 = _feed_forward(d_model, dim_feedforward, gamma_init, device, dtype)
+    attentions: ClassVar[dict[str, bool]] = {"self_attn": False, "multihead_attn": True}
+    multihead_attn: MultiheadDilatedAttention
+    norm4: nn.LayerNorm
 
     def forward(self, tgt: Tensor, memory: Tensor, tgt_is_causal: bool = False, memory_is_causal: bool = False) -> Tensor:
-        """`(b, n, d_model)` from tgt and memory of that shape: their segments must line up."""
+        """`(b, n, d_model)` from tgt and memory of that shape."""
         h = self.norm1(tgt)
         x = tgt + self.dropout(self.self_attn(h, h, h, is_causal=tgt_is_causal)[0])
         x = x + self.dropout(self.multihead_attn(self.norm2(x), memory, memory, is_causal=memory_is_causal)[0])
-        h = self.norm4(self.dropout(self.activation(self.linear1(self.norm3(x)))))
-        return x + self.dropout(self.linear2(h))
+        return self._feed_forward(x, self.norm3, self.norm4)
 
 
 class LongNet(nn.Module):
-    """The port's encoder and decoder, both of which read the same embeddings; `flexdilated.LongNet` takes two sides.
+    """The port's encoder and decoder, which read the same embeddings; `flexdilated.LongNet` takes a source and a target.
 
     Initial gains for N encoder and M decoder layers: `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`.
-    Arguments are explained in `ARGUMENTS`; weights of the port's model load as they are.
+    Weights of the port's model load.
 
     Raises:
         ValueError: If a number is out of range or the activation has an unknown name.
@@ -159,12 +135,9 @@ class LongNet(nn.Module):
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
 
         layer = (d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps)
-        self.encoder = _Stack(
-            DilatedTransformerEncoderLayer(*layer, encoder_gamma, device, dtype) for _ in range(num_encoder_layers)
-        )
-        self.decoder = _Stack(
-            DilatedTransformerDecoderLayer(*layer, decoder_gamma, device, dtype) for _ in range(num_decoder_layers)
-        )
+        encoder, decoder = (*layer, encoder_gamma, device, dtype), (*layer, decoder_gamma, device, dtype)
+        self.encoder = _Stack(DilatedTransformerEncoderLayer(*encoder) for _ in range(num_encoder_layers))
+        self.decoder = _Stack(DilatedTransformerDecoderLayer(*decoder) for _ in range(num_decoder_layers))
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
         """`(b, n, d_model)` from embeddings of that shape, causal in all attentions or in none."""
@@ -185,25 +158,9 @@ class _Stack(nn.Module):
 
 
 def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)} or a function, got {activation!r}")
+    if callable(activation):
+        return activation
+    if activation in ACTIVATIONS:
         return ACTIVATIONS[activation]
-    if not callable(activation):
-        raise TypeError(f"activation must be one of {tuple(ACTIVATIONS)} or a function, got {activation!r}")
-    return activation
-
-
-def _feed_forward(
-    d_model: int, dim_feedforward: int, gamma: float, device: torch.device | str | None, dtype: torch.dtype | None
-) -> tuple[nn.Linear, nn.Linear]:
-    """The two projections, with MAGNETO's initial gain."""
-    if dim_feedforward < 1:
-        raise ValueError(f"dim_feedforward must be at least 1, got {dim_feedforward}")
-    projections = (
-        nn.Linear(d_model, dim_feedforward, device=device, dtype=dtype),
-        nn.Linear(dim_feedforward, d_model, device=device, dtype=dtype),
-    )
-    for projection in projections:
-        set_initial_weights(projection, "xavier_normal_", gain=gamma)
-    return projections
+    error = ValueError if isinstance(activation, str) else TypeError
+    raise error(f"activation must be one of {tuple(ACTIVATIONS)} or a function, got {activation!r}")

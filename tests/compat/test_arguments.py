@@ -6,7 +6,22 @@ import pytest
 
 from flexdilated import compat
 from flexdilated.compat import ARGUMENTS
-from tests.compat.cases import BARE, FACTORIES, GIVEN, HILBERT, LAYERS, LENGTHS, MIGRATION, RATES, TRANSFORMERS, arguments, build
+from tests.compat.cases import (
+    BARE,
+    EMBED,
+    FACTORIES,
+    GIVEN,
+    GROUPED,
+    HEADS,
+    HILBERT,
+    LAYERS,
+    LENGTHS,
+    MIGRATION,
+    RATES,
+    TRANSFORMERS,
+    arguments,
+    build,
+)
 
 
 def test_every_argument_of_every_name_is_in_the_table_and_the_other_way_round() -> None:
@@ -36,6 +51,38 @@ def test_a_loop_that_builds_layers_warns_once() -> None:
         for _ in range(3):
             compat.RingDilatedAttention(LENGTHS, RATES, use_tf32=True, block_size=7)
     assert len(caught) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "positional", "options", "message"),
+    [
+        ("RingDilatedAttention", (LENGTHS, RATES), {"sparsity": 1}, "got an unexpected keyword argument 'sparsity'"),
+        ("RingDilatedAttention", (LENGTHS, RATES, 0.0, None), {}, "too many positional arguments"),
+        ("RingDilatedAttention", (LENGTHS,), {"block_size": 7}, "missing a required argument: 'dilation_rates'"),
+        ("DilatedAttention", (LENGTHS, RATES, None, 0.0, None), {"op": None}, "multiple values for argument 'op'"),
+    ],
+)
+def test_unknown_missing_and_repeated_arguments_raise(
+    name: str, positional: tuple[object, ...], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"__init__\(\) {message}$"):
+        getattr(compat, name)(*positional, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "positional", "last"),
+    [
+        ("DilatedAttention", (LENGTHS, RATES, None, 0.0), "op"),
+        ("ImprovedDilatedAttention", (LENGTHS, RATES, 0.0), "use_tf32"),
+        ("MultiheadDilatedAttention", (EMBED, HEADS, RATES, LENGTHS, 0.0, True, True, 1e-5, 1.0, "cpu", None), "op"),
+        ("ImprovedMultiheadDilatedAttention", (EMBED, HEADS, RATES, LENGTHS, 0.0, True, True, 1e-5, 1.0, "cpu", None), "use_tf32"),
+    ],
+)
+def test_last_positional_argument_has_no_effect(name: str, positional: tuple[object, ...], last: str) -> None:
+    build = getattr(compat, name)
+    assert build(*positional, None).attention.pattern == GROUPED  # None does not warn
+    with pytest.warns(UserWarning, match=f"^{last} has no effect: "):
+        build(*positional, True)
 
 
 def test_table_in_the_docs_is_the_table_in_the_module() -> None:
