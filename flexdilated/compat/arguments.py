@@ -8,12 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 PACKAGE = os.path.dirname(__file__) + os.sep
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Argument(NamedTuple):
@@ -62,32 +61,30 @@ ARGUMENTS: dict[str, Argument] = {
 }
 
 
-def ignores(*keywords: str, last: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a call accept arguments that have no effect, with a warning for each one that is not None.
+def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
+    """Let a class or function accept arguments that have no effect, with a warning for each one that is not None.
 
     `inspect.signature` shows these arguments. Type checkers see only the arguments that have an effect.
 
     Args:
         *keywords: Names in `ARGUMENTS`, accepted by keyword.
         last: One more name, accepted by keyword and as the last positional argument.
-
-    Raises:
-        TypeError: From the call, if an argument is unknown, missing, or given twice.
     """
     ignored = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="object") for name in keywords]
     if last is not None:
         ignored.append(inspect.Parameter(last, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="object"))
 
-    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+    def decorate(target: T) -> T:
+        call: Callable[..., Any] = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
         own = inspect.signature(call)
         signature = own.replace(parameters=sorted([*own.parameters.values(), *ignored], key=lambda parameter: parameter.kind))
 
         @functools.wraps(call)
-        def warned(*args: P.args, **options: P.kwargs) -> R:
+        def warned(*args: Any, **options: Any) -> Any:
             try:
                 given = signature.bind(*args, **options)
             except TypeError as error:
-                raise TypeError(f"{call.__qualname__}() {error}") from None
+                raise TypeError(f"{target.__name__}() {error}") from None
             names = [x.name for x in ignored if given.arguments.pop(x.name, None) is not None]
             result = call(*given.args, **given.kwargs)
             for name in names:
@@ -95,7 +92,10 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[Callable[P, R]
             return result
 
         warned.__signature__ = signature  # type: ignore[attr-defined]
-        return warned
+        if not isinstance(target, type):
+            return warned  # type: ignore[return-value]
+        target.__init__ = warned  # type: ignore[misc]
+        return target
 
     return decorate
 

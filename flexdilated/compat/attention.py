@@ -43,10 +43,10 @@ class _Attention(nn.Module):
         return self.attention(query, key, value, is_causal=is_causal)
 
 
+@ignores(*ALL, last="op")
 class DilatedAttention(_Attention):
     """The popular port's attention."""
 
-    @ignores(*ALL, last="op")
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -57,14 +57,15 @@ class DilatedAttention(_Attention):
         super().__init__(segment_lengths, dilation_rates, attention_dropout, softmax_scale=softmax_scale, ring_size=1)
 
 
+@ignores(*ALL, last="use_tf32")
 class ImprovedDilatedAttention(_Attention):
     """`DilatedAttention` with the arguments of the forks."""
 
-    @ignores(*ALL, last="use_tf32")
     def __init__(self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size=1)
 
 
+@ignores(*OF_RING)
 class RingDilatedAttention(_Attention):
     """The ring classes' attention, with the arguments of all of them.
 
@@ -76,9 +77,8 @@ class RingDilatedAttention(_Attention):
         ValueError: If `ring_size` is neither 1 nor the number of ranks of the group.
     """
 
-    __init__ = ignores(*OF_RING)(_Attention.__init__)
 
-
+@ignores(*OF_RING, "hilbert_chunk_size")
 class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
     """Dilated attention whose segments are compact patches of a 2-D grid: `RingDilatedAttention` along a Hilbert curve.
 
@@ -91,7 +91,6 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
     permutation: Tensor
     inverse: Tensor
 
-    @ignores(*OF_RING, "hilbert_chunk_size")
     def __init__(
         self,
         segment_lengths: Sequence[int],

@@ -74,25 +74,23 @@ class _Multihead(attention.MultiheadDilatedAttention):
         self.attention = attention_over(self.attention.pattern, ring_size, group, dropout_p=self.attention.dropout_p)
 
 
+@ignores(last="op")
 class MultiheadDilatedAttention(_Multihead):
     """The popular port's layer; dilation rates come before segment lengths."""
 
-    __init__ = ignores(last="op")(_Multihead.__init__)
 
-
+@ignores(last="use_tf32")
 class ImprovedMultiheadDilatedAttention(_Multihead):
     """`MultiheadDilatedAttention` with the arguments of the forks."""
 
-    __init__ = ignores(last="use_tf32")(_Multihead.__init__)
 
-
+@ignores(*OF_RING, "use_tf32", "block_size")
 class RingMultiheadDilatedAttention(_Multihead):
     """The ring classes' layer; segment lengths come before dilation rates.
 
     Inputs, outputs and gradients are whole on every rank, as for `RingDilatedAttention`. Every rank computes all projections.
     """
 
-    @ignores(*OF_RING, "use_tf32", "block_size")
     def __init__(
         self,
         embed_dim: int,
@@ -117,6 +115,7 @@ class RingMultiheadDilatedAttention(_Multihead):
         self.use_checkpointing = use_checkpointing
 
 
+@ignores(*OF_RING)
 class RingMultiheadDilatedAttentionHybrid(_Multihead):
     """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`; masks are whole on every rank too.
 
@@ -124,7 +123,6 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         NotImplementedError: If `layer_norm` is True: the earlier class normalised queries and keys, not the attention's output.
     """
 
-    @ignores(*OF_RING)
     def __init__(
         self,
         embed_dim: int,

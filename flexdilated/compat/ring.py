@@ -1,8 +1,8 @@
-"""A ring of ranks as earlier packages have it: every rank holds whole sequences, computes its shard, and gets the whole."""
+"""The ring of the earlier packages: every rank holds whole sequences, computes a shard of the output, and receives all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,54 +15,45 @@ from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
 from flexdilated.nn.attention import DilatedAttention
 
-SAMPLES = 256  # elements of a tensor that ranks compare
-TOLERANCE = 0.01  # of the largest of them: what rounding on other devices may differ by
+SAMPLES = 256  # elements of each tensor that ranks compare
+TOLERANCE = 0.01  # allowed difference between ranks, relative to the largest sample: devices may round differently
 EAGER_FIRST = "a module over a ring must be called once before it is compiled with fullgraph=True: that call compares the ranks"
 
 
 def attention_over(
     pattern: DilatedPattern, ring_size: int | None, group: dist.ProcessGroup | None, *, scale: float | None = None, dropout_p: float
 ) -> DilatedAttention:
-    """Attention over the ring that the arguments of a ring class name, on this rank alone where that is all of it.
+    """Attention over the ring of ranks that `ring_size` and `group` name; attention of one process if the ring has one rank.
 
     Raises:
-        TypeError: If `ring_size` is no integer, or `group` no group that holds this rank.
+        TypeError: If `ring_size` is no integer, or `group` is not a group that holds this rank.
         ValueError: If `ring_size` is neither 1 nor the number of ranks of the group.
     """
     ring = _find_ring(ring_size, group)
-    if ring is None:
+    if ring is None or ring.size() == 1:
         return DilatedAttention(pattern, scale=scale, dropout_p=dropout_p)
     return RingAttention(pattern, ring, scale=scale, dropout_p=dropout_p)
 
 
 class RingAttention(DilatedAttention):
-    """Attention of whole sequences that all ranks of a group hold: each computes its shard, and each gets the whole.
+    """Attention on whole sequences that all ranks of a group hold: each rank computes a shard, then all gather the output.
 
-    Outputs and gradients on every rank are those of one process, if all ranks go on to compute the same loss. Ranks that hold
-    different sequences, as in data parallelism, would mix them: the first call compares samples of the inputs. It must not be
-    compiled with `fullgraph=True`; later calls may.
+    Outputs and gradients on every rank equal those of one process, if all ranks compute the same loss. If ranks held different
+    sequences, as in data parallelism, the result would mix them. So the first call compares samples of the inputs; it cannot be
+    compiled with `fullgraph=True`, later calls can.
     """
 
     def __init__(self, pattern: DilatedPattern, group: dist.ProcessGroup, *, scale: float | None, dropout_p: float) -> None:
         super().__init__(pattern, scale=scale, dropout_p=dropout_p)
-        # A name is copied and pickled with the module; a group, and the mesh of it that `forward` builds, are not.
+        # The module can be copied and pickled with the group's name, not with the group or with the mesh that `forward` builds.
         self.group_name, self.ring_size = group.group_name, group.size()
         self.compared = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "mesh": None, "compared": False}
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        shard_lengths: Sequence[int] | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """As `flexdilated.DilatedAttention`, of whole sequences; `shard_lengths`, as even as can be by default, tile them."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """As `flexdilated.DilatedAttention`, on whole sequences."""
         whole = {"query": q, "key": k, "value": v}
         if key_padding_mask is not None:
             whole["key_padding_mask"] = key_padding_mask
@@ -70,16 +61,10 @@ class RingAttention(DilatedAttention):
         if self.mesh is None or self.mesh.device_type != q.device.type:
             self.mesh = self._mesh(q.device.type)
         mesh = self.mesh
-        lengths = even_shard_lengths(q.shape[1], self.ring_size) if shard_lengths is None else shard_lengths
-        shards = {name: _Shard.apply(x, mesh, lengths) for name, x in whole.items()}
-        out = super().forward(
-            shards["query"],
-            shards["key"],
-            shards["value"],
-            key_padding_mask=shards.get("key_padding_mask"),
-            shard_lengths=lengths,
-            **options,
-        )
+        lengths = even_shard_lengths(q.shape[1], self.ring_size)
+        q, k, v, *masks = (_Shard.apply(x, mesh, lengths) for x in whole.values())
+        mask = masks[0] if masks else None
+        out = super().forward(q, k, v, key_padding_mask=mask, shard_lengths=lengths, **options)
         if not self.compared:
             self._compare(whole, mesh)  # after the ranks have agreed on shapes and dtypes, so that no rank waits here alone
             self.compared = True
@@ -89,7 +74,7 @@ class RingAttention(DilatedAttention):
         return f"{super().extra_repr()}, ring_size={self.ring_size}"
 
     def _check(self, whole: Mapping[str, Tensor]) -> None:
-        """That there are tokens to shard, as many in each; the rest is checked where the shards are."""
+        """Raise unless all tensors have the same number of tokens; the shards are checked later."""
         for name, x in whole.items():
             dims = 2 if name == "key_padding_mask" else 4
             if not isinstance(x, Tensor):
@@ -101,7 +86,7 @@ class RingAttention(DilatedAttention):
 
     @torch.compiler.disable(reason=EAGER_FIRST)
     def _mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the ring as a mesh for tensors of a device."""
+        """The mesh of the ring's ranks for a type of device."""
         group = distributed_c10d._resolve_process_group(self.group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
         if group.size() != self.ring_size:  # a module that another run saved
             raise ValueError(f"ring_size must be the number of ranks of the group={group.size()}, got {self.ring_size}")
@@ -109,7 +94,7 @@ class RingAttention(DilatedAttention):
 
     @torch.compiler.disable(reason=EAGER_FIRST)
     def _compare(self, whole: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-        """Refuse inputs that differ between the ranks, by evenly spaced samples."""
+        """Raise if samples of the inputs differ between ranks."""
         local = torch.stack([_samples(x) for x in whole.values()])[None]
         all_samples = unshard_sequence(local, mesh, dim=0)  # (ranks, tensors, samples)
         allowed = TOLERANCE * all_samples.abs().amax((0, 2))
@@ -123,7 +108,7 @@ class RingAttention(DilatedAttention):
 
 
 class _Shard(torch.autograd.Function):
-    """This rank's shard of a tensor that all ranks hold, and backward the whole gradient on each: `unshard_sequence` reversed."""
+    """This rank's shard of a tensor that all ranks hold. The backward pass gathers the whole gradient on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, lengths: tuple[int, ...]) -> Tensor:
@@ -136,32 +121,31 @@ class _Shard(torch.autograd.Function):
 
 
 def _find_ring(ring_size: int | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group whose ranks share a sequence, None where this rank is alone."""
+    """The group whose ranks share a sequence, or None."""
     if ring_size is not None and not is_integer(ring_size):
         raise TypeError(f"ring_size must be an integer or None, got {ring_size!r}")
-    if group is None:
-        if ring_size == 1:
-            return None
-        if not (dist.is_available() and dist.is_initialized()):
-            if ring_size is not None:
-                raise ValueError(
-                    f"ring_size must be None or 1 where torch.distributed is not initialised, got {ring_size}; "
-                    "call torch.distributed.init_process_group first"
-                )
-            return None
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup that holds this rank, or None, got {group!r}")
+        if ring_size not in (None, group.size()):
+            raise ValueError(f"ring_size must be the number of ranks of group={group.size()}, got {ring_size}")
+        return group
+    if ring_size == 1:
+        return None
+    if dist.is_available() and dist.is_initialized():
         ring = distributed_c10d._get_default_group()
         if ring_size not in (None, ring.size()):
             raise ValueError(
                 f"ring_size must be 1 or the number of ranks of the default group={ring.size()}, got {ring_size}; "
                 "for a ring of other ranks give group"
             )
-    elif isinstance(group, dist.ProcessGroup):
-        ring = group
-        if ring_size not in (None, ring.size()):
-            raise ValueError(f"ring_size must be the number of ranks of group={ring.size()}, got {ring_size}")
-    else:
-        raise TypeError(f"group must be a ProcessGroup that holds this rank, or None, got {group!r}")
-    return ring if ring.size() > 1 else None
+        return ring
+    if ring_size is not None:
+        raise ValueError(
+            f"ring_size must be None or 1 where torch.distributed is not initialised, got {ring_size}; "
+            "call torch.distributed.init_process_group first"
+        )
+    return None
 
 
 def _samples(x: Tensor) -> Tensor:
