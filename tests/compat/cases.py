@@ -88,6 +88,13 @@ def arguments(name: str) -> set[str]:
     return set(inspect.signature(getattr(compat, name)).parameters)
 
 
+def expected_warnings(name: str) -> list[str]:
+    """The warnings of a call that gives every argument of `GIVEN` that it accepts."""
+    table = {argument: compat.ARGUMENTS[argument] for argument in arguments(name) & set(GIVEN)}
+    has_parameters = name in LAYERS or "multihead" in name
+    return sorted(f"{x} has no effect: {y.meaning}" for x, y in table.items() if y.warns == "always" or not has_parameters)
+
+
 def inputs(name: str) -> tuple[Tensor, ...]:
     if name in LAYERS:
         return tuple(x.detach().flatten(2) for x in draw())

@@ -21,6 +21,7 @@ from tests.compat.cases import (
     TRANSFORMERS,
     arguments,
     build,
+    expected_warnings,
 )
 
 
@@ -32,17 +33,36 @@ def test_every_argument_of_every_name_is_in_the_table_and_the_other_way_round() 
     assert set(GIVEN) == {name for name, argument in ARGUMENTS.items() if argument.warns != "never"}
 
 
+# Arguments without effect, or without effect in some classes, that each name accepts.
+BARE_ARGUMENTS = "device dtype enable_memory_pool enable_profiling lightweight_pool"
+RING = f"{BARE_ARGUMENTS} block_size use_flash_attention use_pattern_cache use_tf32"
+RING_LAYER = "block_size device dtype enable_memory_pool use_flash_attention use_pattern_cache use_tf32"
+ACCEPTED = {
+    **dict.fromkeys(BARE, RING),
+    "DilatedAttention": f"{BARE_ARGUMENTS} op",
+    "ImprovedDilatedAttention": f"{BARE_ARGUMENTS} use_tf32",
+    HILBERT: f"{RING} hilbert_chunk_size",
+    **dict.fromkeys(LAYERS, RING_LAYER),
+    "MultiheadDilatedAttention": "device dtype op",
+    "ImprovedMultiheadDilatedAttention": "device dtype use_tf32",
+    "RingMultiheadDilatedAttentionHybrid": "device dtype enable_memory_pool use_flash_attention use_pattern_cache",
+    **dict.fromkeys(FACTORIES, "block_size device dtype enable_memory_pool use_tf32"),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_each_name_accepts_the_arguments_of_the_earlier_one(name: str) -> None:
+    assert arguments(name) & set(GIVEN) == set(ACCEPTED[name].split())
+
+
 @pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])
 def test_arguments_without_effect_warn_once_by_name_and_others_never(name: str) -> None:
     build(name)  # warnings are errors here
-    for argument in sorted(arguments(name) & set(GIVEN)):
-        silent = ARGUMENTS[argument].warns == "without parameters" and name in LAYERS
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            build(name, **{argument: GIVEN[argument]})
-        expected = [] if silent else [f"{argument} has no effect: {ARGUMENTS[argument].meaning}"]
-        assert [str(warning.message) for warning in caught] == expected
-        assert all(warning.filename == build.__code__.co_filename for warning in caught)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(name, **{argument: GIVEN[argument] for argument in arguments(name) & set(GIVEN)})
+    assert sorted(str(warning.message) for warning in caught) == expected_warnings(name)
+    assert all(warning.filename == build.__code__.co_filename for warning in caught)
 
 
 def test_a_loop_that_builds_layers_warns_once() -> None:
