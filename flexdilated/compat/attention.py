@@ -13,8 +13,8 @@ from flexdilated.compat.ring import attention_over
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 
-ALL = ("enable_memory_pool", "enable_profiling", "lightweight_pool", "device", "dtype")
-OF_RING = (*ALL, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size")
+IGNORED = ("enable_memory_pool", "enable_profiling", "lightweight_pool", "device", "dtype")
+IGNORED_BY_RING = (*IGNORED, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size")
 
 
 class _Attention(nn.Module):
@@ -43,7 +43,7 @@ class _Attention(nn.Module):
         return self.attention(query, key, value, is_causal=is_causal)
 
 
-@ignores(*ALL, last="op")
+@ignores(*IGNORED, last="op")
 class DilatedAttention(_Attention):
     """The popular port's attention."""
 
@@ -57,7 +57,7 @@ class DilatedAttention(_Attention):
         super().__init__(segment_lengths, dilation_rates, attention_dropout, softmax_scale=softmax_scale, ring_size=1)
 
 
-@ignores(*ALL, last="use_tf32")
+@ignores(*IGNORED, last="use_tf32")
 class ImprovedDilatedAttention(_Attention):
     """`DilatedAttention` with the arguments of the forks."""
 
@@ -65,7 +65,7 @@ class ImprovedDilatedAttention(_Attention):
         super().__init__(segment_lengths, dilation_rates, dropout, ring_size=1)
 
 
-@ignores(*OF_RING)
+@ignores(*IGNORED_BY_RING)
 class RingDilatedAttention(_Attention):
     """The ring classes' attention, with the arguments of all of them.
 
@@ -78,7 +78,7 @@ class RingDilatedAttention(_Attention):
     """
 
 
-@ignores(*OF_RING, "hilbert_chunk_size")
+@ignores(*IGNORED_BY_RING, "hilbert_chunk_size")
 class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
     """Dilated attention whose segments are compact patches of a 2-D grid: `RingDilatedAttention` along a Hilbert curve.
 

@@ -15,7 +15,7 @@ from flexdilated.compat.ring import attention_over
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn import attention
 
-OF_RING = ("use_flash_attention", "enable_memory_pool", "use_pattern_cache")
+IGNORED_BY_RING = ("use_flash_attention", "enable_memory_pool", "use_pattern_cache")
 
 
 class _Multihead(attention.MultiheadDilatedAttention):
@@ -84,7 +84,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
     """`MultiheadDilatedAttention` with the arguments of the forks."""
 
 
-@ignores(*OF_RING, "use_tf32", "block_size")
+@ignores(*IGNORED_BY_RING, "use_tf32", "block_size")
 class RingMultiheadDilatedAttention(_Multihead):
     """The ring classes' layer; segment lengths come before dilation rates.
 
@@ -115,7 +115,7 @@ class RingMultiheadDilatedAttention(_Multihead):
         self.use_checkpointing = use_checkpointing
 
 
-@ignores(*OF_RING)
+@ignores(*IGNORED_BY_RING)
 class RingMultiheadDilatedAttentionHybrid(_Multihead):
     """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`; masks are whole on every rank too.
 
