@@ -28,9 +28,9 @@ from flexdilated.backends.kernel import Options
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.pieces import Piece
-from flexdilated.distributed import cost
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed.plan import EXCHANGES, context_plan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES, context_plan
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 
@@ -140,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with mock.patch.multiple(rank_module, **asleep):
         for exchange in EXCHANGES:
             run(exchange, tokens, (0.0, 0.0))
-            received = [int(x.max()) for x in cost.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4)]
-            computed = [times * SECONDS_PER_PAIR * int(cost.pairs(plan, exchange).max()) for times in (1, 2)]
+            received = [int(x.max()) for x in cost_model.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4)]
+            computed = [times * SECONDS_PER_PAIR * int(cost_model.pairs(plan, exchange).max()) for times in (1, 2)]
             delays = computed[0] / received[0], computed[1] / received[1]
             bare, slow = (
                 [median(x) for x in zip(*(run(exchange, tokens, d) for _ in range(repeats)))] for d in ((0.0, 0.0), delays)

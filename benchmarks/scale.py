@@ -4,7 +4,8 @@
     python -m benchmarks.scale --tokens 1000000 --ranks 8
 
 Every cell is one layer of 16 heads of 64 in bfloat16, not causal, over shards as equal as can be, by the exchange that
-`exchange="auto"` takes. Bytes, memory and pairs are exact; the time is the planner's estimate at the speeds of `cost.Speeds`.
+`exchange="auto"` takes. Pairs are exact; bytes and memory are at most so many where `is_exact` is false. The time is the planner's
+estimate at the speeds of `cost_model.Speeds`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 from benchmarks.environment import commit
 from flexdilated import DilatedPattern
-from flexdilated.distributed import cost
-from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
+from flexdilated.analysis.strategies import Layer, layer_plan, memory, strategies
+from flexdilated.distributed.planner import cost_model
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 PATTERNS = {"longnet": DilatedPattern.longnet(), "gigapath": DilatedPattern.gigapath()}
@@ -31,8 +32,8 @@ def cell(pattern: str, tokens: int, ranks: int) -> dict[str, Any]:
     """The costs of one cell, at the busiest rank of each."""
     layer = Layer(PATTERNS[pattern], tokens, ranks, 16, 16, 64, "bfloat16", 1, is_causal=False)
     plan = layer_plan(layer)
-    budget = cost.default_budget(plan, head_dim=64, itemsize=2)
-    auto = cost.choose(plan, budget=budget, **layer.sizes)
+    budget = cost_model.default_budget(plan, head_dim=64, itemsize=2)
+    auto = cost_model.choose(plan, budget=budget, **layer.sizes)
     taken = next(each for each in strategies(layer) if each.name == auto)
     assert taken.forward is not None
     assert taken.backward is not None
@@ -41,11 +42,12 @@ def cell(pattern: str, tokens: int, ranks: int) -> dict[str, Any]:
     received = taken.forward + taken.backward
     return {
         "exchange": auto,
+        "is_exact": taken.is_exact,
         "bytes": int(received.max()),
         "memory": memory(layer, plan, taken.buffers).total,
         "pairs": int(taken.pairs.max()),
         "imbalance": int(taken.pairs.max()) / (sum(taken.pairs.tolist()) / ranks),
-        "seconds": float(cost.taken(received, taken.pairs, 64, cost.Speeds()).max()),
+        "seconds": float(cost_model.seconds_of(received, taken.pairs, 64, cost_model.Speeds()).max()),
     }
 
 

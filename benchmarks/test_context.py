@@ -49,12 +49,12 @@ from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
-from flexdilated.distributed import cost
-from flexdilated.distributed import plan as planning
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner.row_counts import listed
+from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.program import program
-from flexdilated.distributed.tasks import local_pieces
 from tests.distributed.cases import executors
 
 MILLION = 1 << 20
@@ -150,12 +150,13 @@ def assert_shard_rows_match_definition(
 
 def received_rows(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
     """`(p,)` rows that each rank receives of each head, in the mean."""
-    kv, q, out = (plan.traffic(exchange, kind).received(plan.num_ranks) for kind in KINDS)
+    rows = listed(plan, exchange)
+    kv, q, out = (rows[kind].received for kind in KINDS)
     return (kv + (q + out) / 2) / len(plan.within)
 
 
 def rows_of_definition(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
-    """The same, marking token by token what a rank needs of every segment; only who computes dealt heads is the plan's word.
+    """The same, marking token by token what a rank needs of every segment; only who computes assigned heads is the plan's word.
 
     For equal shards, all heads on every branch and no padding.
     """
@@ -252,26 +253,17 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 def test_planning_is_bounded_for_any_pattern(benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice among exchanges, 64 ranks and 128 heads: the times are those to look at.
-
-    Estimates alone must say the same, and be close to what the busiest rank receives.
-    """
+    """The choice among exchanges, 64 ranks and 128 heads: look at the times. Upper bounds alone must take the same exchange."""
     sizes: dict[str, Any] = {"head_dim": HEAD_DIM, "itemsize": 2}
 
     def choose() -> tuple[ContextPlan, str]:
         context_plan.cache_clear()
         plan = plan_of(HARD[name], (MILLION // 64,) * 64, 128)
-        return plan, cost.choose(plan, budget=cost.default_budget(plan, **sizes), **sizes)
+        return plan, cost_model.choose(plan, budget=cost_model.default_budget(plan, **sizes), **sizes)
 
-    plan, chosen = benchmark.pedantic(choose, rounds=1)
-    counted = {exchange: np.add(*cost.bytes_received(plan, exchange, **sizes)).max() for exchange in EXCHANGES}
-    monkeypatch.setattr(planning, "ALWAYS", 0)
-    monkeypatch.setattr(planning, "COUNTED", 0)
-    plan, estimated = choose()
-    assert estimated == chosen
-    for exchange, exact in counted.items():
-        about = np.add(*cost.bytes_received(plan, exchange, exact=False, **sizes)).max()
-        assert 0.95 <= about / max(1, exact) <= 1.35
+    _, chosen = benchmark.pedantic(choose, rounds=1)
+    monkeypatch.setattr(cost_model, "LONG", 0)
+    assert choose()[1] == chosen
 
 
 @pytest.mark.parametrize("count", [4, 64, 1000, 20_000])
@@ -285,8 +277,8 @@ def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> N
     def prepare() -> int:
         spans = next(steps)
         plan = context_plan(PATTERNS[name], (MILLION // 8,) * 8, 16, range(16), 1, spans, False)
-        budget = cost.default_budget(plan, head_dim=HEAD_DIM, itemsize=2)
-        chosen = cost.choose(plan, budget=budget, head_dim=HEAD_DIM, itemsize=2)
+        budget = cost_model.default_budget(plan, head_dim=HEAD_DIM, itemsize=2)
+        chosen = cost_model.choose(plan, budget=budget, head_dim=HEAD_DIM, itemsize=2)
         return len(program(plan, chosen, 3, torch.device("cpu")).jobs) + len(local_pieces(plan, 3))
 
     assert benchmark.pedantic(prepare, rounds=5, warmup_rounds=1)
@@ -363,13 +355,13 @@ def loopback_bytes() -> int:
 @on_linux
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bytes_sent(benchmark: Any, sizes: Sizes, record: Callable[..., None], pair: Ranks, exchange: str) -> None:
-    """Headers are all that is sent besides the plan's rows. With equal shards on two ranks heads would never be dealt."""
+    """Headers are all that is sent besides the plan's rows. With equal shards on two ranks heads would never be assigned."""
     num_tokens, steps = WIRE_TOKENS[sizes.quick], WIRE_STEPS[sizes.quick]
     shard_lengths = (num_tokens // 4, num_tokens - num_tokens // 4)
     pattern = DilatedPattern((num_tokens // 16, num_tokens // 3, num_tokens), (1, 2, 4))
     plan = plan_of(pattern, shard_lengths, NUM_HEADS)
-    moved = sum(cost.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4))
-    assert plan.traffic("heads", "out").rows.sum() > 0
+    moved = sum(cost_model.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4))
+    assert listed(plan, "heads")["out"].received.sum() > 0
     assert moved.min() > 0
 
     def measure() -> tuple[list[Sent], int]:
@@ -442,7 +434,7 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
                     lengths = (num_tokens // 4, num_tokens, num_ranks * num_tokens)
                     pattern = DilatedPattern(lengths, (1, math.isqrt(widest), widest))
                     plan = plan_of(pattern, (num_tokens,) * num_ranks, NUM_HEADS)
-                    assert len(plan.traffic("ring", "kv").rows) == num_ranks * (num_ranks - 1)
+                    assert (listed(plan, "ring")["kv"].received > 0).all()
                     for exchange in ("ring", "gather"):
                         peaks[exchange, widest, num_ranks] = max(ranks(measure_peak, num_tokens, pattern, exchange))
         return peaks

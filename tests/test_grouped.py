@@ -26,7 +26,7 @@ from flexdilated import (
 )
 from flexdilated.attention import attend
 from flexdilated.core.call import Call
-from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import draw, multiplicity
 from flexdilated.hub.encoder import LongNetEncoder

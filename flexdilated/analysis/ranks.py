@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flexdilated.analysis.lattice import checked, checked_documents
+from flexdilated.analysis.strategies import Layer, layer_plan, memory, strategies
 from flexdilated.core.pattern import DilatedPattern, at_least_one
-from flexdilated.distributed import cost
-from flexdilated.distributed.strategies import Layer, layer_plan, memory, strategies
+from flexdilated.distributed.planner import cost_model
 
 MOST_HEAD_DIM, MOST_BATCH = 2**12, 2**16  # bytes are 64-bit integers
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -22,7 +22,8 @@ class RankCost(NamedTuple):
     forward_bytes: int  # received
     backward_bytes: int
     both_bytes: int  # received in a forward and its backward, by the rank that gets most of both together
-    memory_bytes: int  # q, k, v, out, lse, their gradients, and the messages that a forward holds at once
+    memory_bytes: int  # q, k, v, out, lse, their gradients, and the messages that a forward holds together
+    is_exact: bool  # else bytes and memory are at most so many: listing the rows of all ranks would take long
 
 
 def count_rank_costs(
@@ -74,7 +75,7 @@ def count_rank_costs(
     layer = Layer(pattern, num_tokens, num_ranks, num_heads * group, num_heads, head_dim, dtype, batch, is_causal, documents)
     plan = layer_plan(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
-    chosen = cost.choose(plan, budget=cost.default_budget(plan, **sizes), **layer.sizes)
+    chosen = cost_model.choose(plan, budget=cost_model.default_budget(plan, **sizes), **layer.sizes)
     return {
         each.name: RankCost(
             each.is_ours,
@@ -83,6 +84,7 @@ def count_rank_costs(
             int(each.backward.max()),
             int((each.forward + each.backward).max()),
             memory(layer, plan, each.buffers).total,
+            each.is_exact,
         )
         for each in strategies(layer, with_pairs=False)
         if each.forward is not None and each.backward is not None and each.buffers is not None

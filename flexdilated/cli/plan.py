@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flexdilated.analysis.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.core.pattern import BACKWARD, FORWARD
-from flexdilated.distributed import cost
-from flexdilated.distributed.plan import EXCHANGES, ContextPlan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.distributed.strategies import Counts, Layer, Strategy, layer_plan, memory, strategies
 from flexdilated.draw.plan import UNITS, draw_traffic, layer_lines
 
 LABELS = {
@@ -39,8 +39,11 @@ MAX_HEAD_DIM = 4096
 MAX_BATCH = 2**16
 LIMIT = 2**62  # counts are 64-bit integers
 
-SPEEDS = cost.Speeds()
-ESTIMATED = "auto does not wait for these counts: it goes by estimates, of a pattern that takes long to count"
+SPEEDS = cost_model.Speeds()
+AT_MOST = (
+    "at most: rows that several branches need are counted once for each of them, since listing all rows takes long; "
+    "auto lists those of the busiest rank, unless these are too many"
+)
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
 both: forward and backward together; messages: rows received and sent that a forward holds at once, on the rank that holds most
@@ -125,9 +128,9 @@ def plan(
 
     JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
     memory_budget; speeds (link, compute: what a rank receives and computes per second, in bytes and operations); is_local (no rank
-    needs anything of another); auto (the exchange that exchange='auto' takes); is_auto_exact (false where rows take long to count:
-    auto goes by about how many, all else here by how many); strategies, a list of: name, is_ours, is_auto,
-    why_not (null if it can be; else all that follows is null), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
+    needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
+    why_not (null if it can be; else all that follows is null), is_exact (false if listing all rows takes long: bytes, rows, memory
+    and seconds are at most so many), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
     message_bytes (of the rank that holds most), rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers,
     total), fits_budget, pairs of all query heads and sequences (busiest, mean), imbalance, seconds of the busiest rank (total,
     receiving, computing; auto chooses by the total).
@@ -151,7 +154,7 @@ def plan(
     for option, speed in (("--link-speed", link_speed), ("--compute-speed", compute_speed)):
         if not 0.0 < speed < math.inf:
             refuse(f"{option} must be a number above 0, got {speed}")
-    speeds = cost.Speeds(link_speed * 1e9, compute_speed * 1e12)
+    speeds = cost_model.Speeds(link_speed * 1e9, compute_speed * 1e12)
     pattern = options.pattern_named(
         segment_lengths,
         dilation_rates,
@@ -171,8 +174,8 @@ def plan(
     found = strategies(layer)
     whole = layer_plan(layer)
     sizes = {name: size for name, size in layer.sizes.items() if name != "lse_size"}
-    budget = cost.default_budget(whole, **sizes) if memory_budget is None else memory_budget
-    auto = cost.choose(whole, budget=budget, speeds=speeds, **layer.sizes)
+    budget = cost_model.default_budget(whole, **sizes) if memory_budget is None else memory_budget
+    auto = cost_model.choose(whole, budget=budget, speeds=speeds, **layer.sizes)
     report = _report(layer, whole, found, budget, auto, speeds)
     if as_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
@@ -216,7 +219,7 @@ def _pairs_of_ranks(layer: Layer, ranks: int) -> int:
 
 
 def _report(
-    layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget: int, auto: str, speeds: cost.Speeds
+    layer: Layer, whole: ContextPlan, found: Sequence[Strategy], budget: int, auto: str, speeds: cost_model.Speeds
 ) -> dict[str, Any]:
     """The answer in JSON types."""
     return {
@@ -235,23 +238,23 @@ def _report(
         "speeds": speeds._asdict(),
         "is_local": whole.is_local,
         "auto": auto,
-        "is_auto_exact": whole.is_counted("gather") and whole.is_counted("heads"),
         "strategies": [_row(layer, whole, each, budget, auto, speeds) for each in found],
     }
 
 
-def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str, speeds: cost.Speeds) -> dict[str, Any]:
+def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str, speeds: cost_model.Speeds) -> dict[str, Any]:
     row: dict[str, Any] = {"name": each.name, "is_ours": each.is_ours, "is_auto": each.name == auto, "why_not": each.why_not}
     moved = ("bytes_forward", "bytes_backward", "bytes_both", "message_bytes")
-    numbers = (*moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance", "seconds")
+    numbers = ("is_exact", *moved, "rows_per_head", "memory_bytes", "fits_budget", "pairs", "imbalance", "seconds")
     if each.forward is None or each.backward is None or each.rows is None or each.buffers is None or each.pairs is None:
         return row | dict.fromkeys(numbers)
     scored, moved_bytes = each.pairs * (layer.group * layer.batch), each.forward + each.backward
     mean = _mean(scored)
-    seconds = cost.taken(moved_bytes, scored, layer.head_dim, speeds)
+    seconds = cost_model.seconds_of(moved_bytes, scored, layer.head_dim, speeds)
     busiest = int(seconds.argmax())
     receiving = float(moved_bytes[busiest] / speeds.link)
     values = (
+        each.is_exact,
         {"busiest": int(each.forward.max()), "mean": _mean(each.forward)},
         {"busiest": int(each.backward.max()), "mean": _mean(each.backward)},
         {"busiest": int((each.forward + each.backward).max()), "mean": _mean(each.forward) + _mean(each.backward)},
@@ -281,8 +284,8 @@ def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
         if row["why_not"] is not None:
             console.print(Text(f"{LABELS[row['name']]}: {row['why_not']}"), soft_wrap=True)
     console.print(Text(_times(report)), soft_wrap=True)
-    if not report["is_auto_exact"]:
-        console.print(Text(ESTIMATED), soft_wrap=True)
+    if any(row["is_exact"] is False for row in report["strategies"]):
+        console.print(Text(AT_MOST), soft_wrap=True)
     console.print(Text(f"\nmemory budget of the messages: {_bytes(report['memory_budget'])}\n{EXPLANATION}"), soft_wrap=True)
 
 
@@ -292,7 +295,8 @@ def _times(report: dict[str, Any]) -> str:
     for row in report["strategies"]:
         if row["is_ours"]:
             total, receiving, computing = (f"{1e3 * row['seconds'][part]:.3g}" for part in ("total", "receiving", "computing"))
-            told.append(f"{row['name']} {total} ms ({receiving} receiving, {computing} computing)")
+            at_most = "" if row["is_exact"] else "at most "
+            told.append(f"{row['name']} {at_most}{total} ms ({receiving} receiving, {computing} computing)")
     link, compute = report["speeds"]["link"] / 1e9, report["speeds"]["compute"] / 1e12
     of = f"one layer, forward and backward, at {link:g} GB/s and {compute:g} Tflop/s"
     return f"\nestimated time of the busiest rank, {of}: {'; '.join(told)}"
@@ -306,7 +310,7 @@ def _table(report: dict[str, Any]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["strategies"]:
-        name = LABELS[row["name"]] + (" (auto)" if row["is_auto"] else "")
+        name = LABELS[row["name"]] + (", at most" if row["is_exact"] is False else "") + (" (auto)" if row["is_auto"] else "")
         style = "bold" if row["is_auto"] else "" if row["is_ours"] else "dim"
         if row["why_not"] is not None:
             table.add_row(Text(name, style), *["-"] * len(columns))

@@ -26,7 +26,8 @@ from flexdilated.distributed.consistency import Fields, compare, miss_call, one_
 from flexdilated.distributed.exchange import GroupTransport, Silence, Transport
 from flexdilated.distributed.meshes import group_of
 from flexdilated.distributed.place import Place, exchange_of, made_by, plan_of, resolve
-from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.row_counts import rows_received
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
 from flexdilated.distributed.sharding import declared_lengths
 from flexdilated.distributed.terms import Terms, fields_of
@@ -189,7 +190,7 @@ def _received_size(inputs: Inputs, flat: Flat, place: Place) -> Any:
     plan, chosen = _plan(inputs, flat, place)
     if chosen == "ring":
         return 0
-    rows = [plan.rows_received(chosen, kind, place.rank) for kind in ("kv", "q")]
+    rows = [rows_received(plan, chosen, kind, place.rank) for kind in ("kv", "q")]
     kv_width = 2 * q.shape[3] + (inputs.key_padding_mask is not None)
     return q.shape[0] * (rows[0] * kv_width + rows[1] * plan.group * q.shape[3])
 

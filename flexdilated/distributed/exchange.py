@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.listing import messages
-from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.spans import Integers
+from flexdilated.distributed.planner.message_rows import messages
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.spans import Integers
 
 
 class Pending(Protocol):

@@ -25,11 +25,11 @@ from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.distributed.exchange import Transport
-from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.program import Job, Program
 from flexdilated.distributed.rank import Share, return_keys, return_queries, rows_of_share, swap_keys, swap_outputs, swap_queries
 from flexdilated.distributed.rows import Grads, Rows
-from flexdilated.distributed.tasks import local_pieces
 
 Open = Callable[[bool], Transport]  # of a forward, or of its backward
 

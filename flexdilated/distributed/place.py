@@ -16,9 +16,9 @@ from flexdilated.core.call import documents
 from flexdilated.core.custom_op import Flat
 from flexdilated.core.hardware import answers_while_traced
 from flexdilated.core.lse import accumulated
-from flexdilated.distributed import cost
 from flexdilated.distributed.consistency import shown
-from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 
 
 class Place(NamedTuple):
@@ -39,7 +39,7 @@ def made_by(exchange: str) -> str:
 
     It is an argument, so that a graph that was kept on disk is not taken under another version of this library or other speeds.
     """
-    return f"flexdilated {__version__}" + (f", {cost.speeds_of_environment()}" if exchange == "auto" else "")
+    return f"flexdilated {__version__}" + (f", {cost_model.speeds_of_environment()}" if exchange == "auto" else "")
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
@@ -60,14 +60,14 @@ def exchange_of(plan: ContextPlan, place: Place, head_dim: int, dtype: torch.dty
     """The exchange that a call asks for, or that `"auto"` takes."""
     if place.exchange != "auto":
         return place.exchange
-    return _choice(plan, head_dim, dtype, batch, masked, cost.speeds_of_environment())
+    return _choice(plan, head_dim, dtype, batch, masked, cost_model.speeds_of_environment())
 
 
 @recent(size=lambda choice, plan, *sizes: plan.nbytes)
-def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost.Speeds) -> str:
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost_model.Speeds) -> str:
     """The exchange that `"auto"` takes: the same integers, and so the same answer, on every rank."""
     if plan.is_local:
         return "gather"
     sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
-    budget, lse_size = cost.default_budget(plan, **sizes), accumulated(dtype).itemsize
-    return cost.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
+    budget, lse_size = cost_model.default_budget(plan, **sizes), accumulated(dtype).itemsize
+    return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)

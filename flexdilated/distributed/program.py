@@ -14,10 +14,10 @@ from torch import Tensor
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.distributed.exchange import Index, Links, link
-from flexdilated.distributed.listing import messages
-from flexdilated.distributed.plan import KINDS, ContextPlan
-from flexdilated.distributed.spans import Integers
-from flexdilated.distributed.tasks import Task, tasks_of
+from flexdilated.distributed.planner.message_rows import messages
+from flexdilated.distributed.planner.plan import KINDS, ContextPlan
+from flexdilated.distributed.planner.spans import Integers
+from flexdilated.distributed.planner.tasks import Task, tasks_of
 
 KEPT = 1 << 28  # bytes of programs
 

@@ -23,10 +23,10 @@ from flexdilated.backends.walk import Walk, backward, forward
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import add_zero_keys_, merge_
 from flexdilated.distributed.exchange import Pending, Transport
-from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.program import Part, program
 from flexdilated.distributed.rows import Grads, Rows
-from flexdilated.distributed.tasks import local_pieces
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import torch
 
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.custom_op import Flat, Inputs
-from flexdilated.distributed import cost
 from flexdilated.distributed.consistency import Fields
-from flexdilated.distributed.plan import ContextPlan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import ContextPlan
 
 
 class Terms(NamedTuple):
@@ -33,7 +33,7 @@ class Terms(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, flat: Flat, exchange: str, *, differentiable: bool) -> Terms:
         q, masked = inputs.q, inputs.key_padding_mask is not None
-        speeds = cost.speeds_of_environment() if exchange == "auto" else None
+        speeds = cost_model.speeds_of_environment() if exchange == "auto" else None
         return cls(q.dtype, q.shape[0], q.shape[3], flat.scale, flat.dropout_p, masked, exchange, differentiable, speeds)
 
 

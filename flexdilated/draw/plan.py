@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from flexdilated.distributed.plan import EXCHANGES
-from flexdilated.distributed.strategies import Layer, traffic_by_ranks
+from flexdilated.analysis.strategies import Layer, traffic_by_ranks
+from flexdilated.distributed.planner.plan import EXCHANGES
 from flexdilated.draw.figure import INK, new, wrapped
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def draw_traffic(layer: Layer) -> Figure:
     """A matplotlib figure: bytes that the busiest rank receives per layer, forward and backward, against the number of ranks.
 
     The ranks are the powers of two from 2 to the layer's, and the layer's; both axes are logarithmic. What is 0 is drawn on a line
-    of its own at the bottom.
+    of its own at the bottom. If listing all rows takes long, the bytes of our exchanges are upper bounds, and the title says so.
     """
     from matplotlib.patheffects import withStroke
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    lines = traffic_by_ranks(layer)
+    lines, is_exact = traffic_by_ranks(layer)
     counts = [ranks for ranks, _ in lines[EXCHANGES[0]]]
     moved = [number for line in lines.values() for _, number in line if number]
     low, high = (10.0 ** math.floor(math.log10(min(moved))), max(moved)) if moved else (1.0, 10.0)
@@ -41,6 +41,7 @@ def draw_traffic(layer: Layer) -> Figure:
 
     title = [
         f"Bytes received per rank, forward and backward: {layer.tokens:,} tokens",
+        *([] if is_exact else ["upper bounds of the bytes of our exchanges"]),
         *wrapped(layer_lines(layer), 86),
     ]
     top, bottom, plot = 0.36 + 0.22 * len(title), 2.1, 3.4  # inches

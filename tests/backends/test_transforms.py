@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttention, attention_map, dilated_attention, reference
 from flexdilated.backends.flex import rows
 from flexdilated.core.hardware import TRACES_FUNCTIONS
-from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.planner.plan import context_plan
 from flexdilated.distributed.program import program
 from flexdilated.masks import block_mask
 from tests.cases import Case, calls

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import overlap
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 
 
 def test_a_line_for_each_exchange(capsys: pytest.CaptureFixture[str]) -> None:

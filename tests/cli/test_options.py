@@ -20,9 +20,9 @@ from typer.models import OptionInfo
 
 import flexdilated
 from flexdilated import DilatedPattern
+from flexdilated.analysis import strategies
 from flexdilated.cli import app, doctor, encode_slide, generate, plan, refusal, show, train
 from flexdilated.cli.options import device_named
-from flexdilated.distributed import strategies
 from flexdilated.training import checkpoint, corpus, distributed, trainer
 from tests.commands import invoke
 

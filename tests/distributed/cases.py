@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core.lse import accumulated
-from flexdilated.distributed.plan import ContextPlan, context_plan
+from flexdilated.distributed.planner.message_rows import messages
+from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from tests.cases import Case, differentiate, least_heads, run_reference
 from tests.tolerances import EXACT
 
@@ -162,18 +163,21 @@ def grid(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("rows", "columns"))
 
 
-def cut_segments(plan: ContextPlan, branch: int) -> list[tuple[int, int, int]]:
-    """Each cut segment alone: its entry in the plan, its number in the entry, and its index in the document."""
-    entries = enumerate(plan.cut[branch][:, [2, 4]].tolist())
-    return [(entry, number, index + number) for entry, (index, repeats) in entries for number in range(repeats)]
+def traffic(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int], int]:
+    """Rows that travel, by receiver and sender, as the receivers list them."""
+    return {
+        (rank, message.peer): message.num_rows
+        for rank in range(plan.num_ranks)
+        for message in messages(plan, exchange, kind, rank, sent=False)
+    }
 
 
 def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
-    """Of each cut segment, alone, the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
+    """Per cut segment, the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
     place = [each for each, _ in plan.kept[branch].heads].index(head)
-    entries = [entry for entry, *_ in cut_segments(plan, branch)]
-    found: list[list[tuple[int, int, int]]] = [[] for _ in entries]
-    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts[branch])):
-        if first <= place < first + places:
-            found[entries.index(segment)].append((rank, low, high))
+    begin, end = plan.begin[branch : branch + 2].tolist()
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(begin, end)]
+    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts)):
+        if begin <= segment < end and first <= place < first + places:
+            found[segment - begin].append((rank, low, high))
     return found

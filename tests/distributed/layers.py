@@ -3,7 +3,7 @@
 from typing import Any
 
 from flexdilated import DilatedPattern
-from flexdilated.distributed.strategies import Layer
+from flexdilated.analysis.strategies import Layer
 
 
 def layer(**changes: Any) -> Layer:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.core.lse import accumulated
-from flexdilated.distributed import cost
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
 from tests.distributed.cases import (
     ShardedCase,
@@ -152,8 +152,12 @@ def test_bytes_on_the_transport_are_those_of_the_plan(ranks: Ranks, exchange: st
         sizes = {"head_dim": case.head_dim, "itemsize": dtype.itemsize, "batch": case.batch}
         rest = {"masked": case.mask() is not None, "lse_size": accumulated(dtype).itemsize}
         plan = case.plan()
-        chosen = cost.choose(plan, budget=cost.default_budget(plan, **sizes), **sizes, **rest) if exchange == "auto" else exchange
-        for direction, planned in enumerate(cost.bytes_received(plan, chosen, **sizes, **rest)):
+        chosen = (
+            cost_model.choose(plan, budget=cost_model.default_budget(plan, **sizes), **sizes, **rest)
+            if exchange == "auto"
+            else exchange
+        )
+        for direction, planned in enumerate(cost_model.bytes_received(plan, chosen, **sizes, **rest)):
             received, sent = zip(*(count[direction] for count in counts))
             assert received == tuple(planned.tolist()), (case, direction)
             assert sum(sent) == sum(received)

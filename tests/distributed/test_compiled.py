@@ -18,8 +18,9 @@ import flexdilated
 from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from flexdilated.core import collective_order
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
-from flexdilated.distributed import cost, even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
+from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.meshes import one_of_equal
+from flexdilated.distributed.planner import cost_model
 from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT
 
@@ -282,7 +283,7 @@ def check_made_by(rank: int, mesh: DeviceMesh) -> None:
             x, x, x, DilatedPattern((26,), (1,)), mesh=mesh, exchange=exchange
         )
     of_auto, of_gather = (args[-1] for args in found)
-    assert of_auto == f"flexdilated {flexdilated.__version__}, {cost.speeds_of_environment()}"
+    assert of_auto == f"flexdilated {flexdilated.__version__}, {cost_model.speeds_of_environment()}"
     assert of_gather == f"flexdilated {flexdilated.__version__}"
 
 

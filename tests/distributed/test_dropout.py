@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
 from tests.distributed.cases import (
     ShardedCase,

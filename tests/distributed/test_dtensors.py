@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.distributed.cases import (
     NAMES,
     ShardedCase,

@@ -24,13 +24,15 @@ from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
-from flexdilated.distributed import cost, functions
+from flexdilated.distributed import functions
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.row_counts import listed
+from flexdilated.distributed.planner.tasks import tasks_of
 from flexdilated.distributed.sharding import shard_sequence
-from flexdilated.distributed.tasks import tasks_of
 from tests.backends import flex_emulation
 from tests.backends.test_mods import Mods, run
 from tests.distributed import simulation
-from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards
+from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_case, shards, traffic
 from tests.distributed.processes import Ranks, exactly, several
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_dtensors import scattered
@@ -115,8 +117,8 @@ def check(case: ShardedCase, mods: Mods, exchange: str, backend: str = "sdpa") -
         torch.testing.assert_close(value, expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
     sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
     plan = case.plan()
-    planned = list(cost.bytes_received(plan, exchange, **sizes))
-    returned = plan.traffic(exchange, "out").reversed().received(plan.num_ranks)
+    planned = list(cost_model.bytes_received(plan, exchange, **sizes))
+    returned = listed(plan, exchange)["out"].sent
     planned[1] = planned[1] - returned * case.batch * plan.group * 8 * (case.head_dim + 1)
     for found, wanted in zip(counted, planned):
         assert [sum(n for (to, _), n in found.items() if to == rank) for rank in range(plan.num_ranks)] == wanted.tolist()
@@ -187,7 +189,7 @@ def test_scores_are_bounded_in_tasks_too(scores: int, monkeypatch: pytest.Monkey
 def test_drawn_cases_move_rows(exchange: str) -> None:
     plans = [drawn(3000 + seed, 3)[0].plan() for seed in range(20)]
     assert sum(not plan.is_local for plan in plans) > 10
-    assert exchange == "gather" or sum(bool(plan.traffic("heads", "out").rows.sum()) for plan in plans) > 5
+    assert exchange == "gather" or sum(bool(traffic(plan, "heads", "out")) for plan in plans) > 5
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.hardware import detect
 from flexdilated.distributed import exchange as exchanging
 from flexdilated.distributed import shard_sequence
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.backends.test_mods import Mods
 from tests.distributed import simulation, test_functions, test_parallel
 from tests.distributed.cases import ShardedCase

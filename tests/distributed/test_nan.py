@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
 from tests.distributed.cases import (
     ShardedCase,

@@ -14,12 +14,13 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs
-from flexdilated.distributed import cost, rows
 from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed.plan import EXCHANGES, ContextPlan
+from flexdilated.distributed import rows
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
+from flexdilated.distributed.planner.spans import Spans
 from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
-from flexdilated.distributed.spans import Spans
-from tests.distributed.cases import ShardedCase, random_case
+from tests.distributed.cases import ShardedCase, random_case, traffic
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.tolerances import EXACT
 
@@ -94,7 +95,7 @@ def check(case: ShardedCase, exchange: str, tamper: Tamper = lambda s, r, x: x) 
 
 def check_bytes(case: ShardedCase, exchange: str, ahead: Counter[tuple[int, int]], back: Counter[tuple[int, int]]) -> None:
     sizes = {"head_dim": case.head_dim, "itemsize": 8, "batch": case.batch, "masked": case.ignored is not None, "lse_size": 8}
-    for counted, planned in zip((ahead, back), cost.bytes_received(case.plan(), exchange, **sizes)):
+    for counted, planned in zip((ahead, back), cost_model.bytes_received(case.plan(), exchange, **sizes)):
         received = [sum(n for (receiver, _), n in counted.items() if receiver == rank) for rank in range(len(planned))]
         assert received == planned.tolist()
 
@@ -183,7 +184,7 @@ def test_random_cases_move_rows() -> None:
     assert sum(not case.plan().is_local for case in cases) >= 12
     for wanted in ("is_causal", "ignored", "borders"):
         assert any(getattr(case, wanted) for case in cases)
-    moved = [case for case in cases if len(case.plan().traffic("gather", "q").rows)]
+    moved = [case for case in cases if traffic(case.plan(), "gather", "q")]
     assert moved, "no case has outputs that move to another rank"
 
 

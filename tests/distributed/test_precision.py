@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate, run_plain, run_reference
 from tests.distributed.cases import (
     NAMES,

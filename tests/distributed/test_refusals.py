@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import cost
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.distributed.cases import (
     check_sound,
     grid,
@@ -79,8 +79,8 @@ def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
             assert torch.equal(out, dilated_attention(q, k, v, case.pattern))
         unnamed = DeviceMesh("cpu", torch.arange(size).reshape(1, size))
         refuses(ValueError, rf"mesh must be 1-D, got dims None of sizes \(1, {size}\); give one axis$", mesh=unnamed)
-        speeds = cost.Speeds(link=1e9) if rank == 0 else cost.Speeds()
-        with mock.patch.object(cost, "speeds_of_environment", return_value=speeds):
+        speeds = cost_model.Speeds(link=1e9) if rank == 0 else cost_model.Speeds()
+        with mock.patch.object(cost_model, "speeds_of_environment", return_value=speeds):
             text = r"ranks must agree on speeds, got \[1000000000\.0, 350000000000000\.0\] on rank 0 and \[50000000000\.0, "
             refuses(ValueError, text)
     else:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flexdilated import DilatedPattern
+from flexdilated.analysis.strategies import Strategy, strategies, traffic_by_ranks
 from flexdilated.distributed.sharding import even_shard_lengths
-from flexdilated.distributed.strategies import Strategy, strategies, traffic_by_ranks
 from tests.distributed.layers import layer
 
 
@@ -71,14 +71,15 @@ def _pairs_of_one_head(length: int, rate: int, offset: int, tokens: int) -> int:
 
 
 def test_traffic_by_ranks_is_that_of_each_number_of_ranks() -> None:
-    lines = traffic_by_ranks(layer(ranks=6))
+    lines, is_exact = traffic_by_ranks(layer(ranks=6))
+    assert is_exact
     assert [ranks for ranks, _ in lines["gather"]] == [2, 4, 6]
     assert [ranks for ranks, _ in lines["ulysses"]] == [2, 6]  # 4 divides 12 heads, but not 6
     for ranks in (2, 4, 6):
         for each in strategies(layer(ranks=ranks), with_pairs=False):
             if each.forward is not None and each.backward is not None:
                 assert (ranks, (each.forward + each.backward).max()) in lines[each.name]
-    assert [ranks for ranks, _ in traffic_by_ranks(layer(ranks=1))["gather"]] == [1]
+    assert [ranks for ranks, _ in traffic_by_ranks(layer(ranks=1))[0]["gather"]] == [1]
 
 
 def test_strategy_says_whether_it_is_ours() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.triton import engine
-from flexdilated.distributed.plan import EXCHANGES
+from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.backends import interpreter
 from tests.distributed import test_parallel
 from tests.distributed.cases import ShardedCase

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flexdilated import DilatedPattern
-from flexdilated.distributed.strategies import Layer, traffic_by_ranks
+from flexdilated.analysis.strategies import Layer, traffic_by_ranks
 from flexdilated.draw.plan import draw_traffic
 from tests.distributed.layers import layer
 from tests.draw.layout import assert_apart
@@ -41,7 +41,7 @@ def test_picture_shows_zero_on_a_line_of_its_own() -> None:
     drawn = {str(line.get_label()).split(":")[0]: line for line in axes.lines}
     zero = axes.get_yticks()[0]
     assert axes.get_yticklabels()[0].get_text() == "0"
-    values = dict(traffic_by_ranks(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))["gather"])
+    values = dict(traffic_by_ranks(layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()))[0]["gather"])
     assert 0 in values.values()
     assert max(values.values()) > 0
     shown = dict(zip(*(np.asarray(x).tolist() for x in drawn["ours, gather"].get_data())))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.distributed import cost
-from flexdilated.distributed.plan import context_plan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import context_plan
 from tests.distributed.processes import run_ranks
 from tests.distributed.test_communication import recorded, size_of
 from tests.tolerances import SINGLE
@@ -136,7 +136,7 @@ def compare_bytes(rank: int) -> None:
     """What a rank receives in the forward: the plan's bytes; under torchtitan's own attention the other's keys and values, all."""
     heads, head_dim, rows = 16, 16, TOKENS // 2
     plan = context_plan(PATTERN, (rows, rows), heads, range(heads), 1, ((0, TOKENS),), True)
-    planned = int(cost.bytes_received(plan, "gather", head_dim=head_dim, itemsize=4)[0][rank])
+    planned = int(cost_model.bytes_received(plan, "gather", head_dim=head_dim, itemsize=4)[0][rank])
     own, ours = bytes_received(None), bytes_received(FLEX, exchange="gather")
     assert own == titan.LAYERS * 2 * rows * heads * head_dim * 4
     assert ours == titan.LAYERS * (planned + rows)  # and where documents begin, a byte each

@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed import cost
-from flexdilated.distributed.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner.row_counts import counts
 from flexdilated.distributed.sharding import even_shard_lengths
 
 Counts = NDArray[np.int64]
 
+COUNTED = 1 << 25  # rows of all ranks, up to which they are counted exactly: less than a second
 OTHERS = ("ring-all", "all-gather", "ulysses")  # ring attention; an all-gather of K and V; two all-to-alls to shards of heads
 
 
@@ -55,7 +57,7 @@ class Layer:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The keywords of `cost.bytes_received`."""
+        """The keywords of `cost_model.bytes_received`."""
         return {"head_dim": self.head_dim, "itemsize": self.itemsize, "batch": self.batch, "lse_size": self.lse_size}
 
 
@@ -65,6 +67,7 @@ class Strategy:
 
     name: str
     why_not: str | None = None
+    is_exact: bool = True  # else bytes, rows and buffers are at most so many
     forward: Counts | None = None  # bytes received
     backward: Counts | None = None
     rows: NDArray[np.float64] | None = None  # of K and V received in a forward, over all key/value heads
@@ -92,7 +95,9 @@ def layer_plan(layer: Layer) -> ContextPlan:
 
 
 def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
-    """The exchanges of `EXCHANGES`, then `OTHERS`.
+    """The costs of the exchanges of `EXCHANGES`, then of `OTHERS`.
+
+    Our exchanges are counted exactly up to `COUNTED` rows; above, their bytes, rows and buffers are upper bounds.
 
     The others, for shards of `n` of `N` tokens on `P` ranks, each with `n` rows of q, k, v and the plan's byte sizes:
     ring-all receives `N - n` rows of K|V forward, the same again backward, and the dK|dV of `P - 1` shards: the sum of a shard
@@ -110,7 +115,7 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
     if not with_pairs:
         return found
     # The ring of everything and the all-gather compute what gather computes: the rows of a rank's own queries.
-    pairs = {name: cost.pairs(plan, name) for name in ("gather", "heads")}
+    pairs = {name: cost_model.pairs(plan, name) for name in ("gather", "heads")}
     pairs |= dict.fromkeys(("ring", "ring-all", "all-gather"), pairs["gather"])
     if found[-1].why_not is None:
         pairs["ulysses"] = _ulysses_pairs(layer)
@@ -118,10 +123,11 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
 
 
 def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
-    forward, backward = cost.bytes_received(plan, exchange, **layer.sizes)
-    kv, q, out = (plan.traffic(exchange, kind).received(layer.ranks) for kind in KINDS)
-    buffers = cost.buffer_bytes(plan, exchange, **layer.sizes)
-    return Strategy(exchange, None, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
+    rows, is_exact = counts(plan, exchange, COUNTED)
+    forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
+    kv, q, out = (rows[kind].received for kind in KINDS)
+    buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
+    return Strategy(exchange, None, is_exact, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
@@ -132,11 +138,10 @@ def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
     row = 2 * layer.head_dim * layer.itemsize * layer.batch
     # The sum of rank r's dK|dV starts at rank r + 1, so that a rank receives all but the one it starts.
     sums = (layer.tokens - np.roll(n, 1)) * layer.kv_heads
-    ring = Strategy(
-        "ring-all", None, others * row, (others + sums) * row, _halved(2 * others), np.full_like(n, 2 * own.max() * row * several)
-    )
+    held = np.full_like(n, 2 * own.max() * row * several)
+    ring = Strategy("ring-all", None, True, others * row, (others + sums) * row, _halved(2 * others), held)
     gathered = (own + others) * row * several
-    return [ring, Strategy("all-gather", None, others * row, (layer.ranks - 1) * own * row, _halved(2 * others), gathered)]
+    return [ring, Strategy("all-gather", None, True, others * row, (layer.ranks - 1) * own * row, _halved(2 * others), gathered)]
 
 
 def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
@@ -151,7 +156,7 @@ def _ulysses(plan: ContextPlan, layer: Layer) -> Strategy:
     backward = there * heads + back * (heads + 2 * kv_heads)
     # A rank sends of its shard what it receives of out, and the reverse.
     buffers = (there + back) * (2 * heads + 2 * kv_heads)
-    return Strategy("ulysses", None, forward * row, backward * row, _halved(forward), buffers * row)
+    return Strategy("ulysses", None, True, forward * row, backward * row, _halved(forward), buffers * row)
 
 
 def _ulysses_pairs(layer: Layer) -> Counts:
@@ -164,7 +169,7 @@ def _ulysses_pairs(layer: Layer) -> Counts:
         alone = context_plan(layer.pattern, (layer.tokens,), layer.kv_heads, within, layer.group, layer.documents, layer.is_causal)
         key = frozenset((offsets, len(heads)) for offsets, heads in alone.classes.items())
         if key not in known:
-            known[key] = int(cost.pairs(alone, "gather")[0])
+            known[key] = int(cost_model.pairs(alone, "gather")[0])
         pairs.append(known[key])
     return np.array(pairs, np.int64)
 
@@ -188,12 +193,18 @@ def _shard_sizes(plan: ContextPlan) -> Counts:
     return np.array(plan.shard_lengths, np.int64)
 
 
-def traffic_by_ranks(layer: Layer) -> dict[str, list[tuple[int, int]]]:
-    """By strategy, `(ranks, bytes that the busiest rank receives, both passes)`, for the powers of two up to the layer's ranks."""
+def traffic_by_ranks(layer: Layer) -> tuple[dict[str, list[tuple[int, int]]], bool]:
+    """The bytes that the busiest rank receives in both passes, for the powers of two up to the layer's ranks, and these ranks.
+
+    Returns:
+        By strategy, `(ranks, bytes)`; and whether all bytes are exact: else those of our exchanges are at most so many.
+    """
     counts = sorted({*(2**i for i in range(1, layer.ranks.bit_length()) if 2**i < layer.ranks), layer.ranks})
     lines: dict[str, list[tuple[int, int]]] = {name: [] for name in (*EXCHANGES, *OTHERS)}
+    is_exact = True
     for ranks in counts:
         for each in strategies(replace(layer, ranks=ranks), with_pairs=False):
             if each.forward is not None and each.backward is not None:
                 lines[each.name].append((ranks, int((each.forward + each.backward).max())))
-    return lines
+                is_exact &= each.is_exact
+    return lines, is_exact

@@ -1,4 +1,4 @@
-"""The rows that one rank exchanges, one by one: what a plan says in intervals and strides, listed for this rank alone."""
+"""List the rows that one rank exchanges, message by message."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.distributed.plan import ContextPlan
-from flexdilated.distributed.spans import Integers, Spans, expanded, portions, rows_of
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.spans import Integers, Spans, expanded, portions, rows_of
 
-SPREAD = 64  # places in a table for each row, above which rows are sorted; else they are marked in it
+SPREAD = 64  # with more tokens than so many per row, rows are sorted; else they are marked in a table of tokens
 MARKS = 1 << 24  # bytes of such a table
-TOGETHER = 1 << 16  # spans, each of one head, that are looked at together
-LOOKED = 32  # places in a table of numbers for each row, above which rows are searched for
-LONG = 16  # rows of a progression, on average, from which each is marked by itself
+TOGETHER = 1 << 16  # spans, each of one head, that are listed together
+ROWS = 1 << 20  # rows, of several peers, that are listed together
+LOOKED = 32  # with more tokens than so many per row, rows are found by a binary search; else in a table of tokens
+LONG = 16  # progressions of so many rows on average are marked one by one
 
 
 class Runs(NamedTuple):
-    """Arithmetic progressions of tokens that travel, one array entry each, and the group of heads that each is for."""
+    """Arithmetic progressions of tokens that travel, and the group of heads that each is for: arrays over progressions."""
 
     group: Integers
     first: Integers
@@ -33,13 +34,13 @@ class Runs(NamedTuple):
         return Runs(*(x[chosen] for x in self))
 
     def tokens(self, groups: int) -> tuple[Integers, ...]:
-        """Of each group those of all its progressions, ascending, each once."""
+        """Per group, the tokens of its progressions, ascending, each once."""
         found = [np.empty(0, np.int64)] * groups
         low, high = np.full(groups, np.iinfo(np.int64).max), np.full(groups, -1)
         np.minimum.at(low, self.group, self.first)
         np.maximum.at(high, self.group, self.first + self.stride * (self.rows - 1))
         some = np.flatnonzero(low <= high)
-        # The tokens of one group behind those of another, as far as each has any.
+        # One line of numbers, on which the tokens of one group follow those of another.
         ends = np.append(0, np.cumsum((high - low + 1)[some]))
         base = np.zeros(groups, np.int64)
         base[some] = ends[:-1] - low[some]
@@ -53,7 +54,7 @@ class Runs(NamedTuple):
         return tuple(found)
 
     def _places(self, begin: Integers, size: int) -> Integers:
-        """Numbers below a size, ascending and each once: of each progression those from where it begins on."""
+        """The numbers below `size` that the progressions hold, ascending, each once, if they begin at `begin`."""
         total = int(self.rows.sum())
         if total >= LONG * len(self.rows):
             seen = np.zeros(size, bool)
@@ -71,21 +72,21 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Rows that travel from or to a peer: head after head, ascending, and of each the tokens of its group, ascending."""
+    """Rows that travel from or to a peer: head after head, ascending, and per head the tokens of its group, ascending."""
 
     peer: int
-    heads: Integers  # those that have rows
-    group: Integers  # of each of them
-    tokens: tuple[Integers, ...]  # of each group, of the whole sequence
+    heads: Integers  # heads that have rows
+    group: Integers  # the group of each of these heads
+    tokens: tuple[Integers, ...]  # per group, tokens of the whole sequence
 
     @cached_property
     def counts(self) -> Integers:
-        """Rows of each head."""
+        """`(heads,)` rows of each head."""
         return self._count[self.group]
 
     @cached_property
     def _count(self) -> Integers:
-        """Rows of each group."""
+        """`(groups,)` rows of each group."""
         return np.array([len(tokens) for tokens in self.tokens], np.int64)
 
     @cached_property
@@ -94,13 +95,16 @@ class Message:
 
     @cached_property
     def _begin(self) -> Integers:
-        """Where each head begins."""
+        """`(heads,)` place in the message of the first row of each head."""
         return np.cumsum(self.counts) - self.counts
 
     @cached_property
     def _numbers(self) -> tuple[Integers, Integers, Integers, Integers]:
-        """Of each group its first token, what makes its tokens numbers that all groups share, and how many tokens come before; and
-        the numbers of all, ascending: those of one group behind another's, as far as each reaches."""
+        """One line of numbers, on which the tokens of one group follow those of another.
+
+        Per group its first token, what is added to a token to get its number, and the tokens of the groups before; and the numbers
+        of all tokens, ascending.
+        """
         low = np.array([tokens[0] if len(tokens) else 0 for tokens in self.tokens], np.int64)
         width = np.array([tokens[-1] + 1 if len(tokens) else 0 for tokens in self.tokens], np.int64) - low
         base = np.cumsum(width) - width - low
@@ -109,7 +113,7 @@ class Message:
 
     @cached_property
     def _table(self) -> NDArray[np.int32] | None:
-        """Of each number its place, or -1; where they are too many, None."""
+        """The place of each number, or -1; None if numbers are too many for a table."""
         numbers = self._numbers[3]
         size = int(numbers[-1]) + 1
         if size > LOOKED * len(numbers):
@@ -119,7 +123,7 @@ class Message:
         return table
 
     def _found(self, asked: Integers) -> Integers:
-        """The places of some numbers."""
+        """The places of numbers among all that travel."""
         if self._table is not None:
             found = self._table[asked].astype(np.int64)
             travel = found >= 0
@@ -131,10 +135,10 @@ class Message:
         return found
 
     def places(self, heads: Integers, first: Integers, stride: int, rows: int) -> tuple[Integers, Integers, Integers]:
-        """Where the rows `first, first + stride, ...` of some heads, a lane each, stand in the message.
+        """Find rows `first, first + stride, ...` of some heads, one lane per head, in the message.
 
         Returns:
-            `(kinds, rows)` places from the first row of the head on; which of these is each lane's; where its head begins.
+            `(kinds, rows)` places, counted from the first row of the head; the kind of each lane; the place where its head begins.
         """
         low, base, before, _ = self._numbers
         at = self.heads.searchsorted(heads)
@@ -145,16 +149,15 @@ class Message:
             lane, some, which = np.unique(lane, return_index=True, return_inverse=True)
             group = group[some]
         found = self._found(lane[:, None] + stride * np.arange(rows))
-        # A row behind the last of its group would stand among those of the next.
+        # A row after the last of its group would be found among those of the next group.
         found = found - before[group][:, None]
         assert (found[:, -1] < self._count[group]).all(), "a row that does not travel"
         return found, which, self._begin[at]
 
     def blocks(self) -> Iterator[tuple[Integers, Integers, Integers]]:
-        """Neighbouring heads of as many rows: these, `(kinds, rows)` tokens, and which of these is each head's."""
+        """Neighbouring heads with equal numbers of rows: the heads, `(kinds, rows)` tokens, and the kind of each head."""
         borders = [0, *(np.flatnonzero(np.diff(self.counts)) + 1).tolist(), len(self.heads)]
         for a, b in pairwise(borders):
-            # Most often neighbours differ.
             groups, which = self.group[a:b], np.arange(b - a)
             if len(self.tokens) < len(self.heads):
                 groups, which = np.unique(groups, return_inverse=True)
@@ -162,29 +165,35 @@ class Message:
 
 
 def messages(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> Iterator[Message]:
-    """Peer by peer what a rank sends or receives. One at a time: the rows of all ranks together would be the whole sequence."""
-    spans = plan.spans(exchange, kind, rank, sent=sent)
+    """The messages that a rank sends or receives, one peer at a time: all together could hold the whole sequence."""
+    alone = range(rank, rank + 1)
+    spans = plan.spans(exchange, kind, senders=alone) if sent else plan.spans(exchange, kind, receivers=alone)
     if not len(spans.first):
         return
-    # Where heads are dealt the receiver depends on the head, else heads of a class need the same rows: those of its first.
+    # If heads are assigned to ranks, the receiver depends on the head. Else all heads of a class need the rows of its first head.
     groups = plan.classes.values()
     alike = [(head,) for heads in groups for head in heads] if exchange == "heads" else list(groups)
     peer, runs = _runs(plan, spans, [heads[0] for heads in alike], sent=sent)
-    order = np.argsort(peer.astype(np.min_scalar_type(plan.num_ranks)), kind="stable")  # of narrow integers it counts
+    order = np.argsort(peer.astype(np.min_scalar_type(plan.num_ranks)), kind="stable")  # numpy sorts narrow integers by counting
     peer = peer[order]
     if not len(peer):
         return
-    borders = np.flatnonzero(np.diff(peer)) + 1
+    begin = np.append(0, np.flatnonzero(np.diff(peer)) + 1)  # where each peer begins
+    peers, runs, end = peer[begin].tolist(), runs.where(order), np.append(begin[1:], len(peer))
     heads, of = np.array(sorted((head, number) for number, those in enumerate(alike) for head in those), np.int64).T
-    for number, some in zip(peer[np.append(0, borders)].tolist(), np.split(order, borders)):
-        tokens = runs.where(some).tokens(len(alike))
-        has_rows = np.array([len(x) > 0 for x in tokens])[of]
-        yield Message(number, heads[has_rows], of[has_rows], tokens)
+    # Some peers together: all rows of a rank could be the whole sequence, and a few rows of each of many peers take long.
+    for a, b in portions(np.add.reduceat(runs.rows, begin), ROWS):
+        here = runs.where(slice(begin[a], end[b - 1]))
+        number = np.repeat(np.arange(b - a), (end - begin)[a:b])
+        found = here._replace(group=number * len(alike) + here.group).tokens((b - a) * len(alike))
+        for i in range(b - a):
+            tokens = found[i * len(alike) : (i + 1) * len(alike)]
+            has_rows = np.array([len(x) > 0 for x in tokens])[of]
+            yield Message(peers[a + i], heads[has_rows], of[has_rows], tokens)
 
 
 def _runs(plan: ContextPlan, spans: Spans, heads: Sequence[int], *, sent: bool) -> tuple[Integers, Runs]:
-    """What travels of one span or more for some heads, each of a group: the peer, and what; those of two branches may overlap."""
-    spans = spans.alone(plan.rates)
+    """What travels for some heads, one of each group: the peer, and the progression. Those of two branches may overlap."""
     start, those, offsets = plan.all_kept
     group = np.full(len(plan.within), -1)
     group[heads] = np.arange(len(heads))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given
 
 from flexdilated import DilatedPattern
-from flexdilated.distributed import cost, shares
-from flexdilated.distributed.plan import ContextPlan, context_plan
-from tests.distributed.cases import cut_segments
+from flexdilated.distributed.planner import cost_model, load_balance
+from flexdilated.distributed.planner.plan import ContextPlan, context_plan
 from tests.distributed.test_plan import MILLION, definition, is_cut, owner, placed, plan_of, plans
 
 
@@ -39,19 +38,19 @@ def test_shares_are_those_of_units_that_go_to_the_rank_with_the_least(ranks: lis
     level = max(pair + share for pair, share in zip(pairs, expected) if share)
     # The others are filled to the level of the last unit.
     filled = [min(limit, max(0, level - pair)) for pair, limit in zip(pairs, most)]
-    assert shares._shares(pairs, tokens, total) == filled
+    assert load_balance._shares(pairs, tokens, total) == filled
     assert all(0 <= share - unit <= 1 for share, unit in zip(filled, expected))
 
 
 def test_a_rank_with_one_of_many_tokens_takes_a_unit_at_least() -> None:
-    assert shares._shares([0, 500], [1, 1 << 28], 1000) == [1, 1000]
+    assert load_balance._shares([0, 500], [1, 1 << 28], 1000) == [1, 1000]
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(256, 1 << 16))
 def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) -> None:
     """In units: 2**70 pairs are shared as 2**20 are, and those of 2**40 tokens."""
     for scale in (1, 1 << 20, 1 << 38):
-        found = np.array(shares._shares([few * scale, many * scale, 0], [scale, 2 * scale, 3 * scale], total * 1024 * scale))
+        found = np.array(load_balance._shares([few * scale, many * scale, 0], [scale, 2 * scale, 3 * scale], total * 1024 * scale))
         part = found / found.sum()
         assert found.sum() <= 1 << 32
         if scale == 1:
@@ -64,7 +63,7 @@ def test_much_work_is_shared_like_little_of_it(few: int, many: int, total: int) 
 @example([1, 63], 1, 300, False)  # less than a 32nd
 def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], heads: int, asked: int, is_causal: bool) -> None:
     """Within a row, but for what would be less than a 32nd of the queries that a rank takes of a head."""
-    ends = shares._ends(np.array(parts), heads, asked, is_causal=is_causal)
+    ends = load_balance._ends(np.array(parts), heads, asked, is_causal=is_causal)
     assert ends == sorted(ends)
     assert ends[-1] == heads * asked
     done = 0
@@ -83,33 +82,32 @@ def test_intervals_end_where_their_share_of_the_pairs_does(parts: list[int], hea
 @pytest.mark.parametrize(("asked", "row", "end"), [(320, 10, 10), (328, 10, 0), (320, 310, 310), (328, 318, 328), (31, 1, 1)])
 def test_a_part_is_no_less_than_a_32nd_of_what_a_rank_takes(asked: int, row: int, end: int) -> None:
     """Of two heads on two ranks, and of one on two that have half of it each."""
-    assert shares._ends(np.array([row, 2 * asked - row]), 2, asked, is_causal=False) == [end, 2 * asked]
+    assert load_balance._ends(np.array([row, 2 * asked - row]), 2, asked, is_causal=False) == [end, 2 * asked]
     if row < asked / 2:
-        assert shares._ends(np.array([row, 2 * asked - row]), 1, 2 * asked, is_causal=False) == [end, 2 * asked]
+        assert load_balance._ends(np.array([row, 2 * asked - row]), 1, 2 * asked, is_causal=False) == [end, 2 * asked]
 
 
 @given(plans())
 def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan) -> None:
     for branch, segments in enumerate(definition(plan)):
-        parts = plan.parts[branch]
+        begin, assigned = int(plan.begin[branch]), plan.assigned("heads")
+        parts = plan.parts.where(plan.all_segments.branch[plan.parts.segment] == branch)
         heads = plan.kept[branch].heads
         cut = {head: [each for each in segments if each.head == head and is_cut(plan, each)] for head, _ in heads}
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for index, place, places, rank, low, high in zip(*(x.tolist() for x in parts)):
-            assert plan.by_heads[branch][index]
-            assert plan.segments[branch].repeats[index] == 1
-            outputs = int(plan.segments[branch].outputs[index])
+            assert assigned[index]
+            outputs = int(plan.all_segments.outputs[index])
             assert places == 1 or (low, high) == (0, outputs)
-            start, tokens = int(plan.segments[branch].token[index]), int(plan.segments[branch].size[index])
+            start, tokens = int(plan.all_segments.token[index]), int(plan.all_segments.size[index])
             assert rank in {owner(plan, token) for token in range(start, start + tokens)}
             for each in range(place, place + places):
                 found.setdefault((index, heads[each][0]), []).append((low, high))
         for head, alike in cut.items():
-            for index in range(len(alike)):
-                entry, number, _ = cut_segments(plan, branch)[index]
-                slots = sorted(found.pop((entry, head), []) if number == 0 else [])
-                outputs = int(plan.segments[branch].outputs[entry])
-                if plan.by_heads[branch][entry] and outputs:
+            for index in range(begin, begin + len(alike)):
+                slots = sorted(found.pop((index, head), []))
+                outputs = int(plan.all_segments.outputs[index])
+                if assigned[index] and outputs:
                     assert slots[0][0] == 0
                     assert slots[-1][1] == outputs
                     assert all(a[1] == b[0] for a, b in pairwise(slots))
@@ -123,7 +121,7 @@ def test_pairs_of_dealt_heads_are_those_of_their_queries(plan: ContextPlan) -> N
     expected = np.zeros(plan.num_ranks, np.int64)
     for rank, softmax in placed(plan, "heads"):
         expected[rank] += len(softmax.keys) if softmax.query is not None else 0
-    assert cost.pairs(plan, "heads").tolist() == expected.tolist()
+    assert cost_model.pairs(plan, "heads").tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -132,8 +130,8 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
     ratios = []
     for lengths in ((320, 640), (640, 320)):
         plan = plan_of(DilatedPattern(lengths, (1, 1)), 640, 10, 8, is_causal=is_causal)
-        assert all(whole.any() for whole in plan.by_heads)
-        pairs = cost.pairs(plan, "heads")
+        assert plan.assigned("heads").all()
+        pairs = cost_model.pairs(plan, "heads")
         ratios.append(pairs.max() / pairs.mean())
     assert ratios[0] == ratios[1]
     assert ratios[0] < 1.03
@@ -141,10 +139,10 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
 
 def test_one_causal_head_over_many_ranks_is_cut_by_its_queries() -> None:
     plan = plan_of(DilatedPattern((MILLION,), (16,)), MILLION, 16, 1, is_causal=True)
-    (parts,) = plan.parts
+    parts = plan.parts
     assert parts.executor.tolist() == list(range(16))
     assert parts.low.tolist() == [0, *parts.high[:-1].tolist()]
     rows = parts.high // 16
     assert np.abs(rows - np.rint(MILLION // 16 * np.sqrt(np.arange(1, 17) / 16))).max() <= 1
-    assert cost.pairs(plan, "heads").max() < 1.001 * cost.pairs(plan, "heads").mean()
+    assert cost_model.pairs(plan, "heads").max() < 1.001 * cost_model.pairs(plan, "heads").mean()
     assert context_plan(plan.pattern, plan.shard_lengths, 1, range(1), 1, plan.documents, True) is plan

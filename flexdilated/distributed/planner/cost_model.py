@@ -1,0 +1,241 @@
+"""What an exchange costs each rank, and which exchange to take: bytes, buffers and time of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.pattern import BACKWARD, FORWARD
+from flexdilated.distributed.planner.load_balance import pairs_by_rows, pairs_of_parts, pairs_of_segments
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
+from flexdilated.distributed.planner.row_counts import Counts, bounds, counts, equivalent, listed
+from flexdilated.distributed.planner.spans import Integers
+
+LEAST_BUDGET = 1 << 27  # bytes of messages that are worth their time however small a shard is
+LONG = 1 << 24  # the work of listing one rank, in rows, above which the choice does not list it
+SEVERAL = 1 << 20  # the work of listing ranks, in rows, above which no further rank is listed
+
+
+class Speeds(NamedTuple):
+    """What a rank does in a second, by which exchanges are compared; equal on all ranks.
+
+    By default a GPU in a DGX H100: a 400 Gb/s port of its own, and the 35 % of 989e12 operations in half precision that
+    FlashAttention-2 reaches there (arXiv 2407.08608, abstract).
+    """
+
+    link: float = 50e9  # bytes that a rank receives
+    compute: float = 350e12  # floating-point operations
+
+
+@lru_cache(maxsize=1)  # a backward must choose as its forward did
+def speeds_of_environment() -> Speeds:
+    """The speeds in `FLEXDILATED_LINK_SPEED` and `FLEXDILATED_COMPUTE_SPEED`, or the defaults; read once.
+
+    Raises:
+        ValueError: If one is not a number above 0.
+    """
+    return Speeds(*(_speed(name, default) for name, default in zip(("LINK", "COMPUTE"), Speeds())))
+
+
+def _speed(name: str, default: float) -> float:
+    variable = f"FLEXDILATED_{name}_SPEED"
+    given = os.environ.get(variable)
+    if given is None:
+        return default
+    try:
+        speed = float(given)
+    except ValueError:
+        speed = 0.0
+    if not 0.0 < speed < float("inf"):
+        unit = "bytes" if name == "LINK" else "floating-point operations"
+        raise ValueError(f"{variable} must be a number of {unit} per second above 0, got {given!r}")
+    return speed
+
+
+class _RowBytes:
+    """Bytes of one row of each kind of message."""
+
+    def __init__(self, head_dim: int, itemsize: int, group: int, batch: int, masked: bool, lse_size: int) -> None:
+        self.kv = batch * (2 * head_dim + masked) * itemsize
+        self.dkv = batch * 2 * head_dim * itemsize
+        self.q = batch * group * head_dim * itemsize
+        self.out = batch * group * (head_dim * itemsize + lse_size)
+        self.dout = batch * group * (2 * head_dim * itemsize + 2 * lse_size)
+
+
+def bytes_received(
+    plan: ContextPlan,
+    exchange: str,
+    *,
+    head_dim: int,
+    itemsize: int,
+    batch: int = 1,
+    masked: bool = False,
+    lse_size: int = 4,
+    rows: Counts | None = None,
+) -> tuple[Integers, Integers]:
+    """`(num_ranks,)` bytes that each rank receives in a forward, and in its backward.
+
+    Args:
+        plan: The plan.
+        exchange: One of `EXCHANGES`.
+        head_dim: Elements per head.
+        itemsize: Bytes of an element of q, k and v.
+        batch: Sequences.
+        masked: Whether a key padding mask travels with the keys.
+        lse_size: Bytes of an element of lse.
+        rows: The rows that ranks exchange, by kind. Default: all ranks, exactly, by listing them.
+    """
+    size = _RowBytes(head_dim, itemsize, plan.group, batch, masked, lse_size)
+    rows = listed(plan, exchange) if rows is None else rows
+    kv, q, out = rows["kv"], rows["q"], rows["out"]
+    forward = kv.received * size.kv + q.received * size.q + out.received * size.out
+    backward = kv.sent * size.dkv + q.sent * size.q + out.sent * size.dout
+    if exchange == "ring":  # nothing is kept: rows travel again
+        backward = backward + kv.received * size.kv + q.received * size.q
+    if plan.pattern.detach_weights and exchange == "ring":  # once more: a branch's own softmax comes before its gradient
+        backward = backward + kv.received * size.kv
+    return forward, backward
+
+
+def buffer_bytes(
+    plan: ContextPlan,
+    exchange: str,
+    *,
+    head_dim: int,
+    itemsize: int,
+    batch: int = 1,
+    masked: bool = False,
+    lse_size: int = 4,
+    rows: Counts | None = None,
+) -> Integers:
+    """`(num_ranks,)` bytes of the messages that each rank holds in a forward: what it packs and what it receives.
+
+    The arguments are those of `bytes_received`.
+    """
+    size = _RowBytes(head_dim, itemsize, plan.group, batch, masked, lse_size)
+    rows = listed(plan, exchange) if rows is None else rows
+    kv, q, out = rows["kv"], rows["q"], rows["out"]
+    queries = (q.received + q.sent) * size.q
+    if exchange == "ring":  # one message is read, one comes, one leaves
+        return (2 * kv.largest_received + kv.largest_sent) * size.kv + queries
+    return (kv.received + kv.sent) * size.kv + queries + (out.received + out.sent) * size.out
+
+
+def default_budget(plan: ContextPlan, *, head_dim: int, itemsize: int, batch: int = 1) -> int:
+    """Twice the bytes of q, k, v and out of the largest shard, and at least `LEAST_BUDGET`.
+
+    With a million tokens over thousands of ranks, each rank holds some megabytes: twice that would leave only the ring, at many
+    times the time.
+    """
+    heads = len(plan.within) * (2 + 2 * plan.group)
+    return max(LEAST_BUDGET, 2 * max(plan.shard_lengths) * heads * head_dim * itemsize * batch)
+
+
+def seconds(
+    plan: ContextPlan,
+    exchange: str,
+    *,
+    speeds: Speeds,
+    head_dim: int,
+    batch: int = 1,
+    ranks: slice | Sequence[int] = slice(None),
+    **sizes: Any,
+) -> NDArray[np.float64]:
+    """`(ranks,)` seconds of a forward and its backward: bytes received at the speed of the link, then pairs computed.
+
+    Nothing overlaps, and messages have no latency: an estimate by which exchanges are compared. `sizes` are the other arguments of
+    `bytes_received`, and `ranks` those that its `rows` are of.
+    """
+    forward, backward = bytes_received(plan, exchange, head_dim=head_dim, batch=batch, **sizes)
+    return seconds_of(forward + backward, pairs(plan, exchange)[ranks] * (plan.group * batch), head_dim, speeds)
+
+
+def seconds_of(received: Integers, scored: Integers, head_dim: int, speeds: Speeds) -> NDArray[np.float64]:
+    """The seconds of bytes received and of pairs scored, over query heads and sequences."""
+    return received / speeds.link + scored * float((FORWARD + BACKWARD) * head_dim) / speeds.compute
+
+
+def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:
+    """The exchange whose busiest rank takes the least time, among those whose buffers fit `budget` bytes.
+
+    If none fits, the exchange with the smallest buffers. The answer depends on the integers of the plan and on the arguments alone,
+    so it is equal on every rank. If bounds of the rows do not decide, a few rows are counted exactly. With many rows, only those of
+    the ranks that are busiest by an upper bound are counted; with more than `LONG` rows on a rank, the upper bound itself decides.
+
+    Args:
+        plan: The plan.
+        budget: Bytes of messages that a rank may hold in a forward.
+        speeds: Default: `Speeds()`.
+        sizes: The sizes of `bytes_received`.
+    """
+    speeds = Speeds() if speeds is None else speeds
+
+    def buffer(name: str) -> Callable[[Counts, Any], Integers]:
+        return lambda rows, ranks: buffer_bytes(plan, name, rows=rows, **sizes)
+
+    def time(name: str) -> Callable[[Counts, Any], NDArray[np.float64]]:
+        return lambda rows, ranks: seconds(plan, name, speeds=speeds, rows=rows, ranks=ranks, **sizes)
+
+    buffers = {name: _largest(plan, name, buffer(name), enough=budget) for name in EXCHANGES}
+    fitting = [name for name in EXCHANGES if buffers[name] <= budget]
+    if not fitting:
+        return min(EXCHANGES, key=lambda name: buffers[name])
+    if "gather" in fitting:
+        fitting = [name for name in fitting if equivalent(plan, name) != "gather" or name == "gather"]  # a ring moves more
+    if len(fitting) == 1:
+        return fitting[0]
+    most, least = {}, {}
+    for name in fitting:
+        bound = bounds(plan, name)
+        most[name], least[name] = (float(time(name)(rows, slice(None)).max()) for rows in (bound.most, bound.least))
+    best = min(fitting, key=lambda name: most[name])
+    if all(least[name] >= most[best] for name in fitting if name != best):
+        return best  # whatever the exact counts are
+    return min(fitting, key=lambda name: _largest(plan, name, time(name)))
+
+
+def _largest(plan: ContextPlan, exchange: str, value: Callable[[Counts, Any], NDArray[Any]], enough: float = 0.0) -> float:
+    """The value of the rank where it is largest, from exact counts if they are made soon enough, else from upper bounds.
+
+    Args:
+        plan: The plan.
+        exchange: One of `EXCHANGES`.
+        value: Returns the values of some ranks, given what they exchange; grows with the rows.
+        enough: If upper bounds are not larger, they need not be exact.
+    """
+    most, _, to_list = bounds(plan, exchange)
+    values = value(most, slice(None))
+    if values.max() <= enough:
+        return float(values.max())
+    rows, is_exact = counts(plan, exchange)
+    if is_exact:
+        return float(value(rows, slice(None)).max())
+    largest, listed_rows = 0.0, 0
+    for rank in np.argsort(-values, kind="stable").tolist():
+        if to_list[rank] > LONG:
+            return max(largest, float(values[rank]))
+        if values[rank] <= largest or listed_rows > SEVERAL:
+            break
+        largest = max(largest, float(value(listed(plan, exchange, [rank]), [rank])[0]))
+        listed_rows += int(to_list[rank])
+    return largest
+
+
+def pairs(plan: ContextPlan, exchange: str) -> Integers:
+    """`(num_ranks,)` (query, key) pairs that each rank scores, over the key/value heads held."""
+    return _pairs(plan, equivalent(plan, exchange))
+
+
+@recent(size=lambda pairs, plan, exchange: plan.nbytes)
+def _pairs(plan: ContextPlan, exchange: str) -> Integers:
+    found = pairs_by_rows(plan)
+    if exchange == "heads":
+        found = found - pairs_of_segments(plan, np.flatnonzero(plan.assigned(exchange))) + pairs_of_parts(plan, plan.parts)
+    return found

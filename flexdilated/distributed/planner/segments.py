@@ -1,0 +1,232 @@
+"""Segments that the shards of a sequence cut, in integers, and the rows that heads keep of them.
+
+The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. This file
+describes the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots. Each rank holds an
+interval of slots, and a head keeps the slots of its offset modulo the rate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdilated.core.bounded_cache import DOCUMENT
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.distributed.planner.spans import BranchHeads, Integers, expanded
+
+
+class Segments(NamedTuple):
+    """Cut segments, branch by branch and ascending: arrays over segments.
+
+    Slot `j < size` is token `token + j`, and its output belongs to token `out_token + j`, for `j < outputs`. Slots from `size` on
+    are queries of zeros, where `outputs` is larger than `size`. Of `padded` slots of keys, those from `slots` on hold zeros.
+    """
+
+    branch: Integers
+    document: Integers  # number among the documents that shards cut
+    number: Integers  # of the segment in its document
+    document_tokens: Integers
+    token: Integers
+    out_token: Integers
+    size: Integers
+    slots: Integers
+    outputs: Integers
+    padded: Integers
+    first_source: Integers  # ranks that hold tokens
+    last_source: Integers
+    first_owner: Integers  # ranks that hold outputs; without outputs the last is before the first
+    last_owner: Integers
+
+    def where(self, chosen: Integers | slice) -> Segments:
+        return Segments(*(x[chosen] for x in self))
+
+
+@dataclass(frozen=True, eq=False)
+class CutSegments:
+    """The segments of dilated attention that the shards of a sequence cut, and what the heads held here keep of them."""
+
+    pattern: DilatedPattern
+    shard_lengths: tuple[int, ...]  # contiguous in the order of ranks; some may be 0
+    num_heads: int  # key/value heads of the whole model
+    within: range  # the key/value heads that these ranks hold
+    group: int  # query heads per key/value head
+    documents: tuple[tuple[int, int], ...]  # (first token, number of tokens) of each packed one
+    is_causal: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shard_lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the documents and shards, the largest part of a plan."""
+        return DOCUMENT * (len(self.documents) + self.num_ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.shard_lengths)
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """`(num_ranks + 1)` first tokens of the shards, and the number of tokens."""
+        return tuple(accumulate(self.shard_lengths, initial=0))
+
+    @cached_property
+    def limits(self) -> Integers:
+        """`borders` as an array."""
+        return np.array(self.borders, np.int64)
+
+    @cached_property
+    def rates(self) -> Integers:
+        """`(branches,)` dilation rates."""
+        return np.array(self.pattern.dilation_rates, np.int64)
+
+    @cached_property
+    def lengths(self) -> Integers:
+        """`(branches,)` segment lengths, at most as long as the sequence."""
+        return np.array([min(length, self.num_tokens) for length in self.pattern.segment_lengths], np.int64)
+
+    @cached_property
+    def cut_documents(self) -> tuple[tuple[int, int], ...]:
+        """The documents that lie in more than one shard."""
+        starts = [start for start, _ in self.documents]
+        found = {}
+        for border in self.borders[1:-1]:
+            i = bisect_right(starts, border) - 1
+            # If several documents begin at one token, all but the last are empty.
+            if i >= 0 and starts[i] < border < sum(self.documents[i]):
+                found[i] = self.documents[i]
+        return tuple(found.values())
+
+    @cached_property
+    def document_parts(self) -> tuple[Integers, Integers, Integers, Integers, Integers]:
+        """`(rank, begin, end, tokens of the document, count)` of parts of documents that ranks hold; equal parts are one entry."""
+        start, num_tokens = np.array([document for document in self.documents if document[1]], np.int64).reshape(-1, 2).T
+        first, last = self.rank_of(start), self.rank_of(start + num_tokens - 1)
+        which, rank = expanded(first, last - first + 1)
+        of = start[which], num_tokens[which]
+        begin, end = (np.clip(border - of[0], 0, of[1]) for border in (self.limits[rank], self.limits[rank + 1]))
+        parts, count = np.unique(np.stack([rank, begin, end, of[1]]), axis=1, return_counts=True)
+        return (*parts, count)
+
+    def stride_of_outputs(self, length: Any, rate: Any) -> Any:
+        """The distance between the outputs of neighbouring segments of a length: numbers, or arrays of them."""
+        return length + -length % rate if self.pattern.zero_padding else length
+
+    def rank_of(self, tokens: Integers) -> Integers:
+        """The ranks that hold tokens."""
+        return np.searchsorted(self.limits, tokens, side="right") - 1
+
+    def held(self, token: Integers, size: Integers, rank: Integers | int) -> tuple[Integers, Integers]:
+        """The slots `first ... end` that a rank holds of `size` slots, the first of which is a token."""
+        return np.clip(self.limits[rank] - token, 0, size), np.clip(self.limits[np.add(rank, 1)] - token, 0, size)
+
+    @cached_property
+    def all_segments(self) -> Segments:
+        """The cut segments of all branches."""
+        start, num_tokens = np.array(self.cut_documents, np.int64).reshape(-1, 2).T
+        inner = np.unique(self.limits[1:-1])
+        low, high = np.searchsorted(inner, start, side="right"), np.searchsorted(inner, start + num_tokens)
+        document, number = expanded(low, high - low)
+        border = inner[number] - start[document]
+        w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
+        out = self.stride_of_outputs(w, self.rates[:, None])
+        # Cut by a border: segments that begin before it and whose tokens or outputs end after it.
+        first, last = border // out[:, document], -(-border // w[:, document])  # (branches, borders)
+        # Several borders may cut one segment.
+        first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])
+        which, index = expanded(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
+        branch, document = which // max(1, len(document)), np.tile(document, len(w))[which]
+        w, out, start, num_tokens = w[branch, document], out[branch, document], start[document], num_tokens[document]
+        whole = (index + 1) * w <= num_tokens
+        token, out_token = start + index * w, start + index * out
+        size = np.where(whole, w, num_tokens - index * w)
+        # As in core/pieces.py: only a shifted output can show the padding row of a whole segment.
+        slots = np.where((out != w) & (num_tokens > w) & whole, out, size)
+        outputs = np.clip(start + num_tokens - out_token, 0, slots)
+        sources = self.rank_of(token), self.rank_of(token + size - 1)
+        first_owner = self.rank_of(out_token)
+        last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
+        padded = out if self.pattern.zero_padding and not self.is_causal else slots
+        sizes = size, slots, outputs, padded
+        return Segments(branch, document, index, num_tokens, token, out_token, *sizes, *sources, first_owner, last_owner)
+
+    @cached_property
+    def begin(self) -> Integers:
+        """`(branches + 1,)`: the number of cut segments in the branches before each."""
+        return np.searchsorted(self.all_segments.branch, np.arange(len(self.lengths) + 1))
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """Per branch, its cut segments."""
+        return tuple(self.all_segments.where(slice(a, b)) for a, b in pairwise(self.begin.tolist()))
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether an output of a cut segment belongs to another token than its query, or to none."""
+        at = self.all_segments
+        return bool(((at.out_token != at.token) | (at.outputs != at.size)).any())
+
+    @cached_property
+    def kept(self) -> tuple[BranchHeads, ...]:
+        """Per branch, the heads held here and their offsets."""
+        runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.lengths))]
+        heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
+        return tuple(BranchHeads(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
+
+    def offsets_of(self, branch: int) -> dict[int, list[int]]:
+        """The heads of each offset."""
+        found: dict[int, list[int]] = {}
+        for head, offset in self.kept[branch].heads:
+            found.setdefault(offset, []).append(head)
+        return found
+
+    @cached_property
+    def all_kept(self) -> tuple[Integers, Integers, Integers]:
+        """The heads of all branches, one branch after another: where each branch begins, the heads, and their offsets."""
+        heads, offsets = np.array([one for each in self.kept for one in each.heads], np.int64).reshape(-1, 2).T
+        return np.cumsum(self.num_kept) - self.num_kept, heads, offsets
+
+    @cached_property
+    def num_kept(self) -> Integers:
+        """`(branches,)` heads held here."""
+        return np.array([len(each.heads) for each in self.kept], np.int64)
+
+    @cached_property
+    def offsets(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """Different offsets, branch after branch, ascending: where each branch begins, its count, the offsets, their heads."""
+        start, _, offsets = self.all_kept
+        names, heads = np.unique(self.named(np.repeat(np.arange(len(start)), self.num_kept), offsets), return_counts=True)
+        first = np.searchsorted(names, self.named(np.arange(len(start) + 1), 0))
+        count = np.diff(first)
+        return first[:-1], count, names - np.repeat(self.named(np.arange(len(start)), 0), count), heads
+
+    def named(self, branch: Integers, residue: Integers | int) -> Integers:
+        """One number for a branch and a residue, ascending by branch, then residue."""
+        return branch * (2 * int(self.rates.max())) + residue
+
+    def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
+        """`(segments,)`: whether a rank may hold outputs of each cut segment of a branch."""
+        at = self.segments[branch]
+        return (at.first_owner <= rank) & (rank <= at.last_owner)
+
+
+def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
+    """The segments `first ... end` of a document that lie, with their outputs, between two positions in it.
+
+    Args:
+        begin, end: Positions in the document.
+        num_tokens: Tokens of the document.
+        w: Segment length.
+        out: Distance between the outputs of neighbouring segments, at least `w`.
+    """
+    # Sources begin no later than outputs, and outputs end no earlier, except at the end of the document.
+    first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
+    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
+    return first, np.maximum(first, stop)
