@@ -39,7 +39,7 @@ SECONDS_PER_PAIR = 1e-7
 
 
 class Asleep:
-    """Stands for the walk of a rank and its kernel: sleeps a time per pair and gives zeros."""
+    """Stands for the loop of a rank and its kernel: sleeps a time per pair and gives zeros."""
 
     def __init__(self, inputs: Inputs, flat: Flat, pieces: Sequence[Piece], seed: int | None) -> None:
         self.kernel = self
@@ -55,17 +55,17 @@ class Asleep:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def asleep_forward(q: Tensor, k: Tensor, v: Tensor, walk: Asleep) -> tuple[Tensor, Tensor]:
+def asleep_forward(q: Tensor, k: Tensor, v: Tensor, loop: Asleep) -> tuple[Tensor, Tensor]:
     """The pieces inside a shard."""
-    time.sleep(SECONDS_PER_PAIR * walk.pairs)
+    time.sleep(SECONDS_PER_PAIR * loop.pairs)
     return torch.zeros_like(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
 def asleep_backward(
-    dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, walk: Asleep, sums: Any
+    dout: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, loop: Asleep, sums: Any
 ) -> Any:
     """Their gradients."""
-    time.sleep(2 * SECONDS_PER_PAIR * walk.pairs)
+    time.sleep(2 * SECONDS_PER_PAIR * loop.pairs)
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens, repeats = (1024, 1) if parser.parse_args(arguments).quick else (4096, 3)
     pattern = DilatedPattern((tokens // RANKS, tokens), (1, 2))
     plan = context_plan(pattern, (tokens // RANKS,) * RANKS, HEADS, range(HEADS), 1, ((0, tokens),), False)
-    asleep = {"Walk": Asleep, "forward": asleep_forward, "backward": asleep_backward}
+    asleep = {"PieceLoop": Asleep, "forward": asleep_forward, "backward": asleep_backward}
     with mock.patch.multiple(rank_module, **asleep):
         for exchange in EXCHANGES:
             run(exchange, tokens, (0.0, 0.0))

@@ -154,7 +154,7 @@ FLASH_ATTN = Library(shares_kv=True, contiguous_backward=False)
 
 
 def walk_forward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
-    """The walk over pieces by a library's kernel."""
+    """The loop over pieces by a library's kernel."""
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
     for rows in _rows(pattern, shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdilated.backends import choose, materialised, mixture, portable
+from flexdilated.backends import choose, fused_op, modified_scores, portable
 from flexdilated.backends.flex import engine as flex
 from flexdilated.core import reference
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
@@ -26,8 +26,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     if call.backend == "flex" and not portable.writes_onnx():
         return flex.attend(q, k, v, call)
     if call.is_modified():
-        return materialised.attend(q, k, v, call)
-    return portable.attend(q, k, v, call) if portable.writes_onnx() else mixture.attend(q, k, v, call)
+        return modified_scores.attend(q, k, v, call)
+    return portable.attend(q, k, v, call) if portable.writes_onnx() else fused_op.attend(q, k, v, call)
 
 
 def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -39,7 +39,7 @@ def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
         except NotImplementedError:
             if torch.compiler.is_compiling():
                 raise
-    return materialised.attend(q, k, v, call)
+    return modified_scores.attend(q, k, v, call)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

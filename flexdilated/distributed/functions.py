@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdilated.backends import materialised
+from flexdilated.backends import modified_scores
+from flexdilated.backends.combine import Part, Scattered, mix
 from flexdilated.backends.flex import engine as flex
 from flexdilated.backends.flex.rows import Lanes, attend_rows
 from flexdilated.backends.kernel import draws_of_its_own, spread
-from flexdilated.backends.mixing import Part, Scattered, mix
 from flexdilated.core.call import Call
 from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
 from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
@@ -117,7 +117,7 @@ def mixture(
         deliver: Sends `(E, B, group, D)` and `(E, B, group)` of the rows computed for others home, and gives those that come.
     """
     q, k, v, mask, *_ = inputs
-    attend_piece = flex.attend_piece if call.backend == "flex" else materialised.attend_piece
+    attend_piece = flex.attend_piece if call.backend == "flex" else modified_scores.attend_piece
     with without_autocast(q.device):
         if mask is not None:
             # What ignored keys and values hold must not matter, and 0 times NaN would.
@@ -165,15 +165,15 @@ def _task(rows: Rows, job: Job, call: Call) -> tuple[Tensor, Tensor]:
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(job.keys[0].first, job.keys[-1].end, device=device)
     per_row = batch * group * k.shape[3]
-    several = max(1, materialised.SCORES // (per_row * q.shape[3]))
-    most = max(1, materialised.SCORES // (per_row * min(several, lanes)))
+    several = max(1, modified_scores.SCORES // (per_row * q.shape[3]))
+    most = max(1, modified_scores.SCORES // (per_row * min(several, lanes)))
     outs, lses = [], []
     for at in range(0, lanes, several):
         lane, parts = slice(at, at + several), []
         for row in range(0, q.shape[3], most):
             some = slice(row, row + most)
             parts.append(
-                materialised.attend_rows(
+                modified_scores.attend_rows(
                     q[:, lane, :, some],
                     k[:, lane],
                     v[:, lane],

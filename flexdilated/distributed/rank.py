@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Options, spread
-from flexdilated.backends.walk import Walk, backward, forward
+from flexdilated.backends.piece_loop import PieceLoop, backward, forward
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import add_zero_keys_, merge_
 from flexdilated.distributed.exchange import Pending, Transport
@@ -77,7 +77,7 @@ def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) ->
 
 
 class _Work:
-    """What a rank computes: the pieces of its shard by a walk, and tasks of cut segments, numbered as in the program."""
+    """What a rank computes: the pieces of its shard by a loop, and tasks of cut segments, numbered as in the program."""
 
     def __init__(self, inputs: Inputs, share: Share) -> None:
         plan = share.plan
@@ -86,7 +86,7 @@ class _Work:
         self.program = self.rows.program
         ordinal = ((share.rank + 1) << 40) + (plan.within.start << 24)
         self._seed = None if share.seed is None else spread(share.seed, ordinal)
-        self.walk = Walk(inputs, share.flat, local_pieces(plan, share.rank), self._seed)
+        self.loop = PieceLoop(inputs, share.flat, local_pieces(plan, share.rank), self._seed)
 
     @property
     def numbers(self) -> range:
@@ -109,7 +109,7 @@ class _Work:
             return
         q = self.rows.queries(self.program.jobs[number])
         for rows, _, k, v, options in self._calls(number, parts):
-            out, lse = self.walk.kernel.forward(q[:, :, rows], k, v, options)
+            out, lse = self.loop.kernel.forward(q[:, :, rows], k, v, options)
             merge_(own[0][:, :, rows], own[1][:, :, rows], out, lse.to(self.rows.sums))
 
     def finish(self, number: int, own: tuple[Tensor, Tensor]) -> None:
@@ -135,7 +135,7 @@ class _Work:
             assert dout is not None
             assert out is not None
             assert lse is not None
-            terms = self.walk.kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
+            terms = self.loop.kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
             for total, term, at in zip((dq, dk, dv), terms, (rows, keys, keys)):
                 total[:, :, at] += term
         grads.add_queries(job, self.rows.unfolded(dq, job))
@@ -167,13 +167,13 @@ def context_forward(inputs: Inputs, share: Share, transport: Transport) -> tuple
         owns = [work.start(number) for number in work.numbers]
         for source in _around(work, transport):
             if source == share.rank:
-                out, lse = forward(q, k, v, work.walk)  # while the next rank's keys travel
+                out, lse = forward(q, k, v, work.loop)  # while the next rank's keys travel
             for number in work.numbers:
                 work.attend(number, work.parts(number, source), owns[number])
     else:
         work.rows.take(received)
         arrived = [swap_queries(work.rows, transport), swap_keys(work.rows, transport)]
-        out, lse = forward(q, k, v, work.walk)  # while messages travel
+        out, lse = forward(q, k, v, work.loop)  # while messages travel
         for wait in arrived:
             wait()
         owns = [work.start(number) for number in work.numbers]
@@ -307,7 +307,7 @@ def context_backward(
         for wait in (swap_queries(work.rows, transport), swap_keys(work.rows, transport)):
             wait()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
-    grads = Grads(work.rows, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.walk, work.rows.sums))
+    grads = Grads(work.rows, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.loop, work.rows.sums))
     outputs_come()
     givens = _givens(work, given, remote)
     if share.flat.detach_weights:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated import DilatedPattern
-from flexdilated.backends import sdpa, walk
+from flexdilated.backends import piece_loop, sdpa
 from flexdilated.backends.kernel import Kernel, Options
 from flexdilated.backends.sdpa import KERNELS
 from tests.cases import Case, run_engine, run_reference
@@ -78,15 +78,15 @@ class Efficient:
 @pytest.fixture
 def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory-efficient kernel, given views instead of slabs, as on CUDA."""
-    start = walk.Walk.__init__
+    start = piece_loop.PieceLoop.__init__
 
-    def init(self: walk.Walk, *arguments: object) -> None:
+    def init(self: piece_loop.PieceLoop, *arguments: object) -> None:
         start(self, *arguments)  # type: ignore[arg-type]
         self._packs = False
 
     monkeypatch.setattr(sdpa, "aten", Efficient)
-    monkeypatch.setattr(walk.Walk, "__init__", init)
-    monkeypatch.setattr(walk, "choose_kernel", lambda engine, request: KERNEL["efficient"])
+    monkeypatch.setattr(piece_loop.PieceLoop, "__init__", init)
+    monkeypatch.setattr(piece_loop, "choose_kernel", lambda engine, request: KERNEL["efficient"])
 
 
 @pytest.mark.usefixtures("efficient")

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flexdilated.backends.flex.engine
-import flexdilated.backends.materialised
+import flexdilated.backends.modified_scores
 from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention, reference
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
@@ -102,12 +102,12 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 @pytest.mark.slow
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
-    whole = flexdilated.backends.materialised.SCORES
-    flexdilated.backends.materialised.SCORES = scores
+    whole = flexdilated.backends.modified_scores.SCORES
+    flexdilated.backends.modified_scores.SCORES = scores
     try:
         assert_as_the_oracle(case, mods)
     finally:
-        flexdilated.backends.materialised.SCORES = whole
+        flexdilated.backends.modified_scores.SCORES = whole
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -211,13 +211,13 @@ def test_a_long_sequence_never_holds_all_scores() -> None:
         largest = max(largest, s.numel())
         return s * 0.5
 
-    whole = flexdilated.backends.materialised.SCORES
-    flexdilated.backends.materialised.SCORES = 100_000
+    whole = flexdilated.backends.modified_scores.SCORES
+    flexdilated.backends.modified_scores.SCORES = 100_000
     try:
         x = torch.randn(1, 3000, 2, 4, requires_grad=True)
         dilated_attention(x, x, x, DilatedPattern((600, 3000), (1, 5)), score_mod=watched).sum().backward()
     finally:
-        flexdilated.backends.materialised.SCORES = whole
+        flexdilated.backends.modified_scores.SCORES = whole
     assert 0 < largest <= 100_000
 
 
@@ -347,14 +347,14 @@ def test_padded_grids_equal_the_oracle(case: Case, mods: Mods, scores: int) -> N
     ) -> tuple[Tensor, Tensor]:
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         call = Call(pattern, is_causal, scale, key_padding_mask=key_padding_mask, **f)
-        return flexdilated.backends.materialised._padded(q, k, v, call)
+        return flexdilated.backends.modified_scores._padded(q, k, v, call)
 
-    whole = flexdilated.backends.materialised.SCORES
-    flexdilated.backends.materialised.SCORES = scores
+    whole = flexdilated.backends.modified_scores.SCORES
+    flexdilated.backends.modified_scores.SCORES = scores
     try:
         assert_as_the_oracle(replace(case, borders=None), mods, attend)
     finally:
-        flexdilated.backends.materialised.SCORES = whole
+        flexdilated.backends.modified_scores.SCORES = whole
 
 
 @needs_unknown_sizes
@@ -397,7 +397,7 @@ def test_a_second_graph_serves_every_other_length() -> None:
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 64 tokens in one part, and up to 512 in 15."""
     limit = 8200
-    monkeypatch.setattr(flexdilated.backends.materialised, "SCORES", limit)
+    monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", limit)
     pattern, held, counts = DilatedPattern((100,), (2,)), [], []
 
     def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -419,7 +419,7 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
     assert counts == [3, 17]  # two more than the parts: the checks of the function
     for n in (43, 91, 300):
         x = torch.randn(2, n, 4, 3)
-        flexdilated.backends.materialised._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
+        flexdilated.backends.modified_scores._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
     assert limit // 2 < max(held) <= limit
 
 
@@ -495,7 +495,7 @@ def test_code_compiled_in_part_asks_for_no_grid(monkeypatch: pytest.MonkeyPatch)
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    return flexdilated.backends.materialised._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
+    return flexdilated.backends.modified_scores._padded(q, k, v, Call(pattern, scale=0.3)._replace(**options))
 
 
 @pytest.mark.parametrize("far", [-1e9, torch.finfo(torch.float32).min, 1e9])

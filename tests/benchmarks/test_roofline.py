@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flexdilated.backends.flex.engine
-import flexdilated.backends.walk
+import flexdilated.backends.piece_loop
 from benchmarks.roofline import DEVICES, ENGINES, Work, seconds, useful_flops, work
 from benchmarks.traffic import Step
 from flexdilated import DilatedPattern
 from flexdilated.backends import flash, sdpa
 from flexdilated.backends.flex.cost import Shape
 from flexdilated.backends.kernel import Kernel
+from flexdilated.backends.piece_loop import PieceLoop, backward, forward
 from flexdilated.backends.triton.groups import together
-from flexdilated.backends.walk import Walk, backward, forward
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.pieces import plan_pieces
@@ -140,13 +140,13 @@ def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tup
     for counter in (Counter(), Counter()):
         kernel = kernel_that_counts(LIBRARIES[engine], counter)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flexdilated.backends.walk, "choose_kernel", lambda engine, request, kernel=kernel: kernel)
-            walk = Walk(Inputs(q, k, v, None, None, None), flat, pieces, None)
+            patch.setattr(flexdilated.backends.piece_loop, "choose_kernel", lambda engine, request, kernel=kernel: kernel)
+            loop = PieceLoop(Inputs(q, k, v, None, None, None), flat, pieces, None)
         with counter:
             if not found:
-                out, lse = forward(q, k, v, walk)
+                out, lse = forward(q, k, v, loop)
             else:
-                backward(torch.empty_like(q), None, q, k, v, out, lse, walk)
+                backward(torch.empty_like(q), None, q, k, v, out, lse, loop)
         found.append((counter.launches, counter.bytes))
     expected = work(ENGINE[engine], pattern, shape)
     assert found == [counted(expected[0]), counted(expected[1])]

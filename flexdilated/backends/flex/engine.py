@@ -13,10 +13,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexdilated.backends.combine import heads_of, mix, read, tokens_of
 from flexdilated.backends.flex import kernel
 from flexdilated.backends.flex.cost import Layout, Shape, choose_layout, mergeable
 from flexdilated.backends.kernel import GRID_LIMIT
-from flexdilated.backends.mixing import heads_of, mix, read, tokens_of
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import TRACES_FUNCTIONS, without_autocast

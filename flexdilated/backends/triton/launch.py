@@ -1,4 +1,4 @@
-"""Launches of the kernels: the pieces of a walk where their rows lie, and dense boxes as other kernels take them."""
+"""Launches of the kernels: the pieces of a loop where their rows lie, and dense boxes as other kernels take them."""
 
 from __future__ import annotations
 

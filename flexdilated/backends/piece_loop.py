@@ -1,4 +1,4 @@
-"""The walk over all pieces of a pattern by a kernel: forward, backward and tangent.
+"""Loop over all pieces of a pattern and run a kernel on each: forward, backward and tangent.
 
 Every piece's backward is called with the output and the log-sum-exp of the whole mixture; since `exp(score - lse)` is then the
 pair's weight in the one softmax over all branches, the gradients of the pieces add up to the exact gradient. Under `detach_weights`
@@ -26,8 +26,8 @@ from flexdilated.core.request import Request
 CPU_SLAB_BYTES = 4 << 20
 
 
-class Walk:
-    """One walk over the slabs of some pieces: which rows, under which options; `seed` is that of the dropout."""
+class PieceLoop:
+    """The slabs of some pieces, the options of their kernel, and the seed of the dropout."""
 
     def __init__(self, inputs: Inputs, flat: Flat, pieces: tuple[Piece, ...], seed: int | None) -> None:
         q, k, _, key_padding_mask, *_ = inputs
@@ -91,17 +91,17 @@ class Walk:
         return fold(box(x, piece, group=self.group, output=True)[part], piece.rows, fill)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, walk: Walk) -> tuple[Tensor, Tensor]:
-    out = walk.accumulator(q.shape, q.dtype, 0.0)
-    lse = walk.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
-    if walk.in_place is not None:
-        walk.in_place.forward(out, lse, q, k, v, walk.pieces, walk.options)
+def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, Tensor]:
+    out = loop.accumulator(q.shape, q.dtype, 0.0)
+    lse = loop.accumulator((q.shape[0], q.shape[2], q.shape[1]), accumulated(q.dtype), -torch.inf)
+    if loop.in_place is not None:
+        loop.in_place.forward(out, lse, q, k, v, loop.pieces, loop.options)
         return out, lse
     lse_rows = lse.transpose(1, 2)[..., None]
-    for piece, part, options in walk.slabs():
-        out_i, lse_i = walk.attend(q, k, v, piece, part, options)
-        out_box = box(out, piece, group=walk.group, output=True)[part]
-        lse_box = box(lse_rows, piece, group=walk.group, output=True)[part]
+    for piece, part, options in loop.slabs():
+        out_i, lse_i = loop.attend(q, k, v, piece, part, options)
+        out_box = box(out, piece, group=loop.group, output=True)[part]
+        lse_box = box(lse_rows, piece, group=loop.group, output=True)[part]
         out_i, lse_i = unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)
         if piece.tiles:
             out_box.copy_(out_i)
@@ -119,34 +119,34 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    walk: Walk,
+    loop: PieceLoop,
     sums: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq, dk, dv` of the pieces, in the dtype `sums`, which is by default that of the inputs."""
     # In the dtype of the inputs: a position has one term per branch, and adding those in bfloat16 adds 3 to 6 % to the error that
     # the kernels make anyway, where float32 sums cost three tensors of twice the size.
-    dq, dk, dv = (walk.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
-    if walk.in_place is not None:
+    dq, dk, dv = (loop.accumulator(x.shape, sums or x.dtype, 0.0) for x in (q, k, v))
+    if loop.in_place is not None:
         grads = (dq, dk, dv)
-        walk.in_place.backward(grads, dout, dlse, q, k, v, out, lse, walk.pieces, walk.options, detaches=walk.detaches)
+        loop.in_place.backward(grads, dout, dlse, q, k, v, out, lse, loop.pieces, loop.options, detaches=loop.detaches)
         return grads
     lse_rows = lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
-    for piece, part, options in walk.slabs():
-        q_i, k_i, v_i = walk.inputs(q, k, v, piece, part, options)
+    for piece, part, options in loop.slabs():
+        q_i, k_i, v_i = loop.inputs(q, k, v, piece, part, options)
         # Rows without an output have no gradient either: -inf takes them out of the backward.
-        dout_i, lse_i = walk.outputs(dout, piece, part), walk.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
-        dlse_i = None if dlse_rows is None else walk.outputs(dlse_rows, piece, part)[..., 0]
-        if walk.detaches:
+        dout_i, lse_i = loop.outputs(dout, piece, part), loop.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
+        dlse_i = None if dlse_rows is None else loop.outputs(dlse_rows, piece, part)[..., 0]
+        if loop.detaches:
             total = lse_i
-            out_i, lse_i = walk.attend(q, k, v, piece, part, options)
+            out_i, lse_i = loop.attend(q, k, v, piece, part, options)
             weight = torch.exp(lse_i - total).masked_fill(total == -torch.inf, 0.0)
             dout_i = dout_i * weight[..., None].to(dout_i.dtype)
             dlse_i = None if dlse_i is None else dlse_i * weight
         else:
-            out_i = walk.outputs(out, piece, part)
-        terms = walk.kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options)
-        for total_grad, grad, group in zip((dq, dk, dv), terms, (walk.group, 1, 1)):
+            out_i = loop.outputs(out, piece, part)
+        terms = loop.kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options)
+        for total_grad, grad, group in zip((dq, dk, dv), terms, (loop.group, 1, 1)):
             rows = box(total_grad, piece, group=group)[part]
             write = rows.copy_ if piece.tiles else rows.add_
             write(unfold(grad, rows))
@@ -154,7 +154,7 @@ def backward(
 
 
 def tangent(
-    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, walk: Walk
+    tangents: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, loop: PieceLoop
 ) -> tuple[Tensor, Tensor]:
     """`dout, dlse` for the tangents `dq, dk, dv`.
 
@@ -163,13 +163,13 @@ def tangent(
     """
     dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
     lse_rows, dlse_rows = (x.transpose(1, 2)[..., None] for x in (lse, dlse))
-    for piece, part, options in walk.slabs():
-        q_i, k_i, v_i = walk.inputs(q, k, v, piece, part, options)
-        lse_i = walk.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
-        moved, dlse_i = differential(walk.inputs(*tangents, piece, part, options), q_i, k_i, v_i, lse_i, options)
-        out_i = walk.attend(q, k, v, piece, part, options)[0] if walk.detaches else walk.outputs(out, piece, part)
+    for piece, part, options in loop.slabs():
+        q_i, k_i, v_i = loop.inputs(q, k, v, piece, part, options)
+        lse_i = loop.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
+        moved, dlse_i = differential(loop.inputs(*tangents, piece, part, options), q_i, k_i, v_i, lse_i, options)
+        out_i = loop.attend(q, k, v, piece, part, options)[0] if loop.detaches else loop.outputs(out, piece, part)
         dlse_i = dlse_i[..., None]
         for total, term in ((dout, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
-            rows = box(total, piece, group=walk.group, output=True)[part]
+            rows = box(total, piece, group=loop.group, output=True)[part]
             rows.add_(unfold(term, rows))
     return dout.to(out.dtype), dlse

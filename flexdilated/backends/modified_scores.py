@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.backends.grids import Grid, draw_grids, num_parts
+from flexdilated.backends.combine import heads_of, mix, normalised, read, tokens_of
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
-from flexdilated.backends.mixing import heads_of, mix, normalised, read, tokens_of
+from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys

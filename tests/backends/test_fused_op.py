@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import walk
+from flexdilated.backends import piece_loop
 from flexdilated.core.call import Call, documents
 from flexdilated.core.custom_op import Inputs
 from flexdilated.core.pieces import Piece, plan_pieces
@@ -44,19 +44,19 @@ def attend(case: Case, **options: object) -> Callable[[Tensor, Tensor, Tensor], 
 )
 def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = differentiate(attend(case), *case.tensors())
-    monkeypatch.setattr(walk, "CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(piece_loop, "CPU_SLAB_BYTES", slab_bytes)
     for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
         torch.testing.assert_close(a, e, **EXACT)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
 def test_a_launch_elsewhere_fits_the_grid(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "GRID_LIMIT", limit)
+    monkeypatch.setattr(piece_loop, "GRID_LIMIT", limit)
     case = Case(DilatedPattern((5, 2), (3, 1)), batch=3)
     q, k, _, _, _ = case.tensors()
     pieces = plan_pieces(case.pattern, documents(None, q.shape[1]), k.shape[2], False)
     flat = Call(case.pattern, scale=1.0, backend="sdpa", num_heads=k.shape[2]).flat()
-    run = walk.Walk(Inputs(q, k, k, None, None, None), flat, pieces, None)
+    run = piece_loop.PieceLoop(Inputs(q, k, k, None, None, None), flat, pieces, None)
     run._packs = False  # as off the CPU
     launches: dict[Piece, int] = {}
     for piece, (batch, segments), _ in run.slabs():
@@ -194,7 +194,7 @@ def test_dropout_keeps_the_expectation() -> None:
 
 @pytest.mark.parametrize("slab_bytes", [1, 1 << 22])
 def test_dropout_drops_a_share_of_p_and_no_two_rows_alike(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(piece_loop, "CPU_SLAB_BYTES", slab_bytes)
     # Uniform weights over unit values: the output shows which keys of its segment a row keeps.
     pattern = DilatedPattern((101,), (1,))
     q = torch.zeros(2, 202, 3, 101)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.backends.kernel import draw_seed, spread
-from flexdilated.backends.walk import Walk, backward, forward, tangent
+from flexdilated.backends.piece_loop import PieceLoop, backward, forward, tangent
 from flexdilated.core.call import Call, documents
 from flexdilated.core.checks import refuse_shards_of_torch
 from flexdilated.core.custom_op import (
@@ -40,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _walk(inputs: Inputs, flat: Flat) -> tuple[Walk, Inputs, Order]:
-    """Over the whole sequence: the walk, the tensors in the order in which it reads them, and that order."""
+def _piece_loop(inputs: Inputs, flat: Flat) -> tuple[PieceLoop, Inputs, Order]:
+    """Over the whole sequence: the loop over pieces, the tensors in the order in which it reads them, and that order."""
     spans, order = documents(inputs.cu_seqlens, inputs.q.shape[1]), Order()
     if flat.engine != "triton":  # whose kernels take many pieces in one launch, wherever they are
         spans, order = arrange(spans, inputs.q.device)
@@ -51,14 +51,14 @@ def _walk(inputs: Inputs, flat: Flat) -> tuple[Walk, Inputs, Order]:
     within = None if kv_heads == flat.num_heads else range(flat.first_head, flat.first_head + kv_heads)
     pieces = plan_pieces(flat.pattern, spans, flat.num_heads, flat.is_causal, within)
     seed = None if inputs.seed is None else spread(int(inputs.seed.item()), flat.first_head << 32)
-    return Walk(inputs, flat, pieces, seed), inputs, order
+    return PieceLoop(inputs, flat, pieces, seed), inputs, order
 
 
 def _forward(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
     refuse_shards_of_torch(0)  # again: a compiled graph was checked when it was traced
     with without_autocast(inputs.q.device):
-        walk, inputs, order = _walk(inputs, flat)
-        out, lse = forward(inputs.q, inputs.k, inputs.v, walk)
+        loop, inputs, order = _piece_loop(inputs, flat)
+        out, lse = forward(inputs.q, inputs.k, inputs.v, loop)
         return order.put(out), order.put(lse, 2)
 
 
@@ -68,10 +68,10 @@ def _shapes(inputs: Inputs, flat: Flat) -> tuple[Tensor, ...]:
 
 def _backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: tuple[Tensor, ...], flat: Flat) -> tuple[Tensor, ...]:
     with without_autocast(dout.device):
-        walk, inputs, order = _walk(inputs, flat)
+        loop, inputs, order = _piece_loop(inputs, flat)
         dout, out = (order.take(rows_contiguous(x)) for x in (dout, outputs[0]))
         lse, dlse = order.take(outputs[1], 2), None if dlse is None else order.take(dlse, 2)
-        return tuple(order.put(x) for x in backward(dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, walk))
+        return tuple(order.put(x) for x in backward(dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, loop))
 
 
 def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -88,9 +88,9 @@ def _tangent(dq: Tensor, dk: Tensor, dv: Tensor, *arguments: Any) -> tuple[Tenso
     """`dout, dlse` for the tangents of q, k and v, given those, out, lse and the rest as the backward is."""
     q, k, v, out, lse, *more = arguments[:8]
     with without_autocast(q.device):
-        walk, inputs, order = _walk(Inputs(q, k, v, *more), Flat._make(arguments[8:]))
+        loop, inputs, order = _piece_loop(Inputs(q, k, v, *more), Flat._make(arguments[8:]))
         dq, dk, dv, out = (order.take(rows_contiguous(x)) for x in (dq, dk, dv, out))
-        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, inputs.v, out, order.take(lse, 2), walk)
+        dout, dlse = tangent((dq, dk, dv), inputs.q, inputs.k, inputs.v, out, order.take(lse, 2), loop)
         return order.put(dout), order.put(dlse, 2)
 
 
