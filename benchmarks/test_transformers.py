@@ -27,7 +27,9 @@ GROWTH_TARGET = 1.3  # the whole model: a small one, whose attention is a part o
 
 def model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, max_position_embeddings=1 << 21, dilated_pattern=PATTERN)
+    config = LlamaConfig(
+        **SIZES, max_position_embeddings=1 << 21, dilated_pattern=PATTERN.to_dict(), attn_implementation="flexdilated"
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -201,18 +201,19 @@ def test_adapter_of_the_librarys_own_causal_model_comes_back_from_a_file(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_adapters_of_a_model_of_the_library_come_back_dilated_by_the_documented_routes(tmp_path: Path) -> None:
+def test_adapters_of_a_model_of_the_library_come_back_dilated_by_the_documented_route(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
-    import flexdilated.hub.transformers  # noqa: F401
+    from flexdilated.hub.transformers import set_pattern
 
     sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 19, "num_hidden_layers": 1, "num_attention_heads": 3}
     pattern, x = DilatedPattern((8, 32), (1, 2)), torch.randint(97, (1, 71))
     load, options = transformers.AutoModelForCausalLM.from_pretrained, {"task_type": "CAUSAL_LM", "init_lora_weights": False}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "dense")
-    load(tmp_path / "dense", dilated_pattern=pattern).save_pretrained(tmp_path / "dilated")
-    for base, given in (("dense", {"dilated_pattern": pattern}), ("dilated", {})):
-        model = peft.get_peft_model(load(str(tmp_path / base), **given), peft.LoraConfig(**options)).eval()
-        model.save_pretrained(tmp_path / f"adapter of {base}")
-        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / f"adapter of {base}", **given).eval()
-        torch.testing.assert_close(loaded(x).logits, model(x).logits, rtol=0, atol=0)
-        assert loaded.config._attn_implementation == "flexdilated"
+    config = set_pattern(transformers.AutoConfig.from_pretrained(tmp_path / "dense"), pattern)
+    load(tmp_path / "dense", config=config).save_pretrained(tmp_path / "dilated")
+    given = {"attn_implementation": "flexdilated"}
+    model = peft.get_peft_model(load(str(tmp_path / "dilated"), **given), peft.LoraConfig(**options)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", **given).eval()
+    torch.testing.assert_close(loaded(x).logits, model(x).logits, rtol=0, atol=0)
+    assert loaded.config._attn_implementation == "flexdilated"

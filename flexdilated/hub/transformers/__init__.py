@@ -3,9 +3,10 @@
 Importing this module registers `"flexdilated"` as an attention implementation, and `LongNetForCausalLM` with the auto classes:
 
     import flexdilated.hub.transformers
-    config = AutoConfig.from_pretrained(folder)
-    config.dilated_pattern = DilatedPattern.longnet()       # saved and loaded with the config, and chooses "flexdilated"
+    config = set_pattern(AutoConfig.from_pretrained(folder), DilatedPattern.longnet())
     model = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    model.save_pretrained(other)                            # saves the pattern too
+    model = AutoModelForCausalLM.from_pretrained(other, attn_implementation="flexdilated")
 
 Source: the library's documentation of `AttentionInterface` and `AttentionMaskInterface`.
 """
@@ -20,7 +21,6 @@ check_installed()  # before anything of the library is imported
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flexdilated.hub.transformers import patterns
 from flexdilated.hub.transformers.cache import DilatedCache as DilatedCache
 from flexdilated.hub.transformers.context import context_mesh as context_mesh
 from flexdilated.hub.transformers.context import shard_context as shard_context
@@ -28,6 +28,7 @@ from flexdilated.hub.transformers.interface import dilated_attention_forward as 
 from flexdilated.hub.transformers.longnet import LongNetForCausalLM as LongNetForCausalLM
 from flexdilated.hub.transformers.longnet import LongNetHFConfig as LongNetHFConfig
 from flexdilated.hub.transformers.patterns import NAME as NAME
+from flexdilated.hub.transformers.patterns import set_pattern as set_pattern
 from flexdilated.hub.transformers.positions import dilated_attention_positions as dilated_attention_positions
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "dilated_attention_forward",
     "dilated_attention_positions",
     "register",
+    "set_pattern",
     "shard_context",
 ]
 
@@ -49,7 +51,6 @@ def register() -> None:
     Any model that takes its attention from the library's interface then runs with `attn_implementation="flexdilated"` and the
     pattern in `config.dilated_pattern`. Calling it again changes nothing.
     """
-    patterns.extend_configs_and_models()
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, dilated_attention_positions)
     AutoConfig.register(LongNetHFConfig.model_type, LongNetHFConfig, exist_ok=True)

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import autocast_dtype
-from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.pieces import uncached
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import context_of
 from flexdilated.hub.transformers.decoding import decode
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.options import refuse_options, tokens_seen
-from flexdilated.hub.transformers.patterns import NAME, refuse_crossing
+from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, refuse_documents, shifted
 
 
@@ -77,12 +76,15 @@ def dilated_attention_forward(
     refuse_options(options, tokens_seen(key, layer, context, options))
     config: Any = module.config
     refuse_crossing(config)
+    if not torch.compiler.is_compiling():
+        check_type(config)
+        record_implementation(config)
     _refuse_other_tokens(module, config)
     if getattr(module, "compressor", None) is not None:  # DeepSeek-V4: behind padding its mask does not show what it adds
         raise NotImplementedError(
             f"layers must attend to tokens with {NAME!r} attention, got {type(module).__name__}, which compresses them"
         )
-    pattern = _pattern_of(config)
+    pattern = pattern_of(config)
     if is_causal is None:
         is_causal = _is_causal(module, config)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -225,17 +227,6 @@ def _is_causal(module: nn.Module, config: Any) -> bool:
             f"{type(module).__name__} must have is_causal with {NAME!r} attention, got none: nothing tells encoder from decoder"
         )
     return all(said)
-
-
-def _pattern_of(config: Any) -> DilatedPattern:
-    values = getattr(config, "dilated_pattern", None)
-    if values is None:
-        raise ValueError(
-            f"config.dilated_pattern must be set with {NAME!r} attention, got None in {type(config).__name__}; "
-            "use config.dilated_pattern = DilatedPattern(...)"
-        )
-    # The compiler cannot trace the checks of from_dict.
-    return DilatedPattern(**values) if torch.compiler.is_compiling() else DilatedPattern.from_dict(values)
 
 
 def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCacheLayer | None) -> int:

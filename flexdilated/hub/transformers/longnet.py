@@ -20,7 +20,7 @@ from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.context import IGNORED
 from flexdilated.hub.transformers.options import REFUSED
-from flexdilated.hub.transformers.patterns import NAME
+from flexdilated.hub.transformers.patterns import NAME, pattern_of
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.longnet import LongNetLM
@@ -80,7 +80,9 @@ class LongNetHFConfig(PreTrainedConfig):
             backend,
             scale_base,
         )
-        self.dilated_pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
+        pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
+        pattern = pattern if isinstance(pattern, DilatedPattern) else DilatedPattern.from_dict(pattern)
+        self.dilated_pattern = pattern.to_dict()
         self.to_longnet()
         if options.get("tie_word_embeddings", False):
             # LongNetLM ties by having no head at all: nothing is left for the library to tie.
@@ -226,7 +228,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             if getattr(self.config, name) if given is None else given:
                 raise NotImplementedError(f"{name} must not be True in LongNetForCausalLM, got True: {reason}")
-        if not torch.compiler.is_compiling() and self.config.dilated_pattern != self.model.config.pattern.to_dict():
+        if not torch.compiler.is_compiling() and pattern_of(self.config) != self.model.config.pattern:
             raise ValueError(
                 f"config.dilated_pattern must stay {self.model.config.pattern} once the model is built, got "
                 f"{self.config.dilated_pattern}; build another model with it"

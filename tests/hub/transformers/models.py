@@ -42,9 +42,14 @@ def build(name: str, pattern: DilatedPattern | None = RAGGED, **options: Any) ->
         sizes, kind = {**DECODER, "sliding_window": None} if name != "Llama" else dict(DECODER), "ForCausalLM"
         sizes = {**sizes, "head_dim": 8} if name == "Qwen3" else sizes
     config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-    config.dilated_pattern = None if pattern is None else pattern.to_dict()
-    config._attn_implementation = "flexdilated"
+    if pattern is not None:
+        hub.set_pattern(config, pattern)
     return getattr(transformers, name + kind)(config).eval()
+
+
+def dilated(pattern: DilatedPattern) -> dict[str, Any]:
+    """Fields of a config of the library."""
+    return {"dilated_pattern": pattern.to_dict(), "attn_implementation": "flexdilated"}
 
 
 def make_dense(model: Any) -> None:

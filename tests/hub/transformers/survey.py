@@ -29,9 +29,8 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-import flexdilated.hub.transformers  # noqa: F401
 from flexdilated import DilatedPattern
-from flexdilated.hub.transformers import patterns
+from flexdilated.hub.transformers import patterns, set_pattern
 from tests.hub.transformers.sizes import FIELDS, LONGEST, NARROW, OWN_INPUTS, OWN_SIZES, SIZES, SPARSER, WINDOWS, draw
 
 KEPT = Path(patterns.__file__).with_name("model_types.json")
@@ -78,15 +77,13 @@ def _survey(model_type: str) -> Finding:
         default = config_class()
     except Exception as error:
         return Finding("not tried", _shown(error))
-    refusal = _refused_when_built(config_class, model_class)
+    refusal = _refused_by_config(config_class)
     if refusal is not None:
         return refusal
     parts = [name for name in default.sub_configs if isinstance(getattr(default, name, None), PreTrainedConfig)]
     if parts:
         made_of = ", ".join(f"{name}: {getattr(default, name).model_type}" for name in sorted(parts))
-        return Finding(
-            "parts", made_of if _refuses_whole(config_class, model_class) else f"{made_of}; what is its own was not tried"
-        )
+        return Finding("parts", made_of if _refuses_whole(config_class) else f"{made_of}; what is its own was not tried")
     found, errors = None, []
     for sizes in _attempts(model_type, default):
         try:
@@ -161,13 +158,10 @@ def _compare(
     return Finding("runs")
 
 
-def _refused_when_built(config_class: Any, model_class: Any) -> Finding | None:
-    """Before anything is allocated; the sizes are the library's own."""
+def _refused_by_config(config_class: Any) -> Finding | None:
+    """By its config alone."""
     try:
-        config = config_class()
-        config.dilated_pattern = DENSE
-        with torch.device("meta"):
-            model_class(config)
+        set_pattern(config_class(), DENSE)
     except Exception as error:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
         if raised.endswith("patterns.py") and isinstance(error, NotImplementedError):
@@ -175,19 +169,12 @@ def _refused_when_built(config_class: Any, model_class: Any) -> Finding | None:
     return None
 
 
-def _refuses_whole(config_class: Any, model_class: Any) -> bool:
-    """Whether a pattern must be set on the parts; asked without building them."""
+def _refuses_whole(config_class: Any) -> bool:
+    """Whether a pattern must be set on the parts."""
     try:
-        config = config_class()
-        config.dilated_pattern = DENSE
-        model = model_class.__new__(model_class)
-        nn.Module.__init__(model)
-        model.config = config
-        model.get_correct_attn_implementation(None, is_init_check=True)
+        set_pattern(config_class(), DENSE)
     except ValueError as error:
-        return "must be set on the" in str(error)
-    except AttributeError:  # a model that asks more of itself
-        return False
+        return "config must be that of one part" in str(error)
     return False
 
 
@@ -253,7 +240,7 @@ def _build(
     for name, value in (fields or {}).items():
         setattr(config, name, value)
     if pattern is not None:
-        config.dilated_pattern = pattern
+        set_pattern(config, pattern)
     torch.manual_seed(0)
     model = model_class(config).eval()
     torch.manual_seed(1)

@@ -18,6 +18,7 @@ from tests.hub.transformers.models import (
     RAGGED,
     TOKENS,
     build,
+    dilated,
     draw_tokens,
     make_dense,
     mask_of,
@@ -236,7 +237,7 @@ def test_attention_that_does_not_ask_the_cache_is_refused() -> None:
 def test_layers_with_states_of_their_own_are_refused(first: str) -> None:
     kinds = [first, "full_attention" if first == "conv" else "conv"]
     sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=kinds, dilated_pattern=RAGGED)
+    config = transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=kinds, **dilated(RAGGED))
     model = transformers.Lfm2ForCausalLM(config).eval()
     with pytest.raises(NotImplementedError, match="past_key_values must be the library's own cache in a model whose layers keep"):
         model(draw_tokens(), past_key_values=DilatedCache(), use_cache=True)

@@ -22,7 +22,7 @@ from tests.tolerances import EXACT, SINGLE
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
 from flexdilated.hub import transformers as hub  # noqa: E402
-from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, longnet  # noqa: E402
+from tests.hub.transformers.models import GROUPED, INTERLEAVED, RAGGED, build, dilated, longnet  # noqa: E402
 from tests.hub.transformers.test_sinks import gpt_oss  # noqa: E402
 
 TOKENS, BATCH, VOCAB = 34, 2, 31
@@ -36,7 +36,7 @@ def models() -> dict[str, Any]:
         torch.manual_seed(11)
         if options is None:  # learned positions
             sizes = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
-            config = transformers.GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, dilated_pattern=pattern)
+            config = transformers.GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, **dilated(pattern))
             found[name] = transformers.GPT2LMHeadModel(config).double()
         else:
             found[name] = build(name, pattern, **options).double()
@@ -239,20 +239,25 @@ def refuse_on_every_rank(rank: int) -> None:
         model(**batch, num_items_in_batch=9)
     torch.manual_seed(4)
     config = transformers.OPTConfig(vocab_size=VOCAB, hidden_size=24, ffn_dim=24, num_hidden_layers=1, num_attention_heads=3)
-    config.word_embed_proj_dim, config.dilated_pattern = 24, RAGGED
+    config.word_embed_proj_dim = 24
+    hub.set_pattern(config, RAGGED)
     with pytest.raises(NotImplementedError, match="model must call its base model to be sharded, got one that calls a part of it"):
         hub.shard_context(transformers.OPTForCausalLM(config), mesh)(batch["input_ids"])
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
-    config = transformers.RobertaConfig(**sizes, is_decoder=True, dilated_pattern=RAGGED)
+    config = transformers.RobertaConfig(**sizes, is_decoder=True, **dilated(RAGGED))
     with pytest.raises(NotImplementedError, match="must count positions from 0 over a mesh, got RobertaForCausalLM"):
         hub.shard_context(transformers.RobertaForCausalLM(config), mesh)
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=24, n_layer=1, n_head=3, dilated_pattern=RAGGED)
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=24, n_layer=1, n_head=3, **dilated(RAGGED))
     with pytest.raises(NotImplementedError, match="got GPT2DoubleHeadsModel, whose loss knows a shard's labels only"):
         hub.shard_context(transformers.GPT2DoubleHeadsModel(config), mesh)
     if hasattr(transformers, "Llama4TextConfig"):
         for tuned in (True, False):
             config = transformers.Llama4TextConfig(
-                **sizes, intermediate_size_mlp=24, num_key_value_heads=3, num_local_experts=2, dilated_pattern=RAGGED
+                **sizes,
+                intermediate_size_mlp=24,
+                num_key_value_heads=3,
+                num_local_experts=2,
+                **dilated(RAGGED),
             )
             config.attn_temperature_tuning = tuned
             model = transformers.Llama4ForCausalLM(config)
@@ -264,7 +269,11 @@ def refuse_on_every_rank(rank: int) -> None:
             else:
                 hub.shard_context(model, mesh)
     config = transformers.MixtralConfig(
-        **sizes, num_key_value_heads=3, num_local_experts=2, sliding_window=None, dilated_pattern=RAGGED
+        **sizes,
+        num_key_value_heads=3,
+        num_local_experts=2,
+        sliding_window=None,
+        **dilated(RAGGED),
     )
     experts = hub.shard_context(transformers.MixtralForCausalLM(config), mesh)
     with pytest.raises(NotImplementedError, match="output_router_logits must be False in a model over a mesh, got True"):

@@ -147,9 +147,8 @@ def compare_with_one_process(rank: int, folder: str) -> None:
             num_attention_heads=4,
             num_key_value_heads=kv_heads,
             head_dim=8,
-            dilated_pattern=pattern.to_dict(),
         )
-        one = transformers.AutoModelForCausalLM.from_config(config).eval()
+        one = transformers.AutoModelForCausalLM.from_config(hub.set_pattern(config, pattern)).eval()
         path = f"{folder}/{name}_{kv_heads}_{len(plan)}"
         one.save_pretrained(path)  # the first rank writes
         torch.distributed.barrier()

@@ -21,6 +21,7 @@ from tests.hub.transformers.models import (
     RAGGED,
     TOKENS,
     build,
+    dilated,
     draw_tokens,
     inputs_of,
     make_dense,
@@ -274,20 +275,21 @@ def test_compiled_model_refuses_positions_that_pack() -> None:
 def test_saving_and_loading_keep_the_pattern(tmp_path: Path) -> None:
     model, tokens = build("Llama", INTERLEAVED), draw_tokens()
     model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flexdilated")
     assert DilatedPattern.from_dict(loaded.config.dilated_pattern) == INTERLEAVED
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
 
 def test_missing_and_malformed_patterns_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"config.dilated_pattern must be set .*got None in LlamaConfig"):
-        build("Llama", None)(draw_tokens())
-    config = build("Llama").config
-    with pytest.raises(TypeError, match=r"config.dilated_pattern must be a DilatedPattern, or what its to_dict gives, got list"):
-        config.dilated_pattern = [1, 2]
-    with pytest.raises(ValueError, match="pattern keys must include"):
-        config.dilated_pattern = {"segment_lengths": [4]}
-    assert config.dilated_pattern == RAGGED.to_dict()
+    model = build("Llama")
+    for given, error, message in (
+        (None, ValueError, r"config.dilated_pattern must be set .*got None in LlamaConfig; use .*set_pattern"),
+        ([1, 2], TypeError, r"pattern must be a mapping, got \[1, 2\]"),
+        ({"segment_lengths": [4]}, ValueError, "pattern keys must include"),
+    ):
+        model.config.dilated_pattern = given
+        with pytest.raises(error, match=message):
+            model(draw_tokens())
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,7 @@ def test_cross_attention_is_refused() -> None:
 def test_keys_of_as_many_other_tokens_are_refused(compiled: bool) -> None:
     """A Q-former's, which neither their class nor their number tells from those of its own queries."""
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 3}
-    config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=20, dilated_pattern=RAGGED)
+    config = transformers.Blip2QFormerConfig(**sizes, encoder_hidden_size=20, **dilated(RAGGED))
     # In 5.12 it does not ask the library's interface at all.
     message = "layers must have no cross-attention .*got Blip2QFormerMultiHeadAttention|Blip2QFormerModel, whose attention"
 
@@ -433,19 +435,6 @@ def test_padding_among_the_keys_of_other_queries_is_refused() -> None:
     mask[1, 3] = False
     with pytest.raises(NotImplementedError, match=f"attention_mask must be None .* got padding among {TOKENS} keys of 1 queries"):
         hub.dilated_attention_positions(**sizes, attention_mask=mask)
-
-
-def test_models_without_attention_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"config.self_attn must be True with 'flexdilated' attention, got False"):
-        transformers.PatchTSMixerModel(transformers.PatchTSMixerConfig(dilated_pattern=RAGGED))
-    for name in ("ResNet", "TextNet", "FocalNet", "Dac", "Encodec"):  # docstrings and bases of some name what has attention
-        with pytest.raises(NotImplementedError, match=r"whose attention, if it has any, does not come from"), torch.device("meta"):
-            getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(dilated_pattern=RAGGED))
-    with pytest.raises(ValueError, match=r"must be set on the configs of the parts of DepthAnything\w+, which has no attention"):
-        transformers.DepthAnythingForDepthEstimation(transformers.DepthAnythingConfig(dilated_pattern=RAGGED))
-    for name in ("SamVision", "SamHQVision"):
-        with pytest.raises(NotImplementedError, match=r"whose attention, if it has any, does not come from"), torch.device("meta"):
-            getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(dilated_pattern=RAGGED))
 
 
 def test_models_that_read_their_masks_are_refused() -> None:

@@ -34,10 +34,11 @@ def gpt_oss(pattern: DilatedPattern | None) -> Any:
         num_local_experts=2,
         num_experts_per_tok=1,
         layer_types=["full_attention"] * 2,
-        dilated_pattern=pattern,
         eos_token_id=None,
         pad_token_id=0,
     )
+    if pattern is not None:
+        hub.set_pattern(config, pattern)
     model = transformers.GptOssForCausalLM(config).eval()
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TEXT, TOKENS, draw_tokens, mask_of
+from tests.hub.transformers.models import DECODER, DENSE, RAGGED, TEXT, TOKENS, dilated, draw_tokens, mask_of
 from tests.tolerances import SINGLE
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
@@ -39,7 +39,8 @@ def build(name: str, window: int | None, pattern: Any = RAGGED) -> Any:
     config = getattr(transformers, f"{name}Config")(**sizes)
     if window is not None:
         setattr(config, field, window)
-    config.dilated_pattern = pattern
+    if pattern is not None:
+        hub.set_pattern(config, pattern)
     torch.manual_seed(5)
     return transformers.AutoModel.from_config(config).eval()
 
@@ -138,7 +139,7 @@ def test_layers_that_compress_keys_are_refused_behind_padding_too() -> None:
         pytest.skip("this version has no such model")
     sizes = {**SIZED, "num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"], "n_routed_experts": 2}
     more = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "q_lora_rank": 5, "o_groups": 2, "o_lora_rank": 5}
-    config = transformers.DeepseekV4Config(**sizes, **more, sliding_window=4096, dilated_pattern=RAGGED)
+    config = transformers.DeepseekV4Config(**sizes, **more, sliding_window=4096, **dilated(RAGGED))
     model, tokens = transformers.DeepseekV4Model(config).eval(), torch.randint(2, 31, (2, 150))
     mask = torch.ones_like(tokens)
     mask[0, :20] = 0
