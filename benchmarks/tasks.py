@@ -7,8 +7,8 @@ All models have 3 layers and 8 heads and see 512 tokens. Each sparse kind of att
 dense attention 256. A token is embedded beside the token before it, so that every kind starts with the same local skill. There
 is no other position than the causal mask.
 
-- bigrams: letters follow a table that is drawn for each sequence; predict the next letter of the second half.
-- topic: one of 16 topics is named among the first 32 tokens; answer with it at questions in the second half.
+- bigrams: letters follow a table that is drawn for each sequence; predict the next letter.
+- topic: one of 16 topics is named 8 times among the first 32 tokens; answer with it at questions in the second half.
 - recall: pairs of a key and a value, then a key that occurred 184 to 500 tokens before; answer with its value.
 - copy: a random string of 32 letters comes again 128 to 256 tokens later; predict its letters.
 - text: predict the next byte of Python's own sources, on files that were held out.
@@ -115,17 +115,15 @@ def draw_bigrams(batch: int, generator: torch.Generator) -> Batch:
     rows = torch.arange(batch)
     for n in range(TOKENS):
         tokens[:, n + 1] = torch.multinomial(table[rows, tokens[:, n]], 1, generator=generator)[:, 0]
-    targets = tokens[:, 1:].clone()
-    targets[:, :BOUNDARY] = IGNORED
-    return Batch(tokens[:, :-1], targets)
+    return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def draw_topic(batch: int, generator: torch.Generator) -> Batch:
     topics, question = 16, 32
     tokens = torch.randint(topics, question, (batch, TOKENS), generator=generator)
     topic = torch.randint(topics, (batch,), generator=generator)
-    rows = torch.arange(batch)
-    tokens[rows, torch.randint(32, (batch,), generator=generator)] = topic
+    for row in range(batch):
+        tokens[row, torch.randperm(32, generator=generator)[:8]] = topic[row]
     targets = torch.full_like(tokens, IGNORED)
     asked = BOUNDARY + torch.randperm(TOKENS - BOUNDARY, generator=generator)[:32]
     tokens[:, asked] = question

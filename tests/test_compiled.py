@@ -105,12 +105,10 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
 
 # Every call in training, and every mode with some call: each graph takes the tracer a second.
 GRID = [
-    *((call, "train") for call in CALLS),
+    *((call, "train") for call in CALLS if call != "causal"),
     ("causal", "half_train"),
     ("dropout", "no_grad"),
-    ("plain", "no_grad"),
     ("mask", "half"),
-    ("causal", "half"),
     ("lse", "inference"),
 ]
 
@@ -136,7 +134,7 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
 
 
 ONE_BRANCH = DilatedPattern((13,), (3,))
-FIXED_GRID = [("both", "train"), ("score_mod", "half_train"), ("mask_mod", "inference"), ("both", "half")]
+FIXED_GRID = [("both", "train"), ("score_mod", "half_train"), ("mask_mod", "inference")]
 
 
 @pytest.mark.parametrize(("call", "mode"), FIXED_GRID, ids=lambda name: name)
@@ -168,7 +166,7 @@ def test_numbers_may_change_from_call_to_call(name: str) -> None:
             torch.testing.assert_close(a, e, **SINGLE)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     case=calls(),
     backend=st.sampled_from(("eager", "aot_eager")),
@@ -227,11 +225,9 @@ def seeded(call: Callable[..., Any], *x: Any) -> Any:
 
 
 MODULE_GRID = [
-    *((name, "train") for name in MODULES),
-    ("xpos", "no_grad"),
-    ("rotary", "eval"),
+    *((name, "train") for name in MODULES if name not in ("attention", "rotary")),
+    ("rotary", "no_grad"),
     ("multihead", "inference"),
-    ("dropout", "eval"),
 ]
 
 
@@ -256,7 +252,7 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
     assert len(set(counts[1:])) == 1
 
 
-@pytest.mark.parametrize(("name", "mode"), [("score_mod", "eval"), ("score_mod", "inference"), ("mask_mod", "train")])
+@pytest.mark.parametrize(("name", "mode"), [("score_mod", "inference"), ("mask_mod", "train")])
 def test_compiled_module_under_functions_equals_eager(name: str, mode: str) -> None:
     dtype = torch.bfloat16 if mode == "inference" else torch.float32
     context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)

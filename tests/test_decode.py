@@ -219,14 +219,13 @@ def test_step_compiles_once(pattern: DilatedPattern) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_steps_compile_for_any_number_of_tokens(fullgraph: bool) -> None:
+def test_steps_compile_for_any_number_of_tokens() -> None:
     """Under `dynamic=True` integers that a module holds are symbols too."""
     pattern = DilatedPattern((7,), (2,))  # a branch more takes the tracer seconds
     inputs, cache = draw(), make(pattern)
     torch.compiler.reset()
-    step = torch.compile(cache.attend, fullgraph=fullgraph, backend="eager", dynamic=True)
-    borders = [(0, 1), (1, 2), (2, 5), (5, 11)] if fullgraph else [(0, 1), (1, 5)]
+    step = torch.compile(cache.attend, fullgraph=True, backend="eager", dynamic=True)
+    borders = [(0, 1), (1, 2), (2, 5)]
     outs = [step(*(x[:, a:b].contiguous() for x in inputs)) for a, b in borders]
     torch.testing.assert_close(torch.cat(outs, dim=1), full(inputs, pattern)[:, : borders[-1][1]], **EXACT)
 

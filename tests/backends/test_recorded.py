@@ -329,12 +329,11 @@ def test_dynamic_shapes_compile_where_the_graph_may_break() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_functions_are_exported_with_a_dynamic_batch(strict: bool) -> None:
+def test_functions_are_exported_with_a_dynamic_batch() -> None:
     module = Sloped(0.3, DilatedPattern((20, N), (1, 2)))
     batch = {0: torch.export.Dim("batch", max=64)}
     with torch.no_grad():
-        program = torch.export.export(module, tensors(), dynamic_shapes=(batch, batch, batch), strict=strict).module()
+        program = torch.export.export(module, tensors(), dynamic_shapes=(batch, batch, batch), strict=True).module()
         for size in (1, 2, 7):
             x = tuple(x[:1].expand(size, -1, -1, -1) * torch.rand(size, 1, 1, 1, dtype=x.dtype) for x in tensors())
             torch.testing.assert_close(program(*x), module(*x), **EXACT)
