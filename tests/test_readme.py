@@ -16,9 +16,7 @@ README = ROOT / "README.md"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own use of it
-def test_example_runs_and_is_right() -> None:
-    torch._dynamo.reset()
+def test_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     names: dict[str, torch.Tensor] = {}
     exec(compile(block, str(README), "exec"), names)
@@ -28,6 +26,8 @@ def test_example_runs_and_is_right() -> None:
     torch.testing.assert_close(torch.einsum("bhqn,bnhd->bqhd", weights, v), out[:, queries], atol=1e-5, rtol=1e-5)
     assert all(bool(names[name].grad.isfinite().all()) for name in ("q", "k", "v"))  # type: ignore[union-attr]
     assert names["y"].shape == names["x"].shape
+    (printed,) = re.findall(r"```text\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
