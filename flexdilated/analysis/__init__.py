@@ -3,8 +3,6 @@
 from flexdilated.analysis.choice import Choice as Choice
 from flexdilated.analysis.choice import Choices as Choices
 from flexdilated.analysis.choice import choose_pattern as choose_pattern
-from flexdilated.analysis.coverage import LayerBounds as LayerBounds
-from flexdilated.analysis.coverage import bound_layers as bound_layers
 from flexdilated.analysis.coverage import count_uncovered as count_uncovered
 from flexdilated.analysis.coverage import layers_to_cover as layers_to_cover
 from flexdilated.analysis.coverage import missing_residues as missing_residues
@@ -15,11 +13,8 @@ from flexdilated.analysis.pairs import count_multiplicities as count_multiplicit
 from flexdilated.analysis.pairs import count_pairs as count_pairs
 from flexdilated.analysis.ranks import RankCost as RankCost
 from flexdilated.analysis.ranks import count_rank_costs as count_rank_costs
-from flexdilated.analysis.reach import farthest_keys as farthest_keys
 from flexdilated.analysis.reach import keys_seen as keys_seen
 from flexdilated.analysis.reach import longest_reach as longest_reach
 from flexdilated.analysis.reach import reachable as reachable
 from flexdilated.analysis.report import Analysis as Analysis
 from flexdilated.analysis.report import analyse as analyse
-from flexdilated.analysis.tiles import TileCount as TileCount
-from flexdilated.analysis.tiles import count_tiles as count_tiles

@@ -9,34 +9,21 @@ change nothing (to fold one onto its neighbour keeps who sees whom): there are f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.fronts import MAX_FOLLOWED, MAX_STEPS, MOST_RESIDUES, layers_at_most, layers_of, layers_of_hull
 from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, together
 from flexdilated.analysis.reach import reachable
 from flexdilated.core.pattern import DilatedPattern
 
 MAX_KINDS = 2**15  # every pair of them is looked at
 MAX_CLIQUES = 2**12  # likewise
+MAX_STEPS = 2**20  # layers that one token is followed through
 MAX_CAUSAL = 1024  # tokens whose pairs are looked at, a product of matrices per layer
 FEW = 3  # segments that stand for any number of them: one's own, another's, and what is shorter comes behind fewer
-
-
-class LayerBounds(NamedTuple):
-    """Layers after which every token has seen every other: no fewer than `least`, and surely after `most`."""
-
-    least: int
-    most: int
-
-    @property
-    def is_exact(self) -> bool:
-        return self.least == self.most
 
 
 def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
@@ -116,63 +103,18 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
         TypeError: If an argument has the wrong type.
-        NotImplementedError: If the segments are too many to look at all of them, and bounds do not meet; `bound_layers` gives them.
-    """
-    found = bound_layers(pattern, num_tokens, num_heads, is_causal=is_causal)
-    if found is None or found.is_exact:
-        return None if found is None else found.least
-    raise NotImplementedError(
-        f"segment_lengths must give fewer segments to count layers exactly, got from {found.least} to {found.most} layers; use "
-        "bound_layers, or lengths that divide one another and rates that divide the shortest"
-    )
-
-
-def bound_layers(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> LayerBounds | None:
-    """Bounds of `layers_to_cover`, which are one number wherever that is known; None is never.
-
-    Sequences of too many segments to look at all pairs of tokens are followed from both ends: no token can have seen every other
-    before the ends have, and runs that have surely been seen as a whole say after how many layers every token has.
-
-    Args:
-        pattern: As in `missing_residues`.
-        num_tokens: As in `layers_to_cover`: seconds for a thousand million tokens of GigaPath's pattern.
-        num_heads: As in `missing_residues`.
-        is_causal: Whether a query sees only keys at its own position and before.
-
-    Raises:
-        ValueError: If a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
-        NotImplementedError: If the segments are too many even for bounds.
+        NotImplementedError: If the segments do not nest and are too many to look at all of them.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     if num_tokens == 1:
-        return LayerBounds(0, 0)
+        return 0
     branches = together(pattern, num_tokens, num_heads)
     if is_causal:
-        return _exactly(_causal_layers(pattern, branches, num_tokens, num_heads))
+        return _causal_layers(pattern, branches, num_tokens, num_heads)
     if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
         return None
     folded, tokens = _folded(branches, num_tokens)
-    try:
-        return _exactly(_layers(tuple(folded), tokens))
-    except NotImplementedError:
-        most = layers_at_most(folded, tokens)
-        if most is None:
-            raise
-        return _bounds(folded, tokens, most)
-
-
-def _exactly(layers: int | None) -> LayerBounds | None:
-    return None if layers is None else LayerBounds(layers, layers)
-
-
-def _bounds(branches: Sequence[Together], num_tokens: int, most: int) -> LayerBounds:
-    least = layers_of_hull(branches, num_tokens)
-    if most <= MAX_FOLLOWED and math.lcm(*(branch.rate for branch in branches)) <= MOST_RESIDUES:
-        for source in (0, num_tokens - 1):
-            if least != most:
-                least = max(least or 0, layers_of(branches, num_tokens, source) or 0)
-    return LayerBounds(least or 0, most)
+    return _layers(tuple(folded), tokens)
 
 
 @lru_cache(maxsize=4096)

@@ -1,63 +1,24 @@
-"""Reach: the farthest key that a query sees, and everything that it has seen after some layers."""
+"""The farthest key of each head, and the keys that a query has seen after some layers."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, alike, checked
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.analysis.lattice import Integers, Kept, alike, checked
+from flexdilated.core.pattern import DilatedPattern, as_integer
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
 MAX_WINDOW = 2**26  # tokens of which a query may have seen any
-
-
-def farthest_keys(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, queries: Sequence[int] | Integers, *, is_causal: bool = False
-) -> Integers:
-    """The distance from each query to the farthest key that it sees, by head; -1 where it sees none.
-
-    Args:
-        pattern: Which positions attend to which.
-        num_tokens: Sequence length N; in closed form, up to 2**62.
-        num_heads: Heads H. Under grouped-query attention these are key/value heads.
-        queries: Q positions in `[0, N)`.
-        is_causal: Whether a query sees only keys at its own position and before.
-
-    Returns:
-        `(H, Q)`: tokens; 0 is a query that sees itself alone.
-
-    Raises:
-        ValueError: If a position is outside the sequence, a number is below 1, or some branch would have no head.
-        TypeError: If an argument has the wrong type.
-    """
-    num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    at = _positions(queries, num_tokens)
-    found = np.full((num_heads, len(at)), -1, np.int64)
-    for kept, heads in alike(pattern, num_tokens, num_heads).items():
-        most = np.full(len(at), -1, np.int64)
-        for length, rate, offset in kept:
-            start = at // length * length
-            first = start + offset
-            back = at - first
-            distance = back
-            if not is_causal:
-                end = np.minimum(start + length, num_tokens)
-                distance = np.maximum(back, first + (end - 1 - first) // rate * rate - at)
-            most = np.where((back >= 0) & (back % rate == 0), np.maximum(most, distance), most)
-        found[heads] = most
-    return found
 
 
 def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
     """By head, the largest distance between a query and a key that it sees, causal or not; -1 where the head keeps nothing.
 
     Args:
-        pattern: As in `farthest_keys`.
-        num_tokens: As in `farthest_keys`; of any size.
-        num_heads: As in `farthest_keys`.
+        pattern: Which positions attend to which.
+        num_tokens: Sequence length N, of any size.
+        num_heads: Heads H. Under grouped-query attention these are key/value heads.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     found = [-1] * num_heads
@@ -77,17 +38,18 @@ def reachable(
     residual connection, whether a branch keeps it or not.
 
     Args:
-        pattern: As in `farthest_keys`.
+        pattern: As in `longest_reach`.
         num_tokens: Sequence length N, at most 4,096; `keys_seen` asks for one query of any sequence.
-        num_heads: As in `farthest_keys`.
+        num_heads: As in `longest_reach`.
         layers: Layers L, at least 0.
-        is_causal: As in `farthest_keys`.
+        is_causal: Whether a query sees only keys at its own position and before.
 
     Returns:
         `(N, N)`: query, key.
 
     Raises:
-        ValueError: As in `farthest_keys`, or if layers is below 0 or num_tokens above 4,096.
+        ValueError: If a number is below 1, layers is below 0, num_tokens is above 4,096, or some branch would have no head.
+        TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     _check_layers(layers)
@@ -114,23 +76,25 @@ def keys_seen(
     """The keys that one query has seen after so many layers, through all heads together: a row of `reachable`.
 
     Args:
-        pattern: As in `farthest_keys`.
+        pattern: As in `longest_reach`.
         num_tokens: Sequence length N, up to 2**62: only the tokens that segments chain to the query are looked at.
-        num_heads: As in `farthest_keys`.
+        num_heads: As in `longest_reach`.
         query: A position in `[0, N)`.
         layers: As in `reachable`.
-        is_causal: As in `farthest_keys`.
+        is_causal: As in `reachable`.
 
     Returns:
         Positions, ascending; the query itself is one of them.
 
     Raises:
-        ValueError: As in `farthest_keys`, or if layers is below 0.
+        ValueError: As in `reachable`, or if the query is outside the sequence.
         NotImplementedError: If more than 2**26 tokens could have been seen.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     _check_layers(layers)
-    (at,) = _positions([query], num_tokens).tolist()
+    at = as_integer("query", query)
+    if not 0 <= at < num_tokens:
+        raise ValueError(f"query must be in [0, N={num_tokens}), got {at}")
     branches = _branches(pattern, num_tokens, num_heads)
     low, high = at, at + 1
     for _ in range(layers):
@@ -150,7 +114,11 @@ def keys_seen(
         )
     seen = np.zeros(high - low, np.bool_)
     seen[at - low] = True
-    places = _places(branches, low, high)
+    position = np.arange(low, high)
+    places = []  # by branch and offset: the kept tokens, counted from `low`, and the segment of each
+    for length, rate, offset in branches:
+        kept = np.flatnonzero(position % length % rate == offset)
+        places.append((kept, position[kept] // length - low // length))
     for _ in range(layers):
         further = seen.copy()
         for kept, segment in places:
@@ -164,33 +132,11 @@ def keys_seen(
     return np.flatnonzero(seen) + low
 
 
-def _places(branches: list[tuple[int, int, int]], low: int, high: int) -> list[tuple[Integers, Integers]]:
-    """By branch and offset, the tokens kept of `low ... high`, counted from `low`, and the segment of each, counted likewise."""
-    position = np.arange(low, high)
-    found = []
-    for length, rate, offset in branches:
-        kept = np.flatnonzero(position % length % rate == offset)
-        found.append((kept, position[kept] // length - low // length))
-    return found
-
-
-def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[tuple[int, int, int]]:
+def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Kept]:
     """The distinct branches of all heads together."""
-    return sorted({tuple(each) for kept in alike(pattern, num_tokens, num_heads) for each in kept})  # type: ignore[misc]
+    return sorted({each for kept in alike(pattern, num_tokens, num_heads) for each in kept})
 
 
 def _check_layers(layers: int) -> None:
-    if not is_integer(layers):
-        raise TypeError(f"layers must be an int, got {layers!r}")
-    if layers < 0:
+    if as_integer("layers", layers) < 0:
         raise ValueError(f"layers must be at least 0, got {layers}")
-
-
-def _positions(queries: Sequence[int] | Integers, num_tokens: int) -> Integers:
-    at = np.asarray(queries)
-    if at.dtype.kind not in "iu" or at.ndim != 1:
-        raise TypeError(f"queries must be a sequence of integers, got {queries!r}")
-    outside = np.flatnonzero((at < 0) | (at >= num_tokens))
-    if len(outside):
-        raise ValueError(f"queries[{outside[0]}] must be in [0, N={num_tokens}), got {at[outside[0]]}")
-    return at.astype(np.int64)

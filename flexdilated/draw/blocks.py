@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.tiles import MOST_BLOCK_SIZE
 from flexdilated.core.pattern import DilatedPattern, at_least_one
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 from flexdilated.draw.tiles import Cell, HeadTiles, all_heads, head_tiles
@@ -51,8 +50,6 @@ def draw_blocks(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     block_size = at_least_one("block_size", block_size)
-    if block_size > MOST_BLOCK_SIZE:
-        raise ValueError(f"block_size must be at most {MOST_BLOCK_SIZE}, got {block_size}")
     picture, _ = block_panels(pattern, num_tokens, num_heads, block_size, PICTURE_CELLS, is_causal=is_causal, name=name)
     return figure_of(picture)
 
