@@ -1,7 +1,7 @@
 """Names and arguments of earlier dilated-attention packages over the one implementation (docs/migration.md).
 
-Every class and function accepts the arguments of the earlier one of that name, in their order. `ARGUMENTS` explains each of them.
-Arguments that have no effect warn.
+Every class and function accepts the arguments of the earlier one of that name, in their order. Arguments without effect warn, with
+the reason that `ARGUMENTS` gives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from flexdilated.compat.absent import ABSENT as ABSENT
 from flexdilated.compat.arguments import ARGUMENTS as ARGUMENTS
-from flexdilated.compat.arguments import Argument as Argument
 from flexdilated.compat.attention import DilatedAttention as DilatedAttention
 from flexdilated.compat.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
 from flexdilated.compat.attention import RingDilatedAttention as RingDilatedAttention
@@ -24,29 +23,6 @@ from flexdilated.compat.multihead import RingMultiheadDilatedAttentionHybrid as 
 from flexdilated.compat.transformer import DilatedTransformerDecoderLayer as DilatedTransformerDecoderLayer
 from flexdilated.compat.transformer import DilatedTransformerEncoderLayer as DilatedTransformerEncoderLayer
 from flexdilated.compat.transformer import LongNet as LongNet
-
-__all__ = [
-    "ARGUMENTS",
-    "Argument",
-    "DilatedAttention",
-    "DilatedTransformerDecoderLayer",
-    "DilatedTransformerEncoderLayer",
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
-    "LongNet",
-    "MultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention",
-    "RingDilatedAttention",
-    "RingDilatedAttentionHybrid",
-    "RingDilatedAttentionHybridFixed",
-    "RingDilatedAttentionHybridHilbert",
-    "RingDilatedAttentionV2Collective",
-    "RingDilatedAttentionV3",
-    "RingMultiheadDilatedAttention",
-    "RingMultiheadDilatedAttentionHybrid",
-    "create_dilated_attention",
-    "create_multihead_dilated_attention",
-]
 
 # Other names of one class.
 RingDilatedAttentionHybrid = RingDilatedAttention

@@ -1,4 +1,4 @@
-"""The arguments of the earlier packages: what each one does here, or why it has no effect."""
+"""Arguments of the earlier packages that have no effect here."""
 
 from __future__ import annotations
 
@@ -8,56 +8,29 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 PACKAGE = os.path.dirname(__file__) + os.sep
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-class Argument(NamedTuple):
-    """What an argument does, or why it has no effect; and which classes warn when they receive it."""
-
-    meaning: str
-    warns: Literal["never", "always", "without parameters"] = "never"
-
-
 KERNEL = "the kernel is chosen by device, dtype and mask; to name one, use flexdilated.dilated_attention(backend=...)"
 
-#: Every argument, with the text of the warnings and of the table in docs/migration.md.
-ARGUMENTS: dict[str, Argument] = {
-    "segment_lengths": Argument("tokens per segment, one length per branch; the sequence may have any length"),
-    "dilation_rates": Argument("one rate r per branch: every r-th token of a segment is kept"),
-    "softmax_scale": Argument("multiplies the scores; None: head_dim ** -0.5"),
-    "attention_dropout": Argument("probability of dropping an attention weight in training"),
-    "dropout": Argument("probability of dropping an attention weight in training; transformer layers also drop activations"),
-    "bias": Argument("whether the four projections have a bias"),
-    "layer_norm": Argument("whether the output projection has a LayerNorm before it; weights named `norm` load too"),
-    "layer_norm_eps": Argument("epsilon of every LayerNorm"),
-    "gamma_init": Argument("gain of the initial weights of value, output and feed-forward projections"),
-    "ring_size": Argument("number of ranks that share the work on a whole sequence: 1, or all ranks of `group` (default)"),
-    "group": Argument("process group of the ring; None: the default group, if there is one; new here"),
-    "d_model": Argument("elements of a token"),
-    "nhead": Argument("heads; must divide `d_model`"),
-    "num_encoder_layers": Argument("layers of the encoder"),
-    "num_decoder_layers": Argument("layers of the decoder"),
-    "dim_feedforward": Argument("elements inside the feed-forward networks"),
-    "activation": Argument("activation of the feed-forward networks: 'relu', 'gelu' or a function of a tensor"),
-    "attention_type": Argument("which class is built; all compute the same attention, 'ring' over several ranks"),
-    "use_checkpointing": Argument("whether the backward pass recomputes the layer instead of storing its tensors; default False"),
-    "use_hilbert": Argument("whether queries, keys and values are reordered along a Hilbert curve, and outputs restored"),
-    "grid": Argument("(height, width) of the 2-D tokens that a Hilbert curve orders; new here"),
-    "device": Argument("device of the parameters; attention without parameters runs where its inputs are", "without parameters"),
-    "dtype": Argument("dtype of the parameters; attention without parameters uses that of its inputs", "without parameters"),
-    "op": Argument(KERNEL, "always"),
-    "use_flash_attention": Argument(KERNEL, "always"),
-    "use_tf32": Argument("a layer changes no global setting; call torch.set_float32_matmul_precision", "always"),
-    "enable_memory_pool": Argument("there is nothing to pool: branches are views, only q, k, v, out and lse are kept", "always"),
-    "lightweight_pool": Argument("there is no memory pool", "always"),
-    "enable_profiling": Argument("a layer does not profile itself; use torch.profiler", "always"),
-    "use_pattern_cache": Argument("the plan of a pattern is always cached", "always"),
-    "block_size": Argument("the kernel chooses its own blocks", "always"),
-    "hilbert_chunk_size": Argument("one curve covers the whole grid", "always"),
+#: Why an argument of the earlier packages has no effect in some class: the text of the warnings and of docs/migration.md.
+ARGUMENTS: dict[str, str] = {
+    "device": "device of the parameters; attention without parameters runs where its inputs are",
+    "dtype": "dtype of the parameters; attention without parameters uses that of its inputs",
+    "op": KERNEL,
+    "use_flash_attention": KERNEL,
+    "use_tf32": "a layer changes no global setting; call torch.set_float32_matmul_precision",
+    "enable_memory_pool": "there is nothing to pool: branches are views, only q, k, v, out and lse are kept",
+    "lightweight_pool": "there is no memory pool",
+    "enable_profiling": "a layer does not profile itself; use torch.profiler",
+    "use_pattern_cache": "the plan of a pattern is always cached",
+    "use_checkpointing": "call the layer by torch.utils.checkpoint.checkpoint",
+    "block_size": "the kernel chooses its own blocks",
+    "hilbert_chunk_size": "one curve covers the whole grid",
 }
 
 
@@ -88,7 +61,7 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
             names = [x.name for x in ignored if given.arguments.pop(x.name, None) is not None]
             result = call(*given.args, **given.kwargs)
             for name in names:
-                warnings.warn(f"{name} has no effect: {ARGUMENTS[name].meaning}", stacklevel=_level_of_user())
+                warnings.warn(f"{name} has no effect: {ARGUMENTS[name]}", stacklevel=_level_of_user())
             return result
 
         warned.__signature__ = signature  # type: ignore[attr-defined]

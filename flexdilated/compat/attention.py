@@ -1,20 +1,18 @@
-"""Attention without parameters under the names and arguments of earlier packages (`ARGUMENTS` explains them)."""
+"""Attention without parameters under the names and arguments of earlier packages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flexdilated.compat.arguments import ignores
-from flexdilated.compat.ring import attention_over
+from flexdilated.compat.ring import attention_over_ranks
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 
 IGNORED = ("enable_memory_pool", "enable_profiling", "lightweight_pool", "device", "dtype")
-IGNORED_BY_RING = (*IGNORED, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size")
+IGNORED_BY_RING = (*IGNORED, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size", "use_checkpointing")
 
 
 class _Attention(nn.Module):
@@ -28,18 +26,13 @@ class _Attention(nn.Module):
         *,
         softmax_scale: float | None = None,
         ring_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        use_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.use_checkpointing = use_checkpointing
         pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        self.attention = attention_over(pattern, ring_size, group, scale=softmax_scale, dropout_p=dropout)
+        self.attention = attention_over_ranks(pattern, ring_size, scale=softmax_scale, dropout_p=dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """`(b, n, h, d)` from query, key and value of that shape; see `flexdilated.dilated_attention`."""
-        if self.use_checkpointing:
-            return checkpoint(self.attention, query, key, value, is_causal=is_causal, use_reentrant=False)
         return self.attention(query, key, value, is_causal=is_causal)
 
 
@@ -74,7 +67,7 @@ class RingDilatedAttention(_Attention):
     hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
 
     Raises:
-        ValueError: If `ring_size` is neither 1 nor the number of ranks of the group.
+        ValueError: If `ring_size` is neither 1 nor the number of ranks.
     """
 
 
@@ -101,26 +94,13 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
         use_hilbert: bool = True,
         softmax_scale: float | None = None,
         ring_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        use_checkpointing: bool = False,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            dropout,
-            softmax_scale=softmax_scale,
-            ring_size=ring_size,
-            group=group,
-            use_checkpointing=use_checkpointing,
-        )
-        self.grid: tuple[int, int] | None = None
-        if not use_hilbert:
-            if grid is not None:
-                raise ValueError(f"grid must be None when use_hilbert=False, got {grid!r}")
-            return
-        self.grid = check_grid(grid)  # type: ignore[arg-type]  # None raises there, with the reason
-        for name, places in zip(("permutation", "inverse"), grid_order(self.grid)):
-            self.register_buffer(name, places, persistent=False)
+        super().__init__(segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, ring_size=ring_size)
+        self.use_hilbert = use_hilbert
+        if use_hilbert:
+            order = grid_order(check_grid(grid))  # type: ignore[arg-type]  # None raises there, with the reason
+            for name, positions in zip(("permutation", "inverse"), order):
+                self.register_buffer(name, positions, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """`(b, height * width, h, d)` from query, key and value of that shape, in the original order.
@@ -129,17 +109,13 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
             ValueError: If the number of tokens is not `height * width`.
             NotImplementedError: If causal: the order along the curve is not the order of the tokens.
         """
-        if self.grid is None:
+        if not self.use_hilbert:
             return super().forward(query, key, value, is_causal)
         if is_causal:
             raise NotImplementedError(
-                "is_causal must be False when use_hilbert=True, got True: those before a token along the curve are not those "
+                "is_causal must be False when use_hilbert=True, got True: the tokens before a token along the curve are not those "
                 "before it in the grid; to be causal along the curve, reorder the tokens themselves with flexdilated.ordering"
             )
-        height, width = self.grid
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() != 4 or x.shape[1] != height * width:
-                raise ValueError(f"{name} must have shape (b, {height * width}, h, d) under grid={self.grid}, got {tuple(x.shape)}")
         order = self.permutation, self.inverse
         query, key, value = (reorder(x, order) for x in (query, key, value))
         return restore(super().forward(query, key, value), order)

@@ -1,17 +1,15 @@
-"""Layers with projections under the names and arguments of earlier packages (`ARGUMENTS` explains them)."""
+"""Layers with projections under the names and arguments of earlier packages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flexdilated.compat.arguments import ignores
-from flexdilated.compat.ring import attention_over
+from flexdilated.compat.ring import attention_over_ranks
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn import attention
 
@@ -34,6 +32,8 @@ class _Multihead(attention.MultiheadDilatedAttention):
         gamma_init: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        ring_size: int | None = 1,
     ) -> None:
         super().__init__(
             embed_dim,
@@ -47,31 +47,16 @@ class _Multihead(attention.MultiheadDilatedAttention):
             device=device,
             dtype=dtype,
         )
-        self.use_checkpointing = False
+        self.attention = attention_over_ranks(self.attention.pattern, ring_size, dropout_p=dropout)
         self.register_load_state_dict_pre_hook(_rename_weights)
-
-    @classmethod
-    def from_torch(cls, *_: object, **__: object) -> NoReturn:
-        """Raise `NotImplementedError`: the converted layer has another class."""
-        raise NotImplementedError("from_torch must be called on flexdilated.MultiheadDilatedAttention, which takes any pattern")
 
     def forward(  # type: ignore[override]  # the earlier call, which has no padding mask in fourth place
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, None]:
         """`((b, n, embed_dim), None)` from query, key and value of that shape; key defaults to query, value to key."""
-        if not isinstance(is_causal, bool):
-            raise TypeError(
-                f"is_causal must be a bool, got {type(is_causal).__name__}; masks go to flexdilated.MultiheadDilatedAttention"
-            )
         key = query if key is None else key
         value = key if value is None else value
-        if self.use_checkpointing:
-            return checkpoint(super().forward, query, key, value, is_causal=is_causal, use_reentrant=False)
         return super().forward(query, key, value, is_causal=is_causal)
-
-    def _share(self, ring_size: int | None, group: dist.ProcessGroup | None) -> None:
-        """Compute the attention over a ring of ranks."""
-        self.attention = attention_over(self.attention.pattern, ring_size, group, dropout_p=self.attention.dropout_p)
 
 
 @ignores(last="op")
@@ -84,7 +69,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
     """`MultiheadDilatedAttention` with the arguments of the forks."""
 
 
-@ignores(*IGNORED_BY_RING, "use_tf32", "block_size")
+@ignores(*IGNORED_BY_RING, "use_tf32", "block_size", "use_checkpointing")
 class RingMultiheadDilatedAttention(_Multihead):
     """The ring classes' layer; segment lengths come before dilation rates.
 
@@ -104,15 +89,11 @@ class RingMultiheadDilatedAttention(_Multihead):
         gamma_init: float = 1.0,
         *,
         ring_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        use_checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
-        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
-        self._share(ring_size, group)
-        self.use_checkpointing = use_checkpointing
+        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype, ring_size=ring_size)
 
 
 @ignores(*IGNORED_BY_RING)
@@ -135,7 +116,6 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         layer_norm: bool = False,
         gamma_init: float = 1.0,
         ring_size: int | None = None,
-        group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -145,23 +125,9 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
                 "RingMultiheadDilatedAttention has a LayerNorm before the output projection"
             )
         sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
-        super().__init__(*sizes, dropout, bias, False, gamma_init=gamma_init, device=device, dtype=dtype)
-        self._share(ring_size, group)
+        super().__init__(*sizes, dropout, bias, False, gamma_init=gamma_init, device=device, dtype=dtype, ring_size=ring_size)
 
-    def forward(  # type: ignore[override]  # the call of nn.MultiheadAttention again
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
-        """As `flexdilated.MultiheadDilatedAttention`, whose docstring explains the arguments."""
-        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        return attention.MultiheadDilatedAttention.forward(self, query, key, value, *masks)
+    forward = attention.MultiheadDilatedAttention.forward  # type: ignore[assignment]  # the call of nn.MultiheadAttention again
 
 
 def _rename_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

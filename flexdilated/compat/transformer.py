@@ -1,4 +1,4 @@
-"""Transformer layers and `LongNet` of the popular port, version 0.2.0 (`ARGUMENTS` explains the arguments)."""
+"""Transformer layers and `LongNet` of the popular port, version 0.2.0."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class _Layer(nn.Module):
     """Attentions, each after a LayerNorm, then a feed-forward network between two LayerNorms; weights of the port's layer load.
 
     Raises:
-        ValueError: If a number is out of range or the activation has an unknown name.
-        TypeError: If the activation is neither a name nor a function.
+        ValueError: If the activation is neither a known name nor a function.
     """
 
     # Attribute of each attention, and whether a LayerNorm is before its output projection.
@@ -50,13 +49,14 @@ class _Layer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.dropout = _function(activation), nn.Dropout(dropout)
+        if not callable(activation) and activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {tuple(ACTIVATIONS)} or a function, got {activation!r}")
+        self.activation = activation if callable(activation) else ACTIVATIONS[activation]
+        self.dropout = nn.Dropout(dropout)
         sizes = (d_model, nhead, dilation_rates, segment_lengths)
         for name, has_norm in self.attentions.items():
             layer = MultiheadDilatedAttention(*sizes, dropout, True, has_norm, layer_norm_eps, gamma_init, device, dtype)
             self.add_module(name, layer)
-        if dim_feedforward < 1:
-            raise ValueError(f"dim_feedforward must be at least 1, got {dim_feedforward}")
         widths = [d_model] * (len(self.attentions) + 1) + [dim_feedforward]
         for i, width in enumerate(widths, start=1):
             self.add_module(f"norm{i}", nn.LayerNorm(width, eps=layer_norm_eps, device=device, dtype=dtype))
@@ -106,10 +106,6 @@ class LongNet(nn.Module):
 
     Initial gains for N encoder and M decoder layers: `sqrt(log(3 M) log(2 N) / 3)` and `sqrt(log(3 M))`.
     Weights of the port's model load.
-
-    Raises:
-        ValueError: If a number is out of range or the activation has an unknown name.
-        TypeError: If the activation is neither a name nor a function.
     """
 
     def __init__(
@@ -128,9 +124,6 @@ class LongNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, count in (("num_encoder_layers", num_encoder_layers), ("num_decoder_layers", num_decoder_layers)):
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
         decoder_gamma = math.sqrt(math.log(3 * num_decoder_layers))
         encoder_gamma = decoder_gamma * math.sqrt(math.log(2 * num_encoder_layers) / 3)
 
@@ -155,12 +148,3 @@ class _Stack(nn.Module):
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-
-
-def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
-    if callable(activation):
-        return activation
-    if activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]
-    error = ValueError if isinstance(activation, str) else TypeError
-    raise error(f"activation must be one of {tuple(ACTIVATIONS)} or a function, got {activation!r}")

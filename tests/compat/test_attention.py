@@ -68,16 +68,14 @@ def test_hilbert_reorders_all_three_and_puts_outputs_back() -> None:
 def test_hilbert_switched_off_takes_any_length_and_causality() -> None:
     module, (q, k, v) = build(HILBERT, use_hilbert=False, grid=None), draw()
     assert torch.equal(module(q, k, v, True), dilated_attention(q, k, v, GROUPED, is_causal=True))
-    with pytest.raises(ValueError, match=r"^grid must be None when use_hilbert=False, got \(5, 7\)$"):
-        build(HILBERT, use_hilbert=False)
 
 
 def test_hilbert_rejects_text_causality_and_another_number_of_tokens() -> None:
     with pytest.raises(ValueError, match=r"^grid must be \(height, width\), got None; 1-D text is already in the order"):
         build(HILBERT, grid=None)
     with pytest.raises(
-        NotImplementedError, match=r"^is_causal must be False when use_hilbert=True, got True: those before a token"
+        NotImplementedError, match=r"^is_causal must be False when use_hilbert=True, got True: the tokens before a token"
     ):
         build(HILBERT)(*draw(35), True)
-    with pytest.raises(ValueError, match=r"^query must have shape \(b, 35, h, d\) under grid=\(5, 7\), got \(2, 23, 5, 3\)$"):
+    with pytest.raises(ValueError, match=r"^x must have shape \(B, 35, \.\.\.\), one token per place of the order, got"):
         build(HILBERT)(*draw())

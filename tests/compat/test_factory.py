@@ -12,7 +12,7 @@ from tests.compat.cases import EMBED, FACTORIES, GIVEN, GROUPED, HEADS, LENGTHS,
 
 @pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring"])
 def test_factories_build_the_classes_with_all_their_arguments(kind: str) -> None:
-    ring = {"ring_size": 1, "use_checkpointing": True} if kind == "ring" else {}
+    ring = {"ring_size": 1} if kind == "ring" else {}
     attention = compat.create_dilated_attention(kind, LENGTHS, RATES, dropout=0.25, **ring)
     assert type(attention) is (compat.RingDilatedAttention if kind == "ring" else compat.ImprovedDilatedAttention)
     assert (attention.attention.pattern, attention.attention.dropout_p) == (GROUPED, 0.25)
@@ -22,7 +22,6 @@ def test_factories_build_the_classes_with_all_their_arguments(kind: str) -> None
     assert (layer.attention.pattern, layer.attention.dropout_p) == (GROUPED, 0.25)
     assert (layer.q_proj.bias, layer.q_proj.weight.dtype, layer.inner_attn_ln.eps) == (None, torch.float64, 0.1)
     assert layer.q_proj.weight.is_meta
-    assert attention.use_checkpointing == layer.use_checkpointing == (kind == "ring")
     assert compat.create_dilated_attention(kind).attention.pattern == DilatedPattern.grouped((2048, 4096, 8192), (1, 2, 4))
 
 
@@ -53,12 +52,6 @@ def test_factories_warn_of_what_has_no_effect_and_refuse_what_they_do_not_know(n
             "attention_type must be one of ('auto', 'standard', 'improved', 'ring'), got 'fast'",
         ),
         ("create_dilated_attention", {"ring_size": 1}, ValueError, "ring_size must be None unless attention_type='ring', got 1"),
-        (
-            "create_multihead_dilated_attention",
-            {"use_checkpointing": True},
-            ValueError,
-            "use_checkpointing must be False unless attention_type='ring', got True",
-        ),
     ],
 )
 def test_factories_reject_wrong_arguments(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
