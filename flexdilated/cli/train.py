@@ -26,7 +26,7 @@ from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.position import SCALE_BASE, scale_base_for
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
-from flexdilated.training.distributed import TIMEOUT_SECONDS, ensure_equal, ensure_one_folder, place_of, process_group
+from flexdilated.training.distributed import TIMEOUT_SECONDS, ensure_equal, place_of, process_group
 from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.trainer import Trainer
 from flexdilated.training.weights import Weights, read_weights
@@ -203,8 +203,7 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
 
         finished = trainer.run(report)
     if not finished:
-        where = "" if trainer.stopped_by is None else f", as rank {trainer.stopped_by} was asked to"
-        console.print(f"stopped{where}; the checkpoint is saved: the same command with --resume goes on")
+        console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
         raise typer.Exit(130)
     return trainer
 
@@ -235,7 +234,6 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
     given = [option for option, is_given in asked.items() if is_given]
     if len(given) > 1:
         raise UserError(f"{given[0]} must come without {given[1]}, got both")
-    ensure_one_folder(mesh, output)
     found = {name: checkpoint.step_of(path) for name in RUNS if (path := checkpoint.latest(output / name)) is not None}
     # Every rank has looked before rank 0 discards or writes, and goes on when it has.
     ensure_equal(mesh, {"what to do with an earlier run": given, "the checkpoints that they see in --output": found})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 from flexdilated._version import __version__
-from flexdilated.training.checkpoint import ensure_writable
 from flexdilated.training.options import UserError
 
 if TYPE_CHECKING:  # a torch that is built without torch.distributed still trains in one process
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_SECONDS = 300  # of a rank that waits for the others
-VISIBLE_SECONDS = 5.0  # until one host sees a file that another wrote
 STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: immediately, and without\n"
 
 
@@ -59,18 +54,11 @@ def process_group(count: int, rank: int, device: torch.device, timeout_seconds: 
         yield None
         return
     from torch.distributed.device_mesh import DeviceMesh  # not in every build, as above
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps one store for all restarts: a rank must not read an address at which a dead rank listened. Each host counts
-        # its own restarts, so that their number names a start of one host alone.
-        is_one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-        own = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_one_host else 'of hosts'}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, rank=rank, world_size=count, timeout=timeout, device_id=device_id)
     except (dist.DistError, TimeoutError) as error:
         text = str(error).splitlines()[0]
         raise UserError(f"all {count} ranks must start within --timeout-seconds={timeout_seconds}, got: {text}") from None
@@ -117,32 +105,6 @@ def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
         other = next((rank for rank, values in enumerate(ranks) if values.get(name) != first), None)
         if other is not None:
             raise UserError(f"ranks must agree on {name}, got {first!r} on rank 0 and {ranks[other].get(name)!r} on rank {other}")
-
-
-def ensure_one_folder(mesh: DeviceMesh | None, folder: Path) -> None:
-    """Return when every rank sees what rank 0 writes in a folder, which rank 0 makes if it is missing.
-
-    Hosts with a folder each would agree that it is empty; a restart without the host of rank 0 would then begin again at step 0.
-
-    Raises:
-        UserError: If a rank sees another folder, or rank 0 cannot write.
-    """
-    if mesh is None:
-        return
-    # No rank can have seen this name before, nor cached that there is no such file.
-    mark = folder / f".seen-by-all-{span(mesh, secrets.randbits(48) if mesh.get_local_rank() == 0 else 0)[-1]:012x}"
-    try:
-        if mesh.get_local_rank() == 0:
-            ensure_writable(folder)
-            mark.touch()
-        ensure_equal(mesh, {})
-        end = time.monotonic() + VISIBLE_SECONDS
-        while not (sees := mark.exists()) and time.monotonic() < end:
-            time.sleep(0.1)
-        ensure_equal(mesh, {"--output, which must be one folder": "that of rank 0" if sees else "another folder of this name"})
-    finally:
-        if mesh.get_local_rank() == 0:
-            mark.unlink(missing_ok=True)
 
 
 @contextmanager

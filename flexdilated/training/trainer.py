@@ -6,12 +6,13 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flexdilated.nn.config import LongNetConfig
@@ -44,7 +45,6 @@ class Trainer:
         weights: What the model begins with. Default: weights drawn by the seed.
 
     Raises:
-        ValueError: If the mesh is not 1-D.
         UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, the weights are of another
             model, or ranks differ in options, text, weights or version.
     """
@@ -60,8 +60,6 @@ class Trainer:
         mesh: DeviceMesh | None = None,
         weights: Weights | None = None,
     ) -> None:
-        if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"mesh must have 1 axis, got {mesh.ndim}")
         self.config, self.options, self.corpus, self.folder, self.device = config, options, corpus, folder, device
         self.mesh = mesh
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
@@ -98,7 +96,6 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
-        self.stopped_by: int | None = None  # the one rank that was asked to stop, or the last of several; None: all were
 
     def _shard(self, tokens: Tensor) -> Tensor:
         """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
@@ -140,24 +137,10 @@ class Trainer:
     def _ensure_finite(self, name: str, value: float) -> None:
         if math.isfinite(value):
             return
-        latest = checkpoint.latest(self.folder)
-        kept = "" if latest is None else f" (the checkpoint of step {checkpoint.step_of(latest)}, of finite losses, is kept)"
         raise UserError(
             f"the {name} must stay finite, got {value} at step {self.step}; "
-            f"start anew with a lower --learning-rate, by --overwrite or in another --output{kept}"
+            "start again with a lower --learning-rate, by --overwrite or in another --output"
         )
-
-    def _save_finite(self) -> None:
-        """Save, unless the loss of the next step is not finite: a run that diverges keeps its last checkpoint that can go on.
-
-        Every rank must call it.
-        """
-        self.model.eval()
-        with torch.no_grad():
-            value = float(self._loss(self._shard(self.corpus.batch(self.step, self.options))))
-        self.model.train()
-        self._ensure_finite("loss", mean(self.mesh, value))
-        self.save()
 
     def evaluate(self) -> float:
         """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
@@ -188,12 +171,11 @@ class Trainer:
                     self.history[-1]["held_out"] = self.evaluate()
                 self.seconds += time.perf_counter() - start
                 report(self)
-                if (asked := span(self.mesh, (self.rank + 1) * stop()))[-1]:
-                    self.stopped_by = asked[-1] - 1 if len(asked) > 1 and asked[0] == 0 else None
-                    self._save_finite()
+                if span(self.mesh, stop())[-1]:
+                    self.save()
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
-                    self._save_finite()
+                    self.save()
             span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
 
@@ -221,7 +203,7 @@ class Trainer:
             return
         state = {"identity": self._identity(), "step": self.step, "seconds": self.seconds, "history": self.history}
         try:
-            checkpoint.save(self.folder, self.step, state, self._tensors(self.step))
+            checkpoint.save(self.folder, self.step, state, checkpoint.tensors_of(self.model, self.optimizer))
         except UserError as error:
             if self.mesh is None:
                 raise
@@ -237,11 +219,8 @@ class Trainer:
         if path is None:
             raise UserError(f"--resume must find a checkpoint, none in {self.folder}")
         try:
-            state = checkpoint.read_state(path)
-            # A checkpoint of before has no field that came later: its run had the default.
-            defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
-            defaults["weights"] = ""
-            identity = {**defaults, **state["identity"]}
+            state, tensors = checkpoint.read(path)
+            identity = state["identity"]
             step, seconds, history = state["step"], float(state["seconds"]), list(state["history"])
             if not step == checkpoint.step_of(path) == len(history):
                 raise ValueError(f"step must be that of its name and history, got {step} and {len(history)} entries")
@@ -255,16 +234,10 @@ class Trainer:
                     # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
                     advice = "give the options and text of that run, or begin another in another --output with --weights"
                     raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
-            tensors = self._tensors(step)
-            checkpoint.read_tensors(tensors, path)
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as error:
-            raise UserError(f"--resume must find a whole checkpoint, got {path}: {error}".splitlines()[0]) from None
-        checkpoint.set_tensors(self.model, self.optimizer, tensors)
+            checkpoint.set_tensors(self.model, self.optimizer, tensors)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, SafetensorError) as error:
+            raise UserError(" ".join(f"--resume must find a whole checkpoint, got {path}: {error}".split())) from None
         self.step, self.seconds, self.history = step, seconds, history
-
-    def _tensors(self, step: int) -> dict[str, Tensor]:
-        """What a checkpoint of a step keeps; asking for the state of an optimizer that has not begun would begin it."""
-        return checkpoint.tensors_of(self.model, self.optimizer if step > 0 else None)
 
 
 class _LossModule(nn.Module):

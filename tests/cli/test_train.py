@@ -65,7 +65,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, text: Path) ->
     weights = f"--weights={tmp_path / 'first' / 'dilated'}"
     code, out, err = train(tmp_path / "same", text, weights, "--learning-rate=0", "--steps=1")
     assert code == 0, err
-    history = checkpoint.read_state(checkpoint.latest(tmp_path / "same" / "dilated"))["history"]  # type: ignore[arg-type]
+    history = checkpoint.read(checkpoint.latest(tmp_path / "same" / "dilated"))[0]["history"]  # type: ignore[arg-type]
     assert f"the weights that it begins with give {history[-1]['held_out']:.3f} bits per held-out byte" in out
     before, after = (LongNetLM.from_pretrained(tmp_path / name / "dilated") for name in ("first", "same"))
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
