@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
-from flexdilated.core.checks import LAYOUT
+from flexdilated.core.checks import LAYOUT, warn_unless_connected
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -143,6 +143,10 @@ def dilated_attention(
         TypeError: If an argument has the wrong type or dtype.
         NotImplementedError: If the named backend cannot run the call, on a double backward, or for score and mask functions with
             `exchange="ring"`.
+
+    Warns:
+        UserWarning: Once, if a causal call on one device has a pattern that is not connected (`DilatedPattern.crosses_boundaries`)
+            and not published: `DilatedPattern.longnet()`, or with zero keys. Compiled calls do not warn.
     """
     out, lse = attend(
         q,
@@ -166,6 +170,8 @@ def dilated_attention(
     )
     if mesh is None and 64 < q.shape[2] > q.shape[1] and not torch.compiler.is_compiling():
         _warn_of_layout()
+    if is_causal and mesh is None and cu_seqlens is None and not torch.compiler.is_compiling() and type(q.shape[1]) is int:
+        warn_unless_connected(pattern, q.shape[1], k.shape[2])
     if not return_lse:
         return out
     assert lse is not None

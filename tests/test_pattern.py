@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flexdilated.core.pattern
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.core import pattern_svg
+from flexdilated.core import boundaries, pattern_svg
 from flexdilated.core.pattern import BACKWARD, FORWARD, Branch, is_integer, num_kept
 from tests.cases import least_heads, patterns
 
@@ -100,8 +100,8 @@ def test_a_pickle_made_under_the_earlier_path_loads() -> None:
     assert pickle.loads(pickled.replace(b"flexdilated.core.pattern", b"flexdilated.pattern")) == pattern
 
 
-@pytest.mark.parametrize("module", [flexdilated.core.pattern, pattern_svg])
-def test_pattern_module_and_what_it_draws_with_import_the_standard_library_only(module: ModuleType) -> None:
+@pytest.mark.parametrize("module", [flexdilated.core.pattern, boundaries, pattern_svg])
+def test_pattern_module_and_what_it_imports_import_the_standard_library_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     roots = set()
     for node in ast.walk(tree):
@@ -109,7 +109,7 @@ def test_pattern_module_and_what_it_draws_with_import_the_standard_library_only(
             roots |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module == pattern_svg.__name__:
+            if node.module in (boundaries.__name__, pattern_svg.__name__):
                 continue
             roots.add((node.module or "").split(".")[0])
     assert roots <= sys.stdlib_module_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -192,17 +193,19 @@ def _long_cases() -> list[Case]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Within it, torch computes on one thread: tensors this small gain nothing from more, and on a busy machine lose much."""
+def _quietly_on_one_thread() -> Iterator[None]:
+    """No warnings, and one thread for torch: tensors this small gain nothing from more threads, and on a busy machine lose much."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # random patterns need not be connected
+            yield
     finally:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
+@_quietly_on_one_thread()
 def self_check(
     device: torch.device, hardware: Hardware, *, every: bool = False, tell: Callable[[str], None] = lambda what: None
 ) -> list[Report]:

@@ -6,6 +6,8 @@ import inspect
 import math
 import numbers
 import sys
+import warnings
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -106,6 +108,33 @@ def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None,
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str | None:
+    """What a causal model loses under a pattern that is not connected, and the cure; None for a connected pattern."""
+    boundary = pattern.first_uncrossed_boundary(num_tokens, num_heads)
+    if boundary is None:
+        return None
+    most = min((pattern.run_of_neighbours + 1) // 2, num_heads)
+    other = f", or add a branch as long as the sequence at a rate of at most {most}" if pattern.heads == "all" and most > 1 else ""
+    return (
+        f"not connected: not all information from tokens 0 to {boundary - 1} reaches the tokens from {boundary} on; "
+        f"use DilatedPattern.causal(seq_len, {num_heads}){other}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def warn_unless_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
+    """Warn once of a pattern that loses information in a causal model, unless it is a published one."""
+    if pattern.zero_padding or pattern == DilatedPattern.longnet():
+        return
+    if (why := why_not_connected(pattern, num_tokens, num_heads)) is not None:
+        _warn(f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates} is {why}")
+
+
+@lru_cache(maxsize=4096)  # the text does not depend on the number of tokens
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:

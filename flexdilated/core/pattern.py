@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from flexdilated.core.boundaries import first_near_ends
 from flexdilated.core.pattern_svg import branches_svg
 
 Heads = Literal["all", "grouped"]
@@ -115,6 +116,49 @@ class DilatedPattern:
     def grouped(cls, segment_lengths: Iterable[int], dilation_rates: Iterable[int]) -> DilatedPattern:
         """A pattern in which each branch has its own contiguous group of heads, as in the popular ports."""
         return cls(segment_lengths, dilation_rates, heads="grouped")  # type: ignore[arg-type]
+
+    @classmethod
+    def causal(cls, seq_len: int, num_heads: int, *, local: int | None = None, rate: int | None = None) -> DilatedPattern:
+        """A pattern for causal models: a local branch of rate 1, and one far branch over the whole sequence.
+
+        A token and head cost about `local / 2 + seq_len / (2 * rate**2)` keys on average; dense attention costs `seq_len / 2`.
+        The pattern is connected for `seq_len` tokens (`crosses_boundaries`).
+
+        Args:
+            seq_len: Tokens of the longest sequence.
+            num_heads: Key/value heads.
+            local: Tokens per local segment. Default: about `seq_len / rate**2`, which costs as much as the far branch, at least
+                `3 * rate`; a length whose boundaries differ from those of the far branch, where there is one.
+            rate: Rate of the far branch. Default: the largest rate that leaves two heads to each residue, about `num_heads / 2`;
+                2 for two or three heads. Without a gain, as for one head or few tokens, the pattern is dense attention.
+
+        Raises:
+            ValueError: If a number is below 1, `seq_len` above 2**40, a residue without a head, or `local` below `2 * rate - 1`.
+            TypeError: If a number is not an integer.
+        """
+        seq_len, num_heads = at_least_one("seq_len", seq_len), at_least_one("num_heads", num_heads)
+        if seq_len > MAX_LENGTH:
+            raise ValueError(f"seq_len must be at most {MAX_LENGTH}, got {seq_len}")
+        if rate is None:
+            most = min(seq_len, max(num_heads // 2, min(num_heads, 2)))
+            rate = next(r for r in range(most, 0, -1) if (num_heads - 1) // ceil_div(num_heads, r) == r - 1)
+        rate = at_least_one("rate", rate)
+        if rate > seq_len or (num_heads - 1) // ceil_div(num_heads, rate) != rate - 1:
+            raise ValueError(
+                f"rate must be at most seq_len={seq_len} and have a head for each of its residues among num_heads={num_heads}, got "
+                f"{rate}; use a divisor of num_heads"
+            )
+        if local is None and (rate == 1 or 4 * rate >= seq_len):
+            return cls((seq_len,), (1,))
+        if local is None:
+            size = max(seq_len // rate**2, 4 * rate)
+            unit = 1 << (size // 4).bit_length() - 1  # kernels prefer lengths with a large power of two
+            lengths = (size // unit * unit + unit * i for i in (0, -1, 1, -2, 2))
+            local = next((w for w in lengths if cls((w, seq_len), (1, rate)).crosses_boundaries(2 * seq_len, num_heads)), size)
+        pattern = cls((at_least_one("local", local), seq_len), (1, rate))
+        if not pattern.crosses_boundaries(seq_len, num_heads):
+            raise ValueError(f"local must be at least 2 * rate - 1={2 * rate - 1}, got {local}")
+        return pattern
 
     @classmethod
     def gigapath(cls, max_wsi_size: int = 262144, tile_size: int = 256) -> DilatedPattern:
@@ -237,6 +281,66 @@ class DilatedPattern:
             HeadRun(offset, heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
             for offset, heads in sorted(by_offset.items())
         )
+
+    def crosses_boundaries(self, num_tokens: int, num_heads: int) -> bool:
+        """Whether the pattern is connected: causal information from every token reaches all tokens well after it.
+
+        Connected means: after enough layers, all heads together, every token has received information from every token that is at
+        least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
+        keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
+
+        Args:
+            num_tokens: Sequence length N.
+            num_heads: Heads H. Under grouped-query attention these are key/value heads.
+
+        Raises:
+            ValueError: If a number is below 1, or some branch would have no head.
+            TypeError: If a number is not an integer.
+        """
+        return self.first_uncrossed_boundary(num_tokens, num_heads) is None
+
+    def first_uncrossed_boundary(self, num_tokens: int, num_heads: int) -> int | None:
+        """The first position that stops `crosses_boundaries` from being true, or None for a connected pattern.
+
+        Position b is crossed if a branch that counts joins tokens `b - 1` and `b`, or if token `b - 1` is read by a later token and
+        token `b` reads an earlier one. The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
+
+        Args:
+            num_tokens: As in `crosses_boundaries`.
+            num_heads: As in `crosses_boundaries`.
+
+        Returns:
+            A position in `[1, N)`: token `b - 1` is the last one before the boundary.
+
+        Raises:
+            ValueError: As `crosses_boundaries`.
+            TypeError: As `crosses_boundaries`.
+        """
+        num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
+        self.check_heads(num_heads)
+        block = self.run_of_neighbours
+        far = {
+            (length, rate)
+            for i, (length, rate) in enumerate(self.branches)
+            if 1 < rate <= (block + 1) // 2 and self.keeps_every_residue(i, num_heads)
+        }
+        if any(length >= num_tokens for length, _ in far):
+            return None
+        branches = sorted(far, reverse=True)  # long segments leave the fewest candidates
+        first = min(first_near_ends(0, block, branches, sign, num_tokens) for sign in (1, -1))
+        return first if first < num_tokens else None
+
+    @property
+    def run_of_neighbours(self) -> int:
+        """Tokens of the runs in which rate-1 branches join each token to the next, 1 without such a branch."""
+        return math.lcm(*(length for length, rate in self.branches if rate == 1))
+
+    def keeps_every_residue(self, branch: int, num_heads: int) -> bool:
+        """Whether each residue modulo the rate of a branch is kept by some head."""
+        rate = self.dilation_rates[branch]
+        if rate == 1 or self.heads == "grouped":
+            return rate == 1
+        return rate <= num_heads if self.offsets == "interleaved" else self.offset(branch, num_heads - 1, num_heads) == rate - 1
 
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import EXCHANGES
-from flexdilated.core.checks import check_dense, check_options
+from flexdilated.core.checks import check_dense, check_options, warn_unless_connected
 from flexdilated.core.pattern import DilatedPattern, as_integer
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
@@ -169,6 +169,9 @@ class MultiheadDilatedAttention(nn.Module):
         TypeError: If the pattern is no `DilatedPattern`, or the mesh no `DeviceMesh`.
         ValueError: If a number does not divide, a probability is out of range, the mesh is not 1-D or lacks this rank, or the
             exchange is unknown.
+
+    Warns:
+        UserWarning: Once, if a causal pattern is not connected within its longest segment; see `flexdilated.dilated_attention`.
     """
 
     # What nn.TransformerEncoderLayer and nn.TransformerEncoder read before they take a fused path: these send them to `forward`.
@@ -227,6 +230,8 @@ class MultiheadDilatedAttention(nn.Module):
             pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
         pattern.check_heads(num_kv_heads)
+        if is_causal:
+            warn_unless_connected(pattern, max(pattern.segment_lengths), num_kv_heads)
         set_initial_projections(self, gamma_init)
 
     init_weights = reset_modules

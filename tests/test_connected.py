@@ -1,0 +1,249 @@
+"""Which patterns are connected, by a look at every pair of tokens; the preset for causal models; the warning."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from flexdilated.core import checks
+from flexdilated.core.checks import why_not_connected
+from tests.analysis.definition import seen_after
+from tests.cases import least_heads
+
+BEST = DilatedPattern((16, 512), (1, 4))  # of the experiments with 512 tokens and 8 heads
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[DilatedPattern, int, int]:
+    """A pattern that mostly has a rate-1 branch, tokens and heads."""
+    lengths, rates = [], []
+    for i in range(draw(st.integers(1, 4))):
+        lengths.append(draw(st.integers(1, 24)) * draw(st.sampled_from((1, 1, 2, 3))))
+        rates.append(1 if i == 0 and draw(st.integers(0, 7)) else draw(st.integers(1, min(lengths[-1], 5))))
+    heads, offsets = draw(st.sampled_from(("all", "all", "all", "grouped"))), draw(st.sampled_from(("blocked", "interleaved")))
+    pattern = DilatedPattern(tuple(lengths), tuple(rates), heads=heads, offsets=offsets)
+    return pattern, draw(st.integers(1, 97)), draw(st.integers(least_heads(pattern), 9))
+
+
+def is_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> bool:
+    """The definition, token by token: which earlier tokens each token has received information from."""
+    lengths = [w for w, r in pattern.branches if r == 1]
+    run = next(n for n in range(1, 10**9) if all(n % w == 0 for w in lengths))
+    counting = [
+        (w if w < num_tokens else 10**9, r)
+        for i, (w, r) in enumerate(pattern.branches)
+        if 2 * r - 1 <= run and {pattern.offset(i, head, num_heads) for head in pattern.head_range(i, num_heads)} == set(range(r))
+    ]
+    if run >= num_tokens:
+        return True
+    whole = -(-num_tokens // run) * run  # the end of the sequence is no boundary
+    received: list[int] = []  # a bit for each earlier token
+    for q in range(whole):
+        bits = 1 << q
+        for k in range(q):
+            if any(k // w == q // w and (q - k) % r == 0 for w, r in counting):
+                bits |= received[k]
+        received.append(bits)
+    far = 2 * max((r for _, r in counting), default=1) - 1
+    return all(received[q] >> k & 1 for q in range(whole) for k in range(q - far + 1))
+
+
+@given(questions())
+def test_crosses_boundaries_is_the_definition(question: tuple[DilatedPattern, int, int]) -> None:
+    pattern, num_tokens, num_heads = question
+    expected = is_connected(pattern, num_tokens, num_heads)
+    assert pattern.crosses_boundaries(num_tokens, num_heads) == expected
+    if (boundary := pattern.first_uncrossed_boundary(num_tokens, num_heads)) is not None:
+        assert 1 <= boundary < num_tokens
+        assert pattern.crosses_boundaries(boundary, num_heads)
+
+
+@given(questions())
+def test_tokens_of_a_connected_pattern_receive_from_all_tokens_well_before(question: tuple[DilatedPattern, int, int]) -> None:
+    pattern, num_tokens, num_heads = question
+    if pattern.crosses_boundaries(num_tokens, num_heads):
+        seen = seen_after(pattern, num_tokens, num_heads, num_tokens, is_causal=True)
+        assert np.tril(~seen, -(2 * max(pattern.dilation_rates) - 1)).sum() == 0
+
+
+FIRST = [
+    (BEST, 512, 8, None),
+    (BEST, 513, 8, 512),
+    (BEST, 512, 3, 16),  # residue 3 has no head
+    (DilatedPattern((16, 512), (1, 4), offsets="interleaved"), 512, 4, None),
+    (DilatedPattern((16, 512), (1, 4), offsets="interleaved"), 512, 3, 16),
+    (DilatedPattern((16, 512), (1, 4), heads="grouped"), 512, 8, 16),
+    (DilatedPattern((16, 512), (1, 9)), 512, 9, 16),  # two rows of rate 9 do not fit in 16 tokens
+    (DilatedPattern((17, 512), (1, 9)), 512, 9, None),
+    (DilatedPattern((512,), (2,)), 512, 8, 1),
+    (DilatedPattern((512,), (1,)), 512, 1, None),
+    (DilatedPattern((32, 128, 512), (1, 4, 8)), 1024, 8, 512),
+    (DilatedPattern((32, 128, 512, 768), (1, 4, 8, 8)), 1536, 8, None),
+    (DilatedPattern((32, 128, 512, 768), (1, 4, 8, 8)), 1537, 8, 1536),
+    (DilatedPattern((48, 32), (1, 1)), 96, 1, None),
+    (DilatedPattern((48, 32), (1, 1)), 97, 1, 96),
+    (DilatedPattern((16, 514), (1, 4)), 600, 8, 512),  # tokens 510 to 513 have no later row in their far segment
+    (DilatedPattern((16, 510), (1, 4)), 600, 8, 512),  # token 512 has no earlier row in its far segment
+    (DilatedPattern((16, 508), (1, 4)), 600, 8, None),
+    (DilatedPattern.longnet(), 32768, 12, None),
+    (DilatedPattern.longnet(), 2**40, 12, 32768),
+    (DilatedPattern((2047, 4096, 8191), (1, 4, 8)), 2**40, 8, 33533954),
+    (DilatedPattern((2**39 - 1, 2**40), (1, 1)), 2**40, 1, None),
+    (DilatedPattern((5,), (5,)), 1, 1, None),
+]
+
+
+@pytest.mark.parametrize(("pattern", "num_tokens", "num_heads", "boundary"), FIRST)
+def test_first_uncrossed_boundary(pattern: DilatedPattern, num_tokens: int, num_heads: int, boundary: int | None) -> None:
+    start = time.perf_counter()
+    assert pattern.first_uncrossed_boundary(num_tokens, num_heads) == boundary
+    assert time.perf_counter() - start < 0.1  # a fortieth of a millisecond where nobody else computes
+    assert pattern.crosses_boundaries(num_tokens, num_heads) == (boundary is None)
+
+
+def test_neighbours_across_a_boundary_need_not_be_joined() -> None:
+    seen = seen_after(BEST, 64, 8, 64, is_causal=True)
+    assert seen[:, 15].nonzero()[0].tolist() == [15, *range(19, 64)]
+
+
+def test_crosses_boundaries_rejects_what_is_no_number() -> None:
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0$"):
+        BEST.crosses_boundaries(0, 1)
+    with pytest.raises(ValueError, match=r"^num_heads must be at least 1, got 0$"):
+        BEST.crosses_boundaries(1, 0)
+    with pytest.raises(TypeError, match=r"^num_heads must be an integer, got 1\.5$"):
+        BEST.crosses_boundaries(1, 1.5)  # type: ignore[arg-type]
+
+
+# -- the preset ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "num_heads", "branches"),
+    [
+        (512, 8, [(24, 1), (512, 4)]),
+        (8192, 8, [(384, 1), (8192, 4)]),
+        (8192, 12, [(224, 1), (8192, 6)]),
+        (8192, 9, [(896, 1), (8192, 3)]),  # at rate 4 blocked offsets of 9 heads leave a residue out
+        (8192, 2, [(1536, 1), (8192, 2)]),
+        (8192, 1, [(8192, 1)]),
+        (16, 8, [(16, 1)]),
+    ],
+)
+def test_causal_preset(seq_len: int, num_heads: int, branches: list[tuple[int, int]]) -> None:
+    assert list(DilatedPattern.causal(seq_len, num_heads).branches) == branches
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 61, 512, 768, 1000, 8191, 2**20, 2**40])
+def test_causal_preset_is_connected_and_costs_what_it_says(seq_len: int) -> None:
+    for num_heads in range(1, 40):
+        pattern = DilatedPattern.causal(seq_len, num_heads)
+        assert pattern.crosses_boundaries(seq_len, num_heads)
+        if len(pattern.branches) == 1:
+            continue
+        assert seq_len < 512 or num_heads > 16 or pattern.crosses_boundaries(2 * seq_len, num_heads)
+        (local, _), (_, rate) = pattern.branches
+        keys = pattern.count_pairs(seq_len, num_heads, is_causal=True) / (seq_len * num_heads)
+        assert abs(keys - (local / 2 + seq_len / (2 * rate**2))) <= 1 + local / 2 * (local / seq_len)
+
+
+def test_causal_preset_takes_a_length_and_a_rate() -> None:
+    assert DilatedPattern.causal(512, 8, local=7, rate=4) == DilatedPattern((7, 512), (1, 4))
+    assert DilatedPattern.causal(512, 8, rate=8).dilation_rates == (1, 8)
+    assert DilatedPattern.causal(512, 1, local=7) == DilatedPattern((7, 512), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((512, 8), {"local": 6, "rate": 4}, "local must be at least 2 * rate - 1=7, got 6"),
+        ((512, 8), {"local": 0}, "local must be at least 1, got 0"),
+        ((512, 8), {"rate": 0}, "rate must be at least 1, got 0"),
+        (
+            (512, 8),
+            {"rate": 9},
+            "rate must be at most seq_len=512 and have a head for each of its residues among num_heads=8, got 9; ",
+        ),
+        (
+            (512, 8),
+            {"rate": 5},
+            "rate must be at most seq_len=512 and have a head for each of its residues among num_heads=8, got 5; ",
+        ),
+        ((2, 8), {"rate": 4}, "rate must be at most seq_len=2 and have a head for each of its residues among num_heads=8, got 4; "),
+        ((0, 8), {}, "seq_len must be at least 1, got 0"),
+        ((2**40 + 1, 8), {}, f"seq_len must be at most {2**40}, got {2**40 + 1}"),
+        ((512, 0), {}, "num_heads must be at least 1, got 0"),
+    ],
+)
+def test_causal_preset_rejects(arguments: tuple[int, int], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
+        DilatedPattern.causal(*arguments, **options)
+
+
+# -- the warning ---------------------------------------------------------------------------------------------------------------
+
+LOSSY = DilatedPattern((4, 8), (1, 2))
+TEXT = (
+    r"^pattern with segments \(4, 8\) at rates \(1, 2\) is not connected: not all information from tokens 0 to 7 reaches the "
+    r"tokens from 8 on; use DilatedPattern\.causal\(seq_len, 2\), or add a branch as long as the sequence at a rate of at most 2$"
+)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    checks.warn_unless_connected.cache_clear()
+    checks._warn.cache_clear()
+    yield
+    checks.warn_unless_connected.cache_clear()
+    checks._warn.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_causal_attention_warns_once_of_a_pattern_that_is_not_connected() -> None:
+    q = torch.randn(1, 13, 2, 3)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for x in (q, q, q[:, :11]):
+            dilated_attention(x, x, x, LOSSY, is_causal=True)
+    assert len(warned) == 1
+    assert re.match(TEXT, str(warned[0].message))
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_causal_layer_warns_when_it_is_made() -> None:
+    with pytest.warns(UserWarning, match=r"^pattern with segments \(4, 8\) at rates \(1, 4\) is not connected: .* tokens 0 to 3 "):
+        MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 4)), is_causal=True)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_no_warning_without_need() -> None:
+    q, short = torch.randn(1, 13, 2, 3), torch.randn(1, 8, 2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dilated_attention(q, q, q, LOSSY)
+        dilated_attention(short, short, short, LOSSY, is_causal=True)
+        dilated_attention(q, q, q, LOSSY, is_causal=True, cu_seqlens=torch.tensor([0, 6, 13]))
+        dilated_attention(q, q, q, DilatedPattern.torchscale((4, 8), (1, 2)), is_causal=True, backend="reference")
+        MultiheadDilatedAttention(16, 4, DilatedPattern.longnet(), is_causal=True)
+        MultiheadDilatedAttention(16, 4, LOSSY, is_causal=True)
+        MultiheadDilatedAttention(16, 4, LOSSY)
+        layer = DilatedAttention(LOSSY, is_causal=True)
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, q, q)
+
+
+def test_cure_of_grouped_heads_is_the_preset_alone() -> None:
+    grouped = DilatedPattern((4, 16), (1, 2), heads="grouped")
+    why = why_not_connected(grouped, 16, 8)
+    assert why is not None
+    assert why.endswith("tokens 0 to 3 reaches the tokens from 4 on; use DilatedPattern.causal(seq_len, 8)")
+    assert why_not_connected(grouped, 4, 8) is None
