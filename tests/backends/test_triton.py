@@ -401,9 +401,9 @@ def tables(patch: pytest.MonkeyPatch) -> list[bool]:
 
 BORDERS = (0, 3, 3, 10, 23)
 MANY = {
-    **{name: replace(CASES[name], batch=1, borders=BORDERS) for name in ("grouped_heads", "mask", "shifted")},
-    "detached": replace(CASES["negative_scale"], borders=BORDERS),
-    "zero_keys": replace(CASES["zero_keys"], borders=(0, 5, 18)),
+    **{name: replace(CASES[name], batch=1, num_tokens=23, borders=BORDERS) for name in ("grouped_heads", "mask", "shifted")},
+    "detached": replace(CASES["negative_scale"], num_tokens=23, borders=BORDERS),
+    "zero_keys": replace(CASES["zero_keys"], num_tokens=18, borders=(0, 5, 18)),
 }
 
 
