@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +220,9 @@ class Trainer:
             raise UserError(f"--resume must find a checkpoint, none in {self.folder}")
         try:
             state, tensors = checkpoint.read(path)
-            identity = state["identity"]
+            # An older checkpoint lacks fields that came later: its run had their defaults.
+            defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
+            identity = {**defaults, "weights": "", **state["identity"]}
             step, seconds, history = state["step"], float(state["seconds"]), list(state["history"])
             if not step == checkpoint.step_of(path) == len(history):
                 raise ValueError(f"step must be that of its name and history, got {step} and {len(history)} entries")
