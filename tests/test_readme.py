@@ -31,18 +31,19 @@ def test_example_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
-def test_first_example_lets_every_token_reach_every_later_one(page: str) -> None:
-    """At a 16th of the example's size; with equal scores, the gradient of `out` with respect to `v` is the matrix of weights."""
+def test_first_example_is_connected(page: str) -> None:
+    """With equal scores, the gradient of `out` with respect to `v` is the matrix of weights; at a 16th of the example's length."""
     text = (ROOT / page).read_text()
-    lengths, rates = re.findall(r"DilatedPattern\(segment_lengths=\((.*?)\), dilation_rates=\((.*?)\)\)", text)[0]
-    tokens, heads = re.findall(r"\(1, (\d+_\d+), (\d+), \d+", text)[0]
-    pattern = DilatedPattern(tuple(int(w) // 16 for w in lengths.split(",")), tuple(map(int, rates.split(","))))
-    num_tokens, num_heads = int(tokens) // 16, int(heads)
-    assert max(pattern.segment_lengths) >= num_tokens
+    ((length, heads),) = re.findall(r"DilatedPattern\.causal\((\d+_\d+), num_heads=(\d+)\)", text)
+    assert f"torch.randn(1, {length}, {heads}, " in text
+    num_tokens, num_heads = int(length) // 16, int(heads)
+    assert DilatedPattern.causal(int(length), num_heads).crosses_boundaries(int(length), num_heads)
+    pattern = DilatedPattern.causal(num_tokens, num_heads)
     v = torch.eye(num_tokens, dtype=torch.float64)[:, None].expand(-1, num_heads, -1)[None]
     layer = dilated_attention(0 * v, 0 * v, v, pattern, is_causal=True)[0].mean(dim=1)
     reached = torch.linalg.matrix_power(layer, 4) > 0
-    assert torch.equal(reached, torch.ones(num_tokens, num_tokens).tril() > 0)
+    earlier = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril(1 - 2 * max(pattern.dilation_rates))
+    assert torch.equal(reached & earlier, earlier)
 
 
 def test_links_lead_to_files() -> None:
