@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 KERNEL = "the kernel is chosen by device, dtype and mask; to name one, use flexdilated.dilated_attention(backend=...)"
 
-#: Why an argument of the earlier packages has no effect in some class: the text of the warnings and of docs/migration.md.
+#: Why arguments of the earlier packages have no effect in some classes, by name, as warnings and docs/migration.md say it.
 ARGUMENTS: dict[str, str] = {
     "device": "device of the parameters; attention without parameters runs where its inputs are",
     "dtype": "dtype of the parameters; attention without parameters uses that of its inputs",
@@ -65,6 +65,7 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
             return result
 
         warned.__signature__ = signature  # type: ignore[attr-defined]
+        del warned.__wrapped__  # autodoc would look for the defaults of these arguments in its source
         if not isinstance(target, type):
             return warned  # type: ignore[return-value]
         target.__init__ = warned  # type: ignore[misc]
