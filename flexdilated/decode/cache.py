@@ -14,16 +14,14 @@ from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
 from flexdilated.core.checks import DTYPES, check_scale
 from flexdilated.core.hardware import without_autocast
-from flexdilated.core.pattern import DilatedPattern, as_integer
+from flexdilated.core.pattern import DilatedPattern, as_integer, at_least_one
 from flexdilated.decode.arguments import (
     Sizes,
     Softmax,
     cache_refusal,
-    check_heads,
     check_lengths,
     check_new,
     check_sinks,
-    check_sizes,
     checked_indices,
     checked_length,
 )
@@ -99,9 +97,14 @@ class DilatedKVCache:
     ) -> None:
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        check_sizes({"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": max_length})
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": max_length}
+        for name, value in sizes.items():
+            if name != "max_length" or value is not None:
+                at_least_one(name, value)
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
-        check_heads(first_head, num_kv_heads, total)
+        if not 0 <= first_head <= total - num_kv_heads:
+            room = f"num_kv_heads={num_kv_heads} of total_kv_heads={total} heads"
+            raise ValueError(f"first_head must leave room for {room}, got {first_head}")
         pattern.check_heads(total)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
@@ -231,7 +234,7 @@ class DilatedKVCache:
             RuntimeError: If a sequence grows beyond `max_length`.
         """
         softmax = Softmax(check_scale(scale, self.dtype), sinks)
-        sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype, self.device)
+        sizes = Sizes(self.batch_size, self.num_kv_heads, self.head_dim, self.dtype)
         check_new(sizes, q, k, v, backend, is_shard=shard_lengths is not None)
         check_sinks(sinks, q.shape[2])
         shards = self._shards(q.shape[1], shard_lengths)
@@ -322,7 +325,7 @@ class DilatedKVCache:
         return out
 
     def _merged(self, parts: Tensor, added: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """The outputs, of which ranks have parts; and `added` once they agree, lest a compiler count what they then refuse."""
+        """The outputs, of which ranks have parts; and `added`, from the operator: so no tokens are counted before ranks agree."""
         if self._ranks is None or self._ranks.size == 1:
             return parts, added
         tokens, self._tokens = torch.zeros_like(self._order) if self._tokens is None else self._tokens, None
@@ -356,9 +359,9 @@ class DilatedKVCache:
             ValueError: If the shape is wrong or an index is out of range.
             TypeError: If the dtype is not int64.
         """
-        if isinstance(indices, Tensor) and indices.dtype == torch.int64 and indices.shape != (self.batch_size,):
-            raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
         indices = checked_indices(indices, self._lengths)
+        if indices.shape != (self.batch_size,):
+            raise ValueError(f"indices must have shape (B,)=({self.batch_size},), got {tuple(indices.shape)}")
         tensors = [self._lengths, *(x for store in self._stores for x in (*store.rows_held, store.held))]
         for x in tensors:
             x.copy_(x.index_select(0, indices))
@@ -377,9 +380,9 @@ class DilatedKVCache:
             ValueError: If the shape is wrong or an index is out of range.
             TypeError: If the dtype is not int64.
         """
-        if isinstance(indices, Tensor) and (indices.dim() != 1 or indices.shape[0] < 1):
-            raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
         indices = checked_indices(indices, self._lengths)
+        if indices.dim() != 1 or indices.shape[0] < 1:
+            raise ValueError(f"indices must have shape (new batch size,), at least (1,), got {tuple(indices.shape)}")
         with torch.inference_mode(False):
             self._lengths, self._order = self._lengths.index_select(0, indices), self._reordered(indices)
             for store in self._stores:
