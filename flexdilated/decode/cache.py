@@ -97,10 +97,10 @@ class DilatedKVCache:
     ) -> None:
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
-        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": max_length}
+        longest = 1 if max_length is None else max_length
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_length": longest}
         for name, value in sizes.items():
-            if name != "max_length" or value is not None:
-                at_least_one(name, value)
+            at_least_one(name, value)
         total = num_kv_heads if total_kv_heads is None else total_kv_heads
         if not 0 <= first_head <= total - num_kv_heads:
             room = f"num_kv_heads={num_kv_heads} of total_kv_heads={total} heads"
@@ -109,8 +109,7 @@ class DilatedKVCache:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
-        refusal = cache_refusal(pattern, max_length)
-        if refusal is not None:
+        if (refusal := cache_refusal(pattern, max_length)) is not None:
             raise NotImplementedError(refusal)
         self.pattern, self.max_length, self.first_head, self.total_kv_heads = pattern, max_length, first_head, total
         self.batch_size, self.num_kv_heads, self.head_dim, self.dtype = batch_size, num_kv_heads, head_dim, dtype
@@ -120,9 +119,9 @@ class DilatedKVCache:
             raise ValueError(f"exchange must come with mesh, got {exchange!r} and no mesh")
         self._ranks = None if mesh is None else self._ranks_of(mesh, exchange)
         rank, num_ranks = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
-        branches = range(len(pattern.branches))
-        runs = [(i,) for i in branches] if pattern.heads == "grouped" else [tuple(branches)]
-        with torch.inference_mode(False):  # what is allocated inside could not be written to outside
+        branches = tuple(range(len(pattern.branches)))
+        runs = [(i,) for i in branches] if pattern.heads == "grouped" else [branches]
+        with torch.inference_mode(False):  # a tensor allocated in that mode cannot be written to outside of it
             self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self._order = torch.zeros_like(self._lengths)  # by which sequences they came to be, as ranks compare it
             like = torch.empty(batch_size, 0, head_dim, dtype=dtype, device=self.device)

@@ -128,7 +128,7 @@ def create_model(
 
 
 def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint whose state dict lies under `"model"` into a model, all of it or nothing.
+    """Load a checkpoint whose state dict lies under `"model"` into a model.
 
     What else the checkpoint says must be true of the model: under `"order"` the order of the tiles, which is None where it says
     nothing, as in the published weights; under `"pattern"` what `DilatedPattern.to_dict` gives.
@@ -147,20 +147,10 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")
     if "pattern" in checkpoint and (pattern := _pattern_of(checkpoint["pattern"])) != model.pattern:
         raise ValueError(f"pattern must be that of the weights={pattern}, got {model.pattern}")
-    expected = model.state_dict()
-    misfits = {
-        "missing": [name for name in expected if name not in weights],
-        "unexpected": [str(name) for name in weights if name not in expected],
-        "of another shape": [
-            f"{name} {tuple(weights[name].shape)} for {tuple(value.shape)}"
-            for name, value in expected.items()
-            if name in weights and weights[name].shape != value.shape
-        ],
-    }
-    if any(misfits.values()):
-        found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in misfits.items() if names)
-        raise ValueError(f"pretrained must hold exactly the weights of the model, got {found}")
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {error}") from error
 
 
 def _pattern_of(values: Any) -> DilatedPattern:

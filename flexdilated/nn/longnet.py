@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.initial_weights import reset_modules, set_initial_weights
 from flexdilated.nn.modes import evaluating
 from flexdilated.nn.position import Rotary, Rotation, XPos, token_positions
-from flexdilated.nn.sampling import INDICES, Sampler, lengths_of_prompts
+from flexdilated.nn.sampling import Sampler, lengths_of_prompts
 from flexdilated.nn.transformer import Block, FeedForward
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -111,7 +111,6 @@ class LongNetLM(nn.Module):
                 `lengths`, on every rank; of a sequence without tokens they mean nothing.
 
         Raises:
-            TypeError: If the tokens are no int64 or int32.
             ValueError: If a shape is wrong, or there are no tokens.
         """
         self._check_forward(tokens, caches, lengths, last_only, is_shard=shard_lengths is not None)
@@ -145,12 +144,8 @@ class LongNetLM(nn.Module):
     def _check_forward(
         self, tokens: Tensor, caches: Sequence[DilatedKVCache] | None, lengths: Tensor | None, last_only: bool, is_shard: bool
     ) -> None:
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have shape (B, N), got {tuple(tokens.shape)}")
-        if tokens.dtype not in INDICES:
-            raise TypeError(f"tokens must be of int64 or int32, got {str(tokens.dtype).removeprefix('torch.')}")
         if self.mesh is None and not is_shard and tokens.shape[1] < 1:  # a shard may be empty
             raise ValueError(f"tokens must have N of at least 1, got {tuple(tokens.shape)}")
         if caches is None:
@@ -288,7 +283,7 @@ class LongNetLM(nn.Module):
         mesh = None if shard_lengths is None else self.mesh
         with evaluating(self):
             sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-            stop_tokens = self._check_stop_tokens(stop_tokens)
+            stop_tokens = tuple(self._check_token(f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))
             num_tokens = self._num_tokens(tokens, shard_lengths)
             if not (holds_values(tokens) and holds_values(next(self.parameters()))):
                 raise NotImplementedError("tokens and the model must hold values to draw from, got meta or fake ones")
@@ -311,11 +306,6 @@ class LongNetLM(nn.Module):
                     return torch.stack(drawn, dim=1)
                 logits = self(following[:, None], caches=caches)
 
-    def _check_stop_tokens(self, stop_tokens: Iterable[int]) -> tuple[int, ...]:
-        if isinstance(stop_tokens, (int, str)) or not isinstance(stop_tokens, Iterable):
-            raise TypeError(f"stop_tokens must be a sequence of tokens, got {stop_tokens!r}")
-        return tuple(self._check_token(f"stop_tokens[{i}]", token) for i, token in enumerate(stop_tokens))
-
     def _check_token(self, name: str, token: int) -> int:
         token = as_integer(name, token)
         if not 0 <= token < self.config.vocab_size:
@@ -324,8 +314,6 @@ class LongNetLM(nn.Module):
 
     def _num_tokens(self, tokens: Tensor, shard_lengths: Sequence[int] | None) -> int:
         """Of a prompt."""
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
         least = int(shard_lengths is None)
         if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < least:
             raise ValueError(f"tokens must have shape (B, N), B and N at least 1, got {tuple(tokens.shape)}")

@@ -27,7 +27,6 @@ class Sampler:
 
     Raises:
         ValueError: If a number is out of range, or a cut comes with `temperature=0`, where it would mean nothing.
-        TypeError: If a number has the wrong type.
     """
 
     temperature: float = 1.0
@@ -35,12 +34,6 @@ class Sampler:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("temperature", (int, float)), ("top_p", (int, float)), ("top_k", int)):
-            value = getattr(self, name)
-            if value is None and name != "temperature":
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise TypeError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}")
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -99,8 +92,6 @@ def lengths_of_prompts(tokens: Tensor, max_new_tokens: int, lengths: Tensor | No
     """
     if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
-    if lengths is not None and not isinstance(lengths, Tensor):
-        raise TypeError(f"lengths must be a tensor, got {type(lengths).__name__}")
     if lengths is None:
         return torch.full((tokens.shape[0],), num_tokens, device=tokens.device)
     if lengths.dtype not in INDICES:

@@ -203,8 +203,8 @@ class LongNet(nn.Module):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: If a number is below 1 or does not divide, a probability is out of range, the cross-attention is of no such
-            kind, or dense and causal, the mesh is not 1-D or lacks this rank, or the exchange is unknown.
+        ValueError: If a number does not divide or is out of range, `cross_attention` is unknown, or dense and causal, the mesh
+            is not 1-D or lacks this rank, or the exchange is unknown.
         TypeError: If the mesh is no `DeviceMesh`.
     """
 
@@ -233,17 +233,6 @@ class LongNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if d_model < 1:
-            raise ValueError(f"d_model must be at least 1, got {d_model}")
-        if nhead < 1 or d_model % nhead:
-            raise ValueError(f"nhead must divide d_model={d_model}, got {nhead}")
-        sizes = (("num_encoder_layers", num_encoder_layers), ("num_decoder_layers", num_decoder_layers))
-        for name, size in (*sizes, ("dim_feedforward", dim_feedforward)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        for name, p in (("dropout", dropout), ("attention_dropout", attention_dropout)):
-            if not 0.0 <= p < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {p}")
         if cross_attention not in ("dilated", "dense"):
             raise ValueError(f"cross_attention must be 'dilated' or 'dense', got {cross_attention!r}")
         if cross_attention == "dense" and cross_is_causal:

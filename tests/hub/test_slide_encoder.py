@@ -197,14 +197,7 @@ def test_slides_without_padding_give_what_each_gives_alone() -> None:
         ({"x": torch.zeros(5, IN_CHANS)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (5, 7)"),
         ({"x": torch.zeros(1, 5, 6)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (1, 5, 6)"),
         ({"x": torch.zeros(1, 0, 7)}, ValueError, "x must have shape (B, N, in_chans=7) with B and N at least 1, got (1, 0, 7)"),
-        ({"x": [[0.0]]}, TypeError, "x must be a tensor, got list"),
-        (
-            {"x": torch.zeros(1, 5, 7)},
-            TypeError,
-            "x must have the dtype of the model=torch.float64, or another that autocast casts, got torch.float32",
-        ),
         ({"coords": torch.zeros(1, 4, 2)}, ValueError, "coords must have shape (B, N, 2)=(1, 5, 2), got (1, 4, 2)"),
-        ({"coords": None}, TypeError, "coords must be a tensor, got NoneType"),
         ({"coords": torch.zeros(1, 5, 2).half()}, TypeError, "coords must be integer, float32 or float64"),
         ({"coords": torch.zeros(1, 5, 2).bfloat16()}, TypeError, "whatever the dtype of the model, got torch.bfloat16"),
         ({"coords": torch.zeros(1, 5, 2).bool()}, TypeError, "got torch.bool"),
@@ -214,9 +207,7 @@ def test_slides_without_padding_give_what_each_gives_alone() -> None:
             "padding_mask must be bool, True where there is no tile, got torch.float32",
         ),
         ({"padding_mask": torch.zeros(5).bool()}, ValueError, "padding_mask must have shape (B, N)=(1, 5), got (5,)"),
-        ({"padding_mask": [True]}, TypeError, "padding_mask must be a tensor, got list"),
         ({"padding_mask": torch.ones(1, 5).bool()}, ValueError, "padding_mask must leave every slide a tile, got none for slide 0"),
-        ({"coords": torch.zeros(1, 5, 2, device="meta")}, ValueError, "coords must be on the device of the model=cpu, got meta"),
     ],
 )
 def test_slide_encoder_refuses_what_it_cannot_encode(change: dict[str, object], error: type[Exception], message: str) -> None:
@@ -237,7 +228,7 @@ def test_slide_encoder_refuses_what_it_cannot_encode(change: dict[str, object], 
         ({"embed_dim": 24.0}, "embed_dim must be an integer of at least 1, got 24.0"),
         ({"embed_dim": 18}, "embed_dim must be a multiple of 4, got 18"),
         ({"num_heads": 5}, "num_heads must divide embed_dim=24, got 5"),
-        ({"dropout": 1.0}, "dropout must be in [0, 1), got 1.0"),
+        ({"dropout": 1.0}, "dropout_p must be in [0, 1), got 1.0"),
         ({"drop_path_rate": -0.1}, "drop_path_rate must be in [0, 1), got -0.1"),
     ],
 )
@@ -262,16 +253,6 @@ def test_slide_encoder_is_initialised_as_the_original() -> None:
         assert 0.99 * limit < projection.weight.abs().max().item() <= limit
         assert not projection.bias.any()
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)  # 160 samples: the standard error is 6 %
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
-def test_takes_what_autocast_casts_and_no_other_dtype(dtype: torch.dtype) -> None:
-    model, (x, coords) = encoder_model().float(), draw_slides()
-    with torch.autocast("cpu"):
-        expected = model(x.float(), coords)[0]
-        torch.testing.assert_close(model(x.bfloat16(), coords)[0], expected, rtol=0.1, atol=0.1)
-        with pytest.raises(TypeError, match=rf"^x must have the dtype of the model=torch.float32, or another .*, got {dtype}$"):
-            model(x.to(dtype), coords)
 
 
 @pytest.mark.parametrize("order", [None, *ORDERS])

@@ -107,15 +107,14 @@ def encoder_model_like(model: LongNetViT, **options: Any) -> LongNetViT:
 
 def test_mlp_ratio_sets_the_width_of_the_feed_forward_networks() -> None:
     assert encoder_model(mlp_ratio=2.0).encoder.layers[0].ffn.fc1.out_features == 2 * EMBED
-    with pytest.raises(ValueError, match=re.escape("mlp_ratio must leave an element of embed_dim=24, got 0.01")):
+    with pytest.raises(ValueError, match=re.escape("ffn_dim must be at least 1, got 0")):
         encoder_model(mlp_ratio=0.01)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a tensor of int32 or int64, got list"),
-        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "got torch.float32"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens must be a tensor of int32 or int64, got torch.float32"),
         ({"cu_seqlens": torch.tensor([0])}, ValueError, "cu_seqlens must have shape (S + 1,) with S at least 1, and x B = 1"),
         ({"cu_seqlens": torch.tensor([0, 2, 2, 5])}, ValueError, "cu_seqlens must rise from 0 to N=5, with a tile for every slide"),
         ({"cu_seqlens": torch.tensor([1, 5])}, ValueError, "cu_seqlens must rise from 0 to N=5"),

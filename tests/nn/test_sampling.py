@@ -63,9 +63,7 @@ def test_temperature_zero_takes_the_likeliest_and_tiny_ones_do_not_overflow() ->
     [
         ({"temperature": -0.1}, ValueError, "temperature must be finite and at least 0, got -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature must be finite and at least 0, got nan"),
-        ({"temperature": None}, TypeError, "temperature must be a number, got None"),
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
-        ({"top_k": 1.5}, TypeError, "top_k must be an integer, got 1.5"),
         ({"top_p": 0.0}, ValueError, "top_p must be in (0, 1], got 0.0"),
         ({"top_p": 1.1}, ValueError, "top_p must be in (0, 1], got 1.1"),
         (

@@ -14,20 +14,3 @@ from flexdilated.hub.slides.heatmap import tile_relevance as tile_relevance
 from flexdilated.hub.slides.heatmap import write_table as write_table
 from flexdilated.hub.slides.reading import Reading as Reading
 from flexdilated.hub.slides.source import Source as Source
-
-__all__ = [
-    "Clock",
-    "EncodedSlide",
-    "FailedSlide",
-    "Reading",
-    "SlideError",
-    "Source",
-    "Tiles",
-    "encode_slides",
-    "grid_cells",
-    "list_slides",
-    "read_tiles",
-    "tile_attention",
-    "tile_relevance",
-    "write_table",
-]
