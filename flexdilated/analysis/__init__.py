@@ -1,4 +1,4 @@
-"""What a pattern does and costs, in integers, before anything is computed: no tensors, no device, any number of tokens."""
+"""Exact counts of what a pattern does and costs, in integers: no tensors, no device, any number of tokens."""
 
 from flexdilated.analysis.choice import Choice as Choice
 from flexdilated.analysis.choice import Choices as Choices
@@ -7,8 +7,6 @@ from flexdilated.analysis.coverage import count_uncovered as count_uncovered
 from flexdilated.analysis.coverage import layers_to_cover as layers_to_cover
 from flexdilated.analysis.coverage import missing_residues as missing_residues
 from flexdilated.analysis.pairs import Balance as Balance
-from flexdilated.analysis.pairs import balance as balance
-from flexdilated.analysis.pairs import count_flops as count_flops
 from flexdilated.analysis.pairs import count_multiplicities as count_multiplicities
 from flexdilated.analysis.pairs import count_pairs as count_pairs
 from flexdilated.analysis.ranks import RankCost as RankCost

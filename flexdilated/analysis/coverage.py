@@ -1,9 +1,9 @@
-"""Coverage: what no head keeps, and after how many layers every token has seen every other, all heads together.
+"""Tokens that no head keeps, and the number of layers until every token has seen every other.
 
-Tokens that lie in the same segment of every branch and have the same residues there are twins: they see and are seen alike. The
-kept tokens of one segment and offset, a clique, see each other. So a question about N tokens is one about kinds of twins and
-cliques, of which there are few. Where the segments nest and the rates divide the shortest, segments beyond the second at any level
-change nothing (to fold one onto its neighbour keeps who sees whom): there are few however long the sequence is.
+Tokens that lie in the same segment of every branch and have the same residues there are twins: they see the same tokens, and the
+same tokens see them. The kept tokens of one segment and offset, a clique, see each other. So a question about N tokens is one about
+kinds of twins and cliques, of which there are few. Where the segments nest and the rates divide the shortest, segments beyond the
+second at any level change nothing (to fold one onto its neighbour keeps who sees whom): there are few however long the sequence is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, together
+from flexdilated.analysis.lattice import Integers, Together, borders, check_listable, checked, each_block, merge_heads
 from flexdilated.analysis.reach import reachable
 from flexdilated.core.pattern import DilatedPattern
 
@@ -45,7 +45,7 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
 
 
 def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> int:
-    """How many tokens no head of any branch keeps: attention gives them 0, and no query ever reads them.
+    """The number of tokens that no head of any branch keeps: their output is 0, and no query reads them.
 
     Args:
         pattern: As in `missing_residues`.
@@ -59,7 +59,7 @@ def count_uncovered(pattern: DilatedPattern, num_tokens: int, num_heads: int) ->
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     check_listable(pattern)
-    branches = together(pattern, num_tokens, num_heads)
+    branches = merge_heads(pattern, num_tokens, num_heads)
     if any(len(branch.offsets) == branch.rate for branch in branches):
         return 0
     blocks = each_block([branch.length for branch in branches], num_tokens)
@@ -87,7 +87,7 @@ def _uncovered(branches: list[Together], num_tokens: int) -> int:
 
 
 def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int | None:
-    """After how many layers every token has seen every other (every earlier one, if causal), or None: it never has.
+    """The number of layers until every token has seen every other (every earlier one, if causal); None: never.
 
     All heads together, and every token keeps itself, as in `reachable`. Segments whose borders all branches share are never
     crossed. Causal attention passes on backwards alone, so a token meets its predecessor in one layer or never: a border that all
@@ -108,7 +108,7 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     if num_tokens == 1:
         return 0
-    branches = together(pattern, num_tokens, num_heads)
+    branches = merge_heads(pattern, num_tokens, num_heads)
     if is_causal:
         return _causal_layers(pattern, branches, num_tokens, num_heads)
     if math.lcm(*(branch.length for branch in branches)) < num_tokens or count_uncovered(pattern, num_tokens, num_heads):
@@ -119,12 +119,12 @@ def layers_to_cover(pattern: DilatedPattern, num_tokens: int, num_heads: int, *,
 
 @lru_cache(maxsize=4096)
 def _layers(branches: tuple[Together, ...], num_tokens: int) -> int | None:
-    """As `layers_to_cover`; sequences of many lengths fold to one."""
+    """As `layers_to_cover`; cached, since many lengths fold to one."""
     return _farthest(_kinds(branches, num_tokens))
 
 
 def _folded(branches: list[Together], num_tokens: int) -> tuple[list[Together], int]:
-    """The same question of a shorter sequence, where segments nest and all rates divide the shortest."""
+    """Branches and tokens of a shorter sequence that needs as many layers, where segments nest and rates divide the shortest."""
     lengths = sorted({branch.length for branch in branches})
     inner = lengths[:-1] if lengths[-1] == num_tokens else lengths
     period = math.lcm(*(branch.rate for branch in branches))
@@ -168,7 +168,7 @@ def _kinds(branches: tuple[Together, ...], num_tokens: int) -> Integers:
 
 
 def _farthest(members: Integers) -> int | None:
-    """The layers after which a token of every kind has seen all kinds."""
+    """The number of layers after which a token of every kind has seen all kinds."""
     distance = _distances(members)
     spare = np.full((1, distance.shape[1]), np.iinfo(distance.dtype).max, distance.dtype)
     distance = np.concatenate([distance, spare])  # -1 reads the last row, and below the last column
@@ -185,7 +185,7 @@ def _farthest(members: Integers) -> int | None:
 
 
 def _distances(members: Integers) -> NDArray[np.uint16]:
-    """`(cliques, cliques)`: how many layers after one clique has been seen the other has, in whole."""
+    """`(cliques, cliques)`: the number of layers from the whole of one clique to the whole of another."""
     cliques = int(members.max()) + 1
     joined = np.zeros((cliques, cliques), np.bool_)
     for i in range(members.shape[1]):

@@ -1,4 +1,4 @@
-"""What heads keep, as progressions: heads that are alike, and the cells between the borders of segments."""
+"""The tokens that heads keep, as arithmetic progressions, and the cells between boundaries of segments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Together(NamedTuple):
 
 
 def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
-    """The numbers as Python's integers; what has no answer is refused.
+    """`num_tokens` and `num_heads` as Python's integers, after a check of all arguments.
 
     Raises:
         ValueError: If a number is below 1, or some branch would have no head.
@@ -58,7 +58,7 @@ def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
 
 
 def checked_documents(num_tokens: int, document_lengths: Iterable[int] | None) -> tuple[int, ...]:
-    """Tokens of packed documents, or of a sequence that is one, as Python's integers.
+    """The tokens of each packed document as Python's integers; without documents, `num_tokens`.
 
     Raises:
         ValueError: If a length is below 0, or they are not `num_tokens` in all.
@@ -78,17 +78,17 @@ def checked_documents(num_tokens: int, document_lengths: Iterable[int] | None) -
 
 
 def check_listable(pattern: DilatedPattern) -> None:
-    """Refuse rates whose residues are too many to look at one by one.
+    """Raise if a rate has too many residues to list.
 
     Raises:
-        NotImplementedError: If they are.
+        NotImplementedError: If a rate is above 2**20.
     """
     if max(pattern.dilation_rates) > MOST_LISTED:
         raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
 
 
-def alike(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
-    """Heads by what they keep, one entry per branch that they run: heads of one entry are alike in everything."""
+def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
+    """Heads by the tokens that they keep, `{one entry per branch that they run: heads}`."""
     found: dict[tuple[Kept, ...], list[int]] = {}
     ranges = [pattern.head_range(i, num_heads) for i in range(len(pattern.branches))]
     for head in range(num_heads):
@@ -101,17 +101,17 @@ def alike(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tupl
     return found
 
 
-def together(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
+def merge_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Together]:
     """The distinct branches of all heads together, the shortest segments first."""
     found: dict[tuple[int, int], set[int]] = {}
-    for kept in alike(pattern, num_tokens, num_heads):
+    for kept in group_heads(pattern, num_tokens, num_heads):
         for length, rate, offset in kept:
             found.setdefault((length, rate), set()).add(offset)
     return [Together(length, rate, tuple(sorted(offsets))) for (length, rate), offsets in sorted(found.items())]
 
 
 def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, int]]:
-    """(tokens, how many times) of the blocks that no segment crosses: whole periods of the borders, and what is left."""
+    """(tokens, number of times) of the blocks that no segment crosses: whole periods of the boundaries, and the rest."""
     period = min(math.lcm(*lengths), num_tokens)
     yield period, num_tokens // period
     if num_tokens % period:
@@ -120,7 +120,7 @@ def each_block(lengths: Sequence[int], num_tokens: int) -> Iterator[tuple[int, i
 
 @lru_cache(maxsize=32)
 def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
-    """Where cells begin: all tokens of a cell lie in one segment of each length.
+    """The first token of each cell: all tokens of a cell lie in one segment of each length.
 
     Raises:
         NotImplementedError: If there are too many of them.
@@ -137,8 +137,8 @@ def borders(lengths: tuple[int, ...], num_tokens: int) -> Integers:
     return found
 
 
-def meet(kept: Sequence[Kept], num_tokens: int) -> Integers:
-    """Of each cell of all these branches together, how many tokens all of them keep: by the Chinese remainder theorem.
+def count_common(kept: Sequence[Kept], num_tokens: int) -> Integers:
+    """The number of tokens of each cell that all these branches keep, by the Chinese remainder theorem.
 
     Raises:
         NotImplementedError: If the rates have a least common multiple beyond 64-bit integers.
@@ -172,7 +172,7 @@ def meet(kept: Sequence[Kept], num_tokens: int) -> Integers:
 
 
 def _modulo(x: Integers, by: int) -> Integers:
-    """`x % by`, in a third of its time: numpy divides by one number at once, but takes remainders one by one."""
+    """`x % by` in a third of the time: numpy vectorises the division, but not the remainder."""
     return x - x // by * by
 
 

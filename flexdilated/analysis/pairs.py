@@ -1,4 +1,4 @@
-"""Pairs of query and key: how many each branch and head scores, what they cost, and how many are scored more than once."""
+"""The number of (query, key) pairs that each branch and head scores, and of pairs scored more than once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import Kept, alike, checked, checked_documents, each_block, meet, sum_exact
-from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one, num_kept, segment_counts
+from flexdilated.analysis.lattice import Kept, checked, checked_documents, count_common, each_block, group_heads, sum_exact
+from flexdilated.core.pattern import DilatedPattern, num_kept, segment_counts
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
 
 
 class Balance(NamedTuple):
-    """How evenly heads share the pairs."""
+    """The least, the largest and the mean number of pairs of a head."""
 
     least: int
     most: int
@@ -35,7 +35,7 @@ def count_pairs(
     is_causal: bool = False,
     document_lengths: Iterable[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """How many (query, key) pairs each branch scores for each head; a pair that m branches join is in m of the counts.
+    """The number of (query, key) pairs that each branch scores for each head; a pair in m branches is in m of the counts.
 
     The sum is `pattern.count_pairs(...)`. A head that does not run a branch has 0 there. Zero keys of `zero_padding` are not
     counted, here and in all of this module.
@@ -80,7 +80,7 @@ def _segments(length: int, documents: Mapping[int, int]) -> Counter[int]:
 
 
 def _branch_pairs(kept: Kept, segments: Mapping[int, int], *, is_causal: bool) -> int:
-    """Of one head in `{tokens: segments}`."""
+    """The pairs of one head in `{tokens: segments}`."""
     total = 0
     for tokens, times in segments.items():
         rows = num_kept(tokens, kept.rate, kept.offset)
@@ -88,63 +88,8 @@ def _branch_pairs(kept: Kept, segments: Mapping[int, int], *, is_causal: bool) -
     return total
 
 
-def count_flops(
-    pattern: DilatedPattern,
-    num_tokens: int,
-    num_heads: int,
-    *,
-    head_dim: int,
-    is_causal: bool = False,
-    with_backward: bool = False,
-) -> tuple[tuple[int, ...], ...]:
-    """The floating-point operations of each branch and head: `4 * head_dim` per pair forward, `10 * head_dim` more backward.
-
-    Two products of matrices forward and five backward, a multiplication and an addition each, as FlashAttention counts them; the
-    softmax, packing and merging are not in it. Under grouped-query attention count with the query heads of a group: multiply by
-    their number.
-
-    Args:
-        pattern: As in `count_pairs`.
-        num_tokens: As in `count_pairs`.
-        num_heads: As in `count_pairs`.
-        head_dim: Elements per head D.
-        is_causal: As in `count_pairs`.
-        with_backward: Whether to add the backward.
-
-    Returns:
-        As `count_pairs`.
-
-    Raises:
-        ValueError: As in `count_pairs`, or if head_dim is below 1.
-    """
-    each = (FORWARD + BACKWARD * with_backward) * at_least_one("head_dim", head_dim)
-    counts = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
-    return tuple(tuple(each * pairs for pairs in row) for row in counts)
-
-
-def balance(
-    pattern: DilatedPattern,
-    num_tokens: int,
-    num_heads: int,
-    *,
-    is_causal: bool = False,
-    document_lengths: Iterable[int] | None = None,
-) -> Balance:
-    """How evenly the heads share the pairs: the least and the most of a head, and the mean.
-
-    Args:
-        pattern: As in `count_pairs`.
-        num_tokens: As in `count_pairs`.
-        num_heads: As in `count_pairs`.
-        is_causal: As in `count_pairs`.
-        document_lengths: As in `count_pairs`.
-    """
-    counts = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal, document_lengths=document_lengths)
-    return balance_of(counts)
-
-
 def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
-    """Of what `count_pairs` counted."""
+    """How evenly the heads share the pairs that `count_pairs` counted."""
     heads = [sum(column) for column in zip(*counts)]
     return Balance(min(heads), max(heads), sum(heads) / len(heads))
 
@@ -152,7 +97,7 @@ def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
 def count_multiplicities(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[dict[int, int], ...]:
-    """By head, how many different (query, key) pairs are joined by exactly m branches, `{m: pairs}`, for each m that occurs.
+    """By head, the number of different (query, key) pairs that exactly m branches join, `{m: pairs}`, for each m that occurs.
 
     A pair that m branches join counts m times in the softmax: `sum(m * pairs)` is what is scored, `sum(pairs)` what a mask over
     the sequence as it is would score. Counted by inclusion and exclusion over sets of branches: the tokens that all of a set keep
@@ -171,7 +116,7 @@ def count_multiplicities(
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     found: list[dict[int, int]] = [{}] * num_heads
     known: dict[tuple[Kept, ...], int] = {}
-    for kept, heads in alike(pattern, num_tokens, num_heads).items():
+    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
         counts = _multiplicities(kept, num_tokens, known, is_causal=is_causal)
         for head in heads:
             found[head] = counts
@@ -181,7 +126,7 @@ def count_multiplicities(
 def _multiplicities(
     kept: tuple[Kept, ...], num_tokens: int, known: dict[tuple[Kept, ...], int], *, is_causal: bool
 ) -> dict[int, int]:
-    """Of one head. `known` are the pairs that all of some branches join."""
+    """`count_multiplicities` of one head. `known` holds the number of pairs that all branches of a set join."""
     if len(kept) > MAX_BRANCHES:
         raise NotImplementedError(
             f"pattern must have at most {MAX_BRANCHES} branches per head to count the pairs that they share, got {len(kept)}"
@@ -211,4 +156,4 @@ def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: boo
     if len(members) == 1:
         return _branch_pairs(members[0], _segments(members[0].length, {num_tokens: 1}), is_causal=is_causal)
     blocks = each_block([each.length for each in members], num_tokens)
-    return sum(times * sum_exact(meet(members, tokens), is_causal=is_causal) for tokens, times in blocks)
+    return sum(times * sum_exact(count_common(members, tokens), is_causal=is_causal) for tokens, times in blocks)

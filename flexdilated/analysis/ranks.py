@@ -1,4 +1,4 @@
-"""What a sharded sequence costs each rank, from the planner: bytes that travel, memory."""
+"""The cost per rank of a sharded sequence, from the planner: bytes received, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class RankCost(NamedTuple):
-    """One layer under one way of moving rows, at the rank that has most of each."""
+    """The cost of one layer under one way of moving rows: for each number, that of the rank with the largest."""
 
     is_ours: bool
     is_chosen: bool  # by `exchange="auto"`
@@ -39,7 +39,7 @@ def count_rank_costs(
     is_causal: bool = False,
     document_lengths: Iterable[int] | None = None,
 ) -> dict[str, RankCost]:
-    """What one attention layer over contiguous shards, as equal as can be, costs the busiest rank: `flexdilated plan` in numbers.
+    """The cost at the busiest rank of one attention layer over contiguous, nearly equal shards: the numbers of `flexdilated plan`.
 
     Args:
         pattern: Which positions attend to which.

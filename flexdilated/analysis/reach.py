@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, Kept, alike, checked
+from flexdilated.analysis.lattice import Integers, Kept, checked, group_heads
 from flexdilated.core.pattern import DilatedPattern, as_integer
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
@@ -13,7 +13,7 @@ MAX_WINDOW = 2**26  # tokens of which a query may have seen any
 
 
 def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> tuple[int, ...]:
-    """By head, the largest distance between a query and a key that it sees, causal or not; -1 where the head keeps nothing.
+    """By head, the largest distance between a query and a key that it sees, causal or not; -1: the head keeps no token.
 
     Args:
         pattern: Which positions attend to which.
@@ -22,7 +22,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     found = [-1] * num_heads
-    for kept, heads in alike(pattern, num_tokens, num_heads).items():
+    for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
         most = max(((length - 1 - offset) // rate * rate if offset < length else -1) for length, rate, offset in kept)
         for head in heads:
             found[head] = most
@@ -32,7 +32,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
 def reachable(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, layers: int = 1, is_causal: bool = False
 ) -> NDArray[np.bool_]:
-    """Which keys each query has seen after so many layers, through all heads together.
+    """The keys that each query has seen after `layers` layers, through all heads.
 
     A layer mixes heads, so that what one head read the next layer's heads can pass on; and every token keeps itself through the
     residual connection, whether a branch keeps it or not.
@@ -73,7 +73,7 @@ def reachable(
 def keys_seen(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, query: int, *, layers: int = 1, is_causal: bool = False
 ) -> Integers:
-    """The keys that one query has seen after so many layers, through all heads together: a row of `reachable`.
+    """The keys that one query has seen after `layers` layers, through all heads: a row of `reachable`.
 
     Args:
         pattern: As in `longest_reach`.
@@ -133,8 +133,8 @@ def keys_seen(
 
 
 def _branches(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> list[Kept]:
-    """The distinct branches of all heads together."""
-    return sorted({each for kept in alike(pattern, num_tokens, num_heads) for each in kept})
+    """The distinct branches of all heads."""
+    return sorted({each for kept in group_heads(pattern, num_tokens, num_heads) for each in kept})
 
 
 def _check_layers(layers: int) -> None:

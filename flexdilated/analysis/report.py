@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flexdilated.analysis.coverage import count_uncovered, layers_to_cover, missing_residues
 from flexdilated.analysis.lattice import checked
-from flexdilated.analysis.pairs import Balance, balance, count_multiplicities, count_pairs
+from flexdilated.analysis.pairs import Balance, balance_of, count_multiplicities, count_pairs
 from flexdilated.analysis.reach import longest_reach
 from flexdilated.core.pattern import BACKWARD, FORWARD, DilatedPattern, at_least_one
 
@@ -49,7 +49,11 @@ class Analysis:
         return None if self.distinct_pairs is None else self.total_pairs - self.distinct_pairs
 
     def flops(self, head_dim: int, *, with_backward: bool = False) -> int:
-        """Floating-point operations over all heads, as `count_flops` counts them."""
+        """Floating-point operations over all heads: `4 * head_dim` per pair forward, `10 * head_dim` more backward.
+
+        Two products of matrices forward and five backward, as FlashAttention counts them, without softmax, packing and merging.
+        Under grouped-query attention multiply by the query heads of a group.
+        """
         return (FORWARD + BACKWARD if with_backward else FORWARD) * at_least_one("head_dim", head_dim) * self.total_pairs
 
 
@@ -70,6 +74,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
+    pairs = count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal)
     not_counted: dict[str, str] = {}
 
     def counted(name: str, count: Callable[..., T], **options: bool) -> T | None:
@@ -84,10 +89,10 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
         num_tokens=num_tokens,
         num_heads=num_heads,
         is_causal=is_causal,
-        pairs=count_pairs(pattern, num_tokens, num_heads, is_causal=is_causal),
+        pairs=pairs,
         dense_pairs=num_heads * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2),
         multiplicities=counted("multiplicities", count_multiplicities, is_causal=is_causal),
-        balance=balance(pattern, num_tokens, num_heads, is_causal=is_causal),
+        balance=balance_of(pairs),
         reach=longest_reach(pattern, num_tokens, num_heads),
         missing_residues=missing_residues(pattern, num_heads),
         uncovered=counted("uncovered", count_uncovered),

@@ -1,4 +1,4 @@
-"""What a layer over a sharded sequence costs each rank: by our exchanges, and by what other systems do."""
+"""The cost per rank of a layer over a sharded sequence: under our exchanges, and under those of other systems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What one way of moving rows costs: arrays `(ranks,)`, or why it cannot be."""
+    """The cost of one way of moving rows: arrays `(ranks,)`, or the reason why it cannot run."""
 
     name: str
     why_not: str | None = None
@@ -131,7 +131,7 @@ def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
 
 
 def _all_keys(plan: ContextPlan, layer: Layer) -> list[Strategy]:
-    """Every rank gets the keys and values of all."""
+    """Ring attention and all-gather: every rank receives all keys and values."""
     n, several = _shard_sizes(plan), layer.ranks > 1
     others = (layer.tokens - n) * layer.kv_heads
     own = n * layer.kv_heads
@@ -179,7 +179,7 @@ def _halved(counts: Counts) -> NDArray[np.float64]:
 
 
 def memory(layer: Layer, plan: ContextPlan, buffers: Counts) -> Memory:
-    """Of the rank that needs most, where `buffers` are the messages that each holds at once."""
+    """The memory of the rank that needs most; `buffers` are the bytes of messages that each rank holds at once."""
     tokens = _shard_sizes(plan) * layer.batch
     gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
     tensors = gradients + tokens * layer.heads * layer.lse_size
@@ -194,10 +194,10 @@ def _shard_sizes(plan: ContextPlan) -> Counts:
 
 
 def traffic_by_ranks(layer: Layer) -> tuple[dict[str, list[tuple[int, int]]], bool]:
-    """The bytes that the busiest rank receives in both passes, for the powers of two up to the layer's ranks, and these ranks.
+    """The bytes that the busiest rank receives in both passes, for each power of two of ranks below the layer's, and for its ranks.
 
     Returns:
-        By strategy, `(ranks, bytes)`; and whether all bytes are exact: else those of our exchanges are at most so many.
+        By strategy, `(ranks, bytes)`; and whether all bytes are exact: else those of our exchanges are upper bounds.
     """
     counts = sorted({*(2**i for i in range(1, layer.ranks.bit_length()) if 2**i < layer.ranks), layer.ranks})
     lines: dict[str, list[tuple[int, int]]] = {name: [] for name in (*EXCHANGES, *OTHERS)}

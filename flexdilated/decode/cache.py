@@ -141,7 +141,7 @@ class DilatedKVCache:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks over which rows are dealt."""
+        """The ranks over which rows are distributed."""
         return None if self._ranks is None else self._ranks.mesh
 
     @property
@@ -179,7 +179,7 @@ class DilatedKVCache:
         return self._lengths[:, None] + torch.arange(start, start + num_tokens, device=self.device)
 
     def expect(self, tokens: Tensor | None) -> None:
-        """Say of which tokens `(B, T)` the next call is, if every rank is given all of them: they compare them."""
+        """Announce the tokens `(B, T)` of the next call, which ranks compare if each of them receives all tokens."""
         self._tokens = None if tokens is None or self._ranks is None else self._ranks.hashes(tokens)
 
     def _shards(self, num_tokens: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -295,7 +295,7 @@ class DilatedKVCache:
         return out if is_real is None else out.masked_fill(~is_real[..., None, None], 0.0)
 
     def _call(self, scale: float | None, backend: str) -> Call:
-        """Of the first tokens of all sequences."""
+        """The call of `dilated_attention` for the first tokens of all sequences."""
         return Call(self.pattern, True, scale, backend=backend, first_head=self.first_head, num_heads=self.total_kv_heads)
 
     def _with_marks(self, out: Tensor, is_marked: Tensor, start: int = 0) -> Tensor:
@@ -332,7 +332,7 @@ class DilatedKVCache:
         return out.to(self.dtype), lengths[self.batch_size : 2 * self.batch_size]
 
     def _attend_blocks(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
-        """Several tokens behind stored ones, in blocks: a later token may overwrite what an earlier one sees."""
+        """Several tokens after stored ones, in blocks: a later token may overwrite rows that an earlier one sees."""
         outs = []
         for start in range(0, q.shape[1], BLOCK):
             q_b, new_b = q[:, start : start + BLOCK], new.block(start)
@@ -421,7 +421,7 @@ class DilatedKVCache:
         self._past.clear()
 
     def forget_past(self, num_tokens: int) -> None:
-        """Of the calls that are recorded, keep the last that together have `num_tokens` tokens, or more."""
+        """Keep only the last recorded calls that together have at least `num_tokens` tokens."""
         kept = 0
         for i in range(len(self._past) - 1, -1, -1):
             if kept >= num_tokens:
@@ -430,7 +430,7 @@ class DilatedKVCache:
             kept += self._past[i].new.k.shape[1]
 
     def _go_back(self, kept: Tensor) -> None:
-        """To before the calls that are recorded, and then to `kept` `(B,)` tokens, by storing theirs again."""
+        """Return to the state before the recorded calls, then store their tokens again up to `kept` `(B,)`."""
         for past in reversed(self._past):
             for store, overwritten in zip(self._stores, past.stores):
                 store.put_back(overwritten)

@@ -1,4 +1,4 @@
-"""A cache whose rows are dealt over ranks: what these tell each other."""
+"""A cache whose rows are distributed over ranks: the messages between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexdilated.distributed.sharding import declared_lengths, unshard_sequence
 
 
 class Ranks:
-    """The ranks of a 1-D mesh among which rows are dealt; all of them make the same calls.
+    """The ranks of a 1-D mesh over which rows are distributed; all of them make the same calls.
 
     Args:
         mesh: The mesh.
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the ranks, as messages say them."""
+        """The global numbers of the ranks, for messages."""
         return dist.get_process_group_ranks(self.mesh.get_group())
 
     def hashes(self, tokens: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Ranks:
             _swap(group, self._described, number, sends, receives)
 
     def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Sequence[int]) -> None:
-        """Return once all ranks are known to make such a call on shards."""
+        """Wait until all ranks have made the same call on shards."""
         shape = [q.shape[0], sum(shard_lengths), q.shape[2]]
         described = _call_of(self._with(softmax), shape, softmax.scale) | {"shard_lengths": shard_lengths}
         group = self.mesh.get_group()
@@ -167,7 +167,7 @@ def merge_parts(parts: Tensor) -> Tensor:
 
 
 def draw_alike(mesh: DeviceMesh, following: Tensor, *terms: object) -> Tensor:
-    """The tokens `(B,)` that rank 0 has drawn, whatever the generators of the others have given.
+    """The tokens `(B,)` that rank 0 has drawn, on every rank.
 
     Raises:
         ValueError: If the ranks draw by other terms: some would go on where others end.
@@ -186,7 +186,7 @@ def check_same(
     how: str = "",
     hint: str = "every rank makes the same calls",
 ) -> None:
-    """Refuse caches whose lengths, and those of what is new, `(ranks, ...)`, differ; `ranks` are their numbers.
+    """Raise if lengths of caches and of new tokens, `(ranks, ...)`, differ between ranks, whose numbers are `ranks`.
 
     Raises:
         ValueError: If they do. On other devices than a CPU an assertion fails there: to read them would wait for the device.

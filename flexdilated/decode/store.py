@@ -1,4 +1,4 @@
-"""The rows of keys and values that a cache holds: what a query sees of them, and which a new token overwrites."""
+"""The rows of keys and values in a cache: those that a query sees, and those that a new token overwrites."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Overwritten(NamedTuple):
 
 @contextmanager
 def kept_where_refused(stores: Sequence[Store], positions: Tensor) -> Iterator[None]:
-    """What tokens at `positions` `(B, T)` overwrite inside is put back if an error ends it."""
+    """Restore the rows that tokens at `positions` `(B, T)` overwrite if an error ends the block."""
     before = [store.overwritten(positions) for store in stores]
     try:
         yield
@@ -104,7 +104,7 @@ class Store:
 
     @property
     def rows_held(self) -> tuple[Tensor, ...]:
-        """All that is stored of the rows."""
+        """The stored tensors of the rows."""
         return self.k, self.v, self.is_marked
 
     def keeps(self, positions: Tensor) -> Tensor:
@@ -250,11 +250,11 @@ class Store:
             stored[at >= 0] = x
 
     def hold(self, end: Tensor) -> None:
-        """Say that what is stored is of the segments of the last of `end` `(B,)` tokens."""
+        """Record that the stored rows belong to the segments of the last of `end` `(B,)` tokens."""
         self.held.copy_(torch.where(end[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held))
 
     def put_back(self, overwritten: Overwritten) -> None:
-        """Store what `overwritten` gave."""
+        """Restore the rows that `overwritten` returned."""
         index = overwritten.at
         for stored, x in zip(self.rows_held, overwritten.rows):
             if index is None:

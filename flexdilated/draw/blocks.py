@@ -64,7 +64,7 @@ def block_panels(
     is_causal: bool,
     name: str | None = None,
 ) -> tuple[Panels, list[HeadTiles]]:
-    """The picture that `draw_blocks` makes a figure of, of at most so many cells per side, and the tiles that it shows."""
+    """The panels of `draw_blocks`, with at most `most` cells per side, and the tiles that they show."""
     group = math.ceil(math.ceil(num_tokens / block_size) / most)
     found = head_tiles(pattern, num_tokens, num_heads, block_size, group, is_causal=is_causal)
     panels = []

@@ -1,4 +1,4 @@
-"""The trade-off between what patterns cost and how long their undilated segment is, by the layers that they need."""
+"""The picture of `choose_pattern`: the cost of patterns against their longest undilated segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_choices"]
 
-COLORS = ("#08306b", "#2b8cbe", "#66c2a4", "#a6d854", "#bdbdbd")  # dark to light: few layers to many, told in grey too
+COLORS = ("#08306b", "#2b8cbe", "#66c2a4", "#a6d854", "#bdbdbd")  # dark to light: few layers to many, distinct in grey too
 MARKERS = ("o", "s", "^", "D", "v")
 YOURS = "#d95f02"
 
@@ -20,8 +20,8 @@ YOURS = "#d95f02"
 def draw_choices(choices: Choices) -> Figure:
     """A matplotlib figure of the patterns that meet the goals: their cost against their longest undilated segment.
 
-    Colour and marker tell the layers until every token has seen every other, a line the budget; the patterns that are shown have
-    their numbers, and yours are stars.
+    Colour and marker give the number of layers until every token has seen every other; a line is the budget. The patterns shown
+    have their numbers, and the caller's own are stars.
 
     Args:
         choices: What `choose_pattern` found.
@@ -66,7 +66,7 @@ def draw_choices(choices: Choices) -> Figure:
 
 
 def _by_layers(tried: tuple[Choice, ...]) -> list[tuple[int | None, list[Choice]]]:
-    """Fewest first; those that never cover the sequence last."""
+    """Patterns by their number of layers, fewest first; patterns that never cover the sequence last."""
     found: dict[int | None, list[Choice]] = {}
     for each in tried:
         found.setdefault(each.layers, []).append(each)

@@ -1,4 +1,4 @@
-"""How every picture is begun and written. matplotlib takes a second to import: only what draws imports it."""
+"""New figures, and files of pictures. matplotlib takes a second to import: only functions that draw import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INK = "#222222"
 
 
 def new(width: float, height: float, **options: Any) -> Figure:
-    """An empty figure of so many inches, with options of matplotlib's."""
+    """An empty figure of `width` by `height` inches; `options` are those of matplotlib's `Figure`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,7 +28,7 @@ def new(width: float, height: float, **options: Any) -> Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture, of the format that the ending of its name says.
+    """Write a picture in the format of the file name's ending.
 
     Raises:
         OSError: If it cannot be written. What was there stays.
@@ -58,10 +58,10 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 
 
 def plain(text: str) -> str:
-    """A text of the user's as it is: between dollar signs matplotlib would read a formula, or fail to."""
+    """A text with dollar signs escaped: matplotlib reads text between them as a formula."""
     return text.replace("$", r"\$")
 
 
 def wrapped(lines: Sequence[str], width: float) -> list[str]:
-    """The lines in parts of so many characters at most."""
+    """The lines, cut in parts of at most `width` characters."""
     return [part for line in lines for part in textwrap.wrap(line, max(12, int(width)))]

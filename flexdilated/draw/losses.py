@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_losses"]
 
-# Colour of the held-out curve, of the training curve, line and marker: told apart in grey too.
+# Colour of the held-out curve, of the training curve, line and marker: distinct in grey too.
 STYLES = (
     ("#004c7a", "#8fbfe0", "-", "o"),
     ("#d55e00", "#f2c29b", "--", "s"),

@@ -24,7 +24,7 @@ __all__ = ["draw_attention_map"]
 
 UNSEEN_SIZE = 0.6  # of a side
 SPREAD = 50  # largest weight over the median: beyond it a linear scale shows one cell alone
-DECADES = 1e4  # largest weight over the darkest of a logarithmic scale: one vanishing weight would make all others alike
+DECADES = 1e4  # largest weight over the darkest of a logarithmic scale: one vanishing weight would give all others one colour
 SMALL = 9.0  # points of a cell's side, below which the mark of the query is larger than the cell
 
 
@@ -43,9 +43,9 @@ def draw_attention_map(
 ) -> Figure:
     """Draw attention weights as coloured cells with one colour bar: tiles of a slide, patches of an image, or tokens of a text.
 
-    Dark to light is small to large in cividis, which colour-blind readers see alike; a weight of exactly 0 is small and light blue.
+    Dark to light is small to large in cividis, safe for colour-blind readers; a weight of exactly 0 is small and light blue.
     Tiles lie where `coords` says, the y axis down, as on a slide; patches lie row by row in a `grid`; without either, tokens follow
-    one another in lines like those of a text, and beyond 4,096 of them a cell is the sum of several neighbours, as a note says.
+    one another in lines as in a text; with more than 4,096 tokens a cell is the sum of several neighbours, and a note says so.
 
     Args:
         weights: `(N,)`, or `(P, N)` for P panels (say, heads) on one scale: one non-negative number per token. Of the weights of
@@ -54,7 +54,7 @@ def draw_attention_map(
         path: Where to write the picture too: .png, .pdf or .svg.
         grid: `(rows, columns)` of an image whose N patches are in row-major order.
         words: N texts, written in the cells of a strip; at most 480.
-        queries: Which token asked, outlined in red: a position in `[0, N)`, or one per panel.
+        queries: The query token, outlined in red: a position in `[0, N)`, or one per panel.
         title: Above all panels.
         titles: One text per panel.
         tile_size: Side of a tile in the unit of `coords`. Default: the median distance between neighbours in a row or column.
@@ -128,7 +128,7 @@ def draw_attention_map(
 
 
 def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int | None, *, points: float) -> None:
-    """The cells of one panel, each so many points wide."""
+    """Draw the cells of one panel, each `points` wide."""
     from matplotlib import colormaps
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
@@ -178,7 +178,7 @@ def _fill(axes: Axes, values: Tensor, places: Places, norm: Normalize, mark: int
 
 
 def _marks(queries: SupportsIndex | Sequence[SupportsIndex] | None, panels: Tensor) -> list[int] | None:
-    """The token that asked, panel by panel."""
+    """The position of the query of each panel."""
     if queries is None:
         return None
     count, num_tokens = panels.shape

@@ -1,4 +1,4 @@
-"""A picture of a pattern with one panel per head: what it consists of, its words, its figure."""
+"""A picture of a pattern with one panel per head: its data, its titles, its figure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Panels:
-    """The picture of a pattern, wherever it is drawn."""
+    """The picture of a pattern, as data for a figure or a terminal."""
 
     title: list[str]
     panels: list[Panel]
@@ -72,7 +72,7 @@ def head_panel(
 def pattern_title(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None, density: str
 ) -> list[str]:
-    """What is drawn, in lines."""
+    """The title of a picture, in lines."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     lengths, rates = (", ".join(map(str, values)) for values in (pattern.segment_lengths, pattern.dilation_rates))
@@ -95,7 +95,7 @@ def _head_branches(pattern: DilatedPattern, head: int, num_heads: int) -> list[i
 
 
 def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -> str:
-    """What heads keep that run the same branches."""
+    """The title of a panel of heads that run the same branches."""
     branches = _head_branches(pattern, heads[0], num_heads)
     offsets = {", ".join(str(pattern.offset(i, head, num_heads)) for i in branches) for head in heads}
     name = f"head{'' if len(heads) == 1 else 's'} {describe_heads(heads)}"
@@ -108,7 +108,7 @@ def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -
 
 
 def tick_step(segment_length: int, num_tokens: int, most: int) -> int:
-    """Tokens between ticks: at most about so many, on borders of the shortest segments where there are several."""
+    """Tokens between ticks: about `most` ticks at most, at boundaries of the shortest segments where there are several."""
     if 2 * segment_length > num_tokens:
         return max(1, num_tokens // (most - 1))
     return segment_length * -(-num_tokens // (most * segment_length))
@@ -124,7 +124,7 @@ def describe_heads(heads: Sequence[int]) -> str:
 
 
 def figure_of(picture: Panels) -> Figure:
-    """The picture with sharp cells: every token has the same whole number of pixels, and no text meets another."""
+    """A figure with sharp cells: every token has the same whole number of pixels, and no texts overlap."""
     from matplotlib.patches import Patch
 
     panels, cells = picture.panels, len(picture.panels[0].cells)
@@ -189,7 +189,7 @@ def figure_of(picture: Panels) -> Figure:
 
 
 def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> None:
-    """Cells, the outlines of segments, and ticks in tokens."""
+    """Draw the cells of a panel, the outlines of segments, and ticks in tokens."""
     from matplotlib.collections import LineCollection
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import FuncFormatter, MultipleLocator

@@ -77,7 +77,7 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
 def multiplicity_panels(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None = None
 ) -> Panels:
-    """The picture that `draw` makes a figure of."""
+    """The panels of `draw`."""
     counts = multiplicity(pattern, num_tokens, num_heads, is_causal=is_causal)
     future = np.triu(np.ones((num_tokens, num_tokens), dtype=bool), k=1) & is_causal
     colors = [FUTURE, *_colors(counts)]

@@ -1,4 +1,4 @@
-"""Where the cells of an attention map lie: tiles on a slide, patches in a grid, tokens along a text."""
+"""The positions of the cells of an attention map: tiles on a slide, patches in a grid, tokens along a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WORDS = 480
 
 @dataclass(frozen=True)
 class Places:
-    """Where the cells are."""
+    """The positions of the cells."""
 
     corners: Tensor  # (cells, 2), the upper left ones
     size: tuple[float, float]
@@ -45,7 +45,7 @@ class Places:
 def places_of(
     panels: Tensor, coords: Tensor | None, grid: tuple[int, int] | None, words: Sequence[str] | None, tile_size: float | None
 ) -> Places:
-    """Where the N tokens of the panels `(P, N)` lie, by the one of `coords`, `grid` and `words` that is given, or none."""
+    """The positions of the N tokens of the panels `(P, N)`, by `coords`, `grid` or `words`, or in lines without any of them."""
     num_tokens = panels.shape[1]
     given = [name for name, value in (("coords", coords), ("grid", grid), ("words", words)) if value is not None]
     if len(given) > 1:
@@ -98,7 +98,7 @@ def _check_coords(coords: Tensor, panels: Tensor) -> Tensor:
 
 
 def check_numbers(name: str, x: Tensor) -> None:
-    """Refuse what is no tensor of real numbers."""
+    """Raise unless `x` is a tensor of real numbers."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.is_complex() or x.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""The picture of numbers over a slide of any size: every tile some pixels, holes left open, a thumbnail underneath."""
+"""The picture of weights over a slide of any size: an image of tiles, transparent where there is none, over a thumbnail."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _picture(path: Path) -> NDArray[Any]:
 
 
 def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], first: Tensor, last: Tensor) -> None:
-    """Refuse a thumbnail that would lie beside the tiles: sizes of another level, a part of the slide, another slide."""
+    """Raise if the thumbnail does not fit the tiles: sizes of another level, a part of the slide, another slide."""
     width, height = slide_size
     if min(first.tolist()) < 0 or last[0] >= width or last[1] >= height:
         reach = f"from {first.tolist()} to {last.tolist()}"

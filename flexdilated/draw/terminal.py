@@ -16,7 +16,7 @@ __all__ = ["print_panels"]
 
 
 def print_panels(console: Console, picture: Panels) -> None:
-    """Print a picture, as many panels beside each other as there is room for."""
+    """Print a picture, with as many panels side by side as fit."""
     has_colors = console.is_terminal and console.color_system is not None and not console.no_color
     panels = picture.panels
     panel_width = max(len(panels[0].cells), picture.title_width)

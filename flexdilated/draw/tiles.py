@@ -1,4 +1,4 @@
-"""The tiles of a pattern's FlexAttention block mask: which it visits, per head, and how much of its work is in vain."""
+"""The tiles of a pattern's FlexAttention block mask: those visited per head, and the share of useful pairs in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
 
 
 class Cell(IntEnum):
-    """What a cell of the picture says of its tiles. A cell of a single tile is none of the two in between."""
+    """State of the tiles of a cell of the picture. A cell of a single tile is never `UNDER_HALF` or `OVER_HALF`."""
 
     FUTURE = 0
     NONE = 1
@@ -62,7 +62,7 @@ class Tally(NamedTuple):
 
 
 class HeadTiles(NamedTuple):
-    """What heads that are alike visit."""
+    """The tiles of heads that visit the same number of tiles and look the same."""
 
     heads: tuple[int, ...]
     each: Tally  # of every single one of them
@@ -72,7 +72,7 @@ class HeadTiles(NamedTuple):
 def head_tiles(
     pattern: DilatedPattern, num_tokens: int, num_heads: int, block_size: int, group: int, *, is_causal: bool = False
 ) -> list[HeadTiles]:
-    """What FlexAttention visits in tiles of `block_size x block_size` pairs, once for heads whose picture and numbers are the same.
+    """The tiles of `block_size x block_size` pairs that FlexAttention visits, once for heads with equal pictures and numbers.
 
     The raw mask is that of `create_dilated_block_mask`. Packed, the kept rows of all segments of a branch follow one another, and
     two of them are joined if they come from one segment: a block-diagonal mask per branch. Zero keys of `zero_padding` are not
@@ -87,7 +87,7 @@ def head_tiles(
         is_causal: Whether a query sees only keys at its own position and before.
     """
     known: dict[tuple[HeadBranch, ...], tuple[Tally, NDArray[np.int64]]] = {}
-    alike: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
+    groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
         branches = tuple(
             HeadBranch(length, rate, pattern.offset(i, head, num_heads))
@@ -99,8 +99,8 @@ def head_tiles(
             known[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
         tally, cells = known[branches]
         look = (*((length, rate) for length, rate, _ in branches), tally, cells.tobytes())
-        alike.setdefault(look, ([], tally, cells))[0].append(head)
-    return [HeadTiles(tuple(heads), tally, cells) for heads, tally, cells in alike.values()]
+        groups.setdefault(look, ([], tally, cells))[0].append(head)
+    return [HeadTiles(tuple(heads), tally, cells) for heads, tally, cells in groups.values()]
 
 
 def _look(
@@ -111,7 +111,7 @@ def _look(
     group: int,
     is_causal: bool,
 ) -> tuple[Tally, NDArray[np.int64]]:
-    """Numbers and cells of one head. Branches that are the same are one to the raw mask, and packed each on its own."""
+    """Numbers and cells of one head. Equal branches count once in the raw mask, and once each in the packed masks."""
     raw = _lists(distinct, num_tokens, block_size, is_causal)
     packed = [_packed(rows, total, block_size, is_causal) for rows, total in _packed_rows(branches, num_tokens)]
     tally = Tally(
@@ -130,7 +130,7 @@ def _lists(branches: tuple[HeadBranch, ...], num_rows: int, block_size: int, is_
 
 
 def _packed_rows(branches: Sequence[HeadBranch], num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Of each branch that keeps anything: the kept rows of one segment, and of all, of which the last may be shorter."""
+    """For each branch that keeps a row: the kept rows of one segment, and of all segments, of which the last may be shorter."""
     for length, rate, offset in branches:
         segment = min(length, num_tokens)
         whole, rest = divmod(num_tokens, segment)
@@ -161,7 +161,7 @@ def _cells(lists: BlockLists, group: int, is_causal: bool) -> NDArray[np.int64]:
 
 
 def _gather(counts: Tensor, indices: Tensor, group: int) -> NDArray[np.int64]:
-    """How many listed tiles each cell has. One row of cells at a time: the lists of a dense mask are long."""
+    """The number of listed tiles in each cell. One row of cells at a time: the lists of a dense mask are long."""
     cells = -(-len(counts) // group)
     place = torch.arange(indices.shape[1])
     rows = []

@@ -1,4 +1,4 @@
-"""What pictures of attention weights share: what they take, the colours with a meaning, and the legend of those."""
+"""Checks, colours and legend that the pictures of attention weights share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_weights(weights: Tensor, titles: Sequence[str] | None) -> Tensor:
 
 
 def check_path(path: str | Path | None) -> Path | None:
-    """Where a picture is to be written."""
+    """The path of a picture, after a check of its ending."""
     path = None if path is None else Path(path)
     if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
         raise ValueError(f"path must end in one of {PICTURE_FORMATS}, got {str(path)!r}")
@@ -45,7 +45,7 @@ def check_path(path: str | Path | None) -> Path | None:
 
 
 def add_legend(figure: Figure, *, unseen: bool, query: bool, note: str | None = None) -> None:
-    """Say what a light blue cell and a red outline are, where there are such, and a note."""
+    """Add a legend of light blue cells and of the red outline, where there are any, and a note."""
     from matplotlib.lines import Line2D
 
     styles: list[tuple[str, dict[str, Any]]] = []

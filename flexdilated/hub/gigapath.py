@@ -150,7 +150,8 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {error}") from error
+        misfits = " ".join(str(error).split())
+        raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
 
 
 def _pattern_of(values: Any) -> DilatedPattern:

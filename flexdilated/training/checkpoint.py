@@ -22,7 +22,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of each paramete
 
 
 def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write the folder `checkpoint-<step>`; earlier ones are removed when it is whole.
+    """Write the folder `checkpoint-<step>`, then remove earlier ones.
 
     Raises:
         UserError: If it cannot be written.
@@ -30,7 +30,7 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
     target = folder / f"checkpoint-{step}"
     part = folder / f".{target.name}.part"
     try:
-        for left in folder.glob(".checkpoint-*"):  # by a process that was killed
+        for left in folder.glob(".checkpoint-*"):  # left by a killed process
             _remove(left)
         part.mkdir()
         save_file(tensors, part / TENSORS_FILE)

@@ -1,4 +1,4 @@
-"""The processes of one run: torchrun starts and ends them, the process group's timeout ends a wait for a lost one."""
+"""The processes of one run: torchrun starts and ends them, and the process group has a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOPPING = "\nstopping after this step (the first compiles for minutes) and a ch
 
 
 def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
-    """This process among those that torchrun started, and their number; `context_parallel` of 0 takes any."""
+    """The rank of this process and the number of ranks that torchrun started; `context_parallel=0` accepts any number."""
     torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
     started = os.environ["WORLD_SIZE"] if torchrun else None
     takes_any = context_parallel == 0
@@ -92,7 +92,7 @@ def mean(mesh: DeviceMesh | None, value: float) -> float:
 
 
 def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
-    """Return when every rank has called this with equal values, in the same version of this library.
+    """Wait until every rank has called this with equal values and the same version of this library.
 
     Raises:
         UserError: If they differ: names the field and which rank holds which value, the same error on every rank.
@@ -109,7 +109,7 @@ def ensure_equal(mesh: DeviceMesh | None, held: Mapping[str, object]) -> None:
 
 @contextmanager
 def stop_requested(mesh: DeviceMesh | None) -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come: the training loop asks after each step. In one process a second one stops immediately.
+    """A function that returns whether SIGINT or SIGTERM has arrived. In one process a second signal stops immediately.
 
     Over ranks torchrun kills a process that does not end within 30 seconds, and a terminal's signal comes twice.
     """

@@ -1,4 +1,4 @@
-"""What determines a training run, and what a user can put right about it."""
+"""Options of a training run, and the error that a user can fix."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """Something that the user can put right; its text is one line."""
+    """An error that the user can fix; its text is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What determines a training run: a checkpoint resumes only under the same options and text."""
+    """Options of a training run. A checkpoint resumes only under the same options and text."""
 
     sequence_length: int  # bytes
     batch_size: int  # sequences per step

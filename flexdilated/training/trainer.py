@@ -1,4 +1,4 @@
-"""The loop: a model, its optimizer and schedule, and where the run stands, in one process or many."""
+"""The training loop, in one process or many."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # one process needs no torch.distributed
 
 
 class Trainer:
-    """A model, its optimizer and where the run stands.
+    """A training run: a model, its optimizer, its step and its history.
 
     With a mesh of P ranks each takes its own part of the bytes of every sequence, equal parts but for one byte, and the parameters
     are the same on all: losses and updates are those of one process, to rounding. Rank 0 alone writes; a checkpoint of P ranks
@@ -98,7 +98,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []
 
     def _shard(self, tokens: Tensor) -> Tensor:
-        """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, and behind them the target of the last."""
+        """This rank's part of `(B, sequence_length + 1)` bytes: its inputs, then the target of the last."""
         start = sum(self._lengths[: self.rank])
         return tokens[:, start : start + self._lengths[self.rank] + 1].to(self.device)
 

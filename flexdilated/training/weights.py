@@ -18,14 +18,14 @@ CHOSEN = {"num_layers": "--layers", "embed_dim": "--embed-dim", "num_heads": "--
 
 
 class Weights(NamedTuple):
-    """What `LongNetLM.save_pretrained` wrote."""
+    """A model that `LongNetLM.save_pretrained` wrote."""
 
     config: LongNetConfig
     tensors: dict[str, Tensor]
     digest: str  # of the file of weights
 
     def give(self, model: nn.Module, config: LongNetConfig) -> None:
-        """Let a model begin with them. Its pattern, and with it its longest sequence, may be another: no weight depends on it.
+        """Load these weights into a model. Its pattern, and with it its longest sequence, may be another: no weight depends on it.
 
         Raises:
             UserError: If its sizes, or what its weights mean, are others.
@@ -69,7 +69,7 @@ def what_is(folder: Path) -> str:
 
 
 def _shape(config: LongNetConfig) -> dict[str, Any]:
-    """What weights fit, defaults filled in."""
+    """Sizes that determine which weights fit, with defaults filled in."""
     return {
         **{name: getattr(config, name) for name in (*CHOSEN, "vocab_size", "position", "tie_embeddings")},
         "num_kv_heads": config.num_kv_heads or config.num_heads,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import DilatedPattern
-from flexdilated.analysis import analyse, balance, count_flops, count_multiplicities, count_pairs
+from flexdilated.analysis import analyse, count_multiplicities, count_pairs
 from tests.analysis.definition import joined_by, questions
 
 
@@ -28,7 +28,7 @@ def test_pairs_duplicates_and_balance_equal_a_look_at_every_pair(
     expected = [Counter(head[head > 0].tolist()) for head in times]
     assert list(count_multiplicities(pattern, num_tokens, num_heads, is_causal=is_causal)) == expected
     heads = [int(head.sum()) for head in times]
-    even = balance(pattern, num_tokens, num_heads, is_causal=is_causal)
+    even = analyse(pattern, num_tokens, num_heads, is_causal=is_causal).balance
     assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_heads)
 
 
@@ -58,9 +58,6 @@ def test_pairs_of_packed_documents_are_those_of_each(
     )
     options = {"is_causal": is_causal, "document_lengths": documents}
     assert count_pairs(pattern, sum(documents), num_heads, **options) == expected  # type: ignore[arg-type]
-    heads = [sum(column) for column in zip(*expected)]
-    even = balance(pattern, sum(documents), num_heads, **options)  # type: ignore[arg-type]
-    assert (even.least, even.most, even.mean) == (min(heads), max(heads), sum(heads) / num_heads)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +71,8 @@ def test_pairs_of_packed_documents_are_those_of_each(
     ],
 )
 def test_refuses_documents_that_are_not_the_sequence(documents: object, error: type[Exception], message: str) -> None:
-    for count in (count_pairs, balance):
-        with pytest.raises(error, match=f"^{message}"):
-            count(DilatedPattern((4,), (1,)), 11, 2, document_lengths=documents)  # type: ignore[operator]
+    with pytest.raises(error, match=f"^{message}"):
+        count_pairs(DilatedPattern((4,), (1,)), 11, 2, document_lengths=documents)  # type: ignore[arg-type]
 
 
 def test_counts_are_exact_beyond_64_bits() -> None:
@@ -87,15 +83,11 @@ def test_counts_are_exact_beyond_64_bits() -> None:
 
 
 def test_flops_are_four_per_pair_and_element_forward_and_ten_backward() -> None:
-    pattern = DilatedPattern((5, 11), (1, 3))
-    pairs = count_pairs(pattern, 23, 3)
-    assert count_flops(pattern, 23, 3, head_dim=7) == tuple(tuple(28 * n for n in row) for row in pairs)
-    assert count_flops(pattern, 23, 3, head_dim=7, with_backward=True) == tuple(tuple(98 * n for n in row) for row in pairs)
-    found = analyse(pattern, 23, 3)
-    assert found.flops(7) == 28 * pattern.count_pairs(23, 3)
-    assert found.total_pairs == pattern.count_pairs(23, 3)
+    found = analyse(DilatedPattern((5, 11), (1, 3)), 23, 3)
+    assert found.total_pairs == found.pattern.count_pairs(23, 3)
+    assert (found.flops(7), found.flops(7, with_backward=True)) == (28 * found.total_pairs, 98 * found.total_pairs)
     with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
-        count_flops(pattern, 23, 3, head_dim=0)
+        found.flops(0)
 
 
 def test_what_cannot_be_counted_is_refused_and_told() -> None:
