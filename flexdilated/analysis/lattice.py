@@ -35,11 +35,6 @@ class Together(NamedTuple):
     rate: int
     offsets: tuple[int, ...]  # that some head keeps
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every row is kept by some head."""
-        return len(self.offsets) == self.rate
-
 
 def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
     """`num_tokens` and `num_heads` as Python's integers, after a check of all arguments.

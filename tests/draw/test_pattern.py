@@ -128,7 +128,5 @@ def test_pictures_refuse_other_types_and_take_segments_beyond_the_sequence() -> 
             draw_it(THREE, 7, 2, is_causal="x")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"^name must be a str, got 5"):
             draw_it(THREE, 7, 2, name=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^block_size must be at most 2147483648, got"):
-        draw_blocks(THREE, 7, 2, block_size=2**70)
     beyond = multiplicity(DilatedPattern((2**40, 2**40), (1, 2**39)), 7, 3)
     np.testing.assert_array_equal(beyond, multiplicity(DilatedPattern((7, 7), (1, 7)), 7, 3))
