@@ -69,8 +69,9 @@ def create_multihead_dilated_attention(
     rates = RATES if dilation_rates is None else dilation_rates
     rest = (dropout, bias, layer_norm, layer_norm_eps, gamma_init)
     if _is_ring(attention_type, ring_size):
-        sizes = (embed_dim, num_heads, lengths, rates)
-        return RingMultiheadDilatedAttention(*sizes, *rest, ring_size=ring_size, device=device, dtype=dtype)
+        return RingMultiheadDilatedAttention(
+            embed_dim, num_heads, lengths, rates, *rest, ring_size=ring_size, device=device, dtype=dtype
+        )
     return ImprovedMultiheadDilatedAttention(embed_dim, num_heads, rates, lengths, *rest, device, dtype)
 
 

@@ -60,7 +60,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """The weights of a model and, after the first step, the state of its optimizer, by name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {MODEL + name: value for name, value in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
         tensors |= {f"{OPTIMIZER}{names[parameter]}/{key}": values[key] for key in MOMENTS}

@@ -447,18 +447,12 @@ def test_save_pretrained_that_fails_leaves_the_old_files_as_they_were(
     break_saving(monkeypatch, where)
     with pytest.raises(OSError, match="no space left"):
         model(num_layers=1).save_pretrained(tmp_path)
-    after = contents(tmp_path)
-    assert {name: after[name] for name in before} == before
+    assert contents(tmp_path) == before
     tokens = draw_tokens()
     assert torch.equal(LongNetLM.from_pretrained(tmp_path)(tokens), lm(tokens))
-
-
-@pytest.mark.parametrize("where", ["weights", "config"])
-def test_save_pretrained_that_fails_leaves_nothing_behind(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_saving(monkeypatch, where)
     with pytest.raises(OSError, match="no space left"):
-        model().save_pretrained(tmp_path)
-    assert not contents(tmp_path)
+        lm.save_pretrained(tmp_path / "empty")
+    assert not contents(tmp_path / "empty")
 
 
 def break_saving(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
@@ -567,43 +561,35 @@ def test_config_from_dict_accepts_defaults_and_rejects_missing_or_unknown_keys()
         LongNetConfig.from_dict(values | {"rope": True})
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim"])
-@pytest.mark.parametrize("value", [0, -1, 24.0, True, "24"], ids=repr)
-def test_config_rejects_sizes_that_are_no_positive_integers(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be an integer of at least 1, got {value!r}$"):
-        config(**{name: value})
+SIZES = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
+PROBABILITIES = ("dropout_p", "attention_dropout_p")
+REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
+    *(({name: x}, ValueError, f"{name} must be an integer of at least 1, got {x!r}") for name in SIZES for x in (0, 24.0, True)),
+    *(({name: x}, TypeError, f"{name} must be a number, got {x!r}") for name in PROBABILITIES for x in ("0.1", False, None)),
+    *(({name: x}, ValueError, f"{name} must be in [0, 1), got {x}") for name in PROBABILITIES for x in (1.0, -0.1, math.nan)),
+    *(({"num_kv_heads": heads}, ValueError, f"num_kv_heads must divide num_heads=4, got {heads}") for heads in (3, 8)),
+    *(({"position": x}, ValueError, f"position must be 'xpos' or 'rotary', got {x!r}") for x in ("absolute", None)),
+    *(({"scale_base": x}, ValueError, f"scale_base must be above 0, got {x}") for x in (0.0, -1.0, math.nan)),
+    ({"scale_base": "x"}, TypeError, "scale_base must be a number, got 'x'"),
+    ({"embed_dim": 12}, ValueError, "embed_dim must be a multiple of 2 * num_heads=8, got 12"),
+    ({"embed_dim": 21, "num_heads": 3}, ValueError, "embed_dim must be a multiple of 2 * num_heads=6, got 21"),
+    ({"pattern": NESTED.to_dict()}, TypeError, "pattern must be a DilatedPattern, got dict"),
+]
 
 
-def test_config_accepts_sizes_of_one() -> None:
+@pytest.mark.parametrize(("options", "error", "message"), REJECTED, ids=str)
+def test_config_rejects_values_out_of_range(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        config(**options)
+
+
+def test_config_accepts_values_at_the_boundaries() -> None:
+    for options in ({"dropout_p": 0.99}, {"attention_dropout_p": 0.0}, *({"num_kv_heads": heads} for heads in (1, 2, 4, None))):
+        config(**options)
     lm = LongNetLM(config(vocab_size=1, embed_dim=2, num_layers=1, num_heads=1, num_kv_heads=1, ffn_dim=1))
     assert lm(torch.zeros(1, 1, dtype=torch.long)).shape == (1, 1, 1)
-
-
-@pytest.mark.parametrize(("embed_dim", "num_heads"), [(24, 5), (12, 4), (21, 3)])
-def test_config_rejects_widths_without_an_even_head_dim(embed_dim: int, num_heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"^embed_dim must be a multiple of 2 \* num_heads={2 * num_heads}, got {embed_dim}$"):
-        config(embed_dim=embed_dim, num_heads=num_heads)
-    config(embed_dim=2 * num_heads, num_heads=num_heads)
-
-
-@pytest.mark.parametrize("kv_heads", [3, 5, 8])
-def test_config_rejects_kv_heads_that_do_not_divide(kv_heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"^num_kv_heads must divide num_heads=4, got {kv_heads}$"):
-        config(num_kv_heads=kv_heads)
-    for accepted in (1, 2, 4, None):
-        config(num_kv_heads=accepted)
-
-
-@pytest.mark.parametrize("position", ["absolute", "", None])
-def test_config_rejects_unknown_position(position: object) -> None:
-    with pytest.raises(ValueError, match=rf"^position must be 'xpos' or 'rotary', got {position!r}$"):
-        config(position=position)
-
-
-@pytest.mark.parametrize(("value", "error"), [(0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("x", TypeError)])
-def test_a_scale_base_that_is_not_positive_is_refused(value: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"^scale_base must be (above 0|a number), got "):
-        config(scale_base=value)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().num_layers = 3
 
 
 def test_segments_of_any_length_have_a_scale_base() -> None:
@@ -618,32 +604,6 @@ def test_segments_of_any_length_have_a_scale_base() -> None:
         model = LongNetLM(config(**long, scale_base=1027.0))
         assert model(tokens).isfinite().all()
     assert LongNetConfig.from_dict(model.config.to_dict()) == model.config
-
-
-@pytest.mark.parametrize("name", ["dropout_p", "attention_dropout_p"])
-@pytest.mark.parametrize("value", ["0.1", False, None])
-def test_dropout_that_is_no_number_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} must be a number, got {value!r}$"):
-        config(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["dropout_p", "attention_dropout_p"])
-@pytest.mark.parametrize("value", [1.0, -0.1, math.nan])
-def test_config_rejects_probabilities_out_of_range(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be in \[0, 1\), got {value}$"):
-        config(**{name: value})
-    for accepted in (0.0, 0.99):
-        config(**{name: accepted})
-
-
-def test_config_rejects_what_is_no_pattern() -> None:
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got dict$"):
-        config(pattern=NESTED.to_dict())
-
-
-def test_config_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config().num_layers = 3
 
 
 # -- refusals of a call -----------------------------------------------------------------------------------------------------------
