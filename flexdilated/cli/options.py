@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.core.checks import why_not_connected
 from flexdilated.core.pattern import MAX_LENGTH as MAX_LENGTH
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
@@ -23,6 +24,8 @@ from flexdilated.draw.figure import write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_HEADS = 1024
+EXAMPLE = DilatedPattern((2048, 4096, 8192), (1, 2, 4))  # without options that name a pattern
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -61,6 +64,36 @@ OffsetsOption = Annotated[
     ),
 ]
 CausalOption = Annotated[bool, typer.Option("--causal/--no-causal", help="Whether a query sees no key after itself.")]
+SegmentLengthsOption = Annotated[str | None, typer.Option(help="Tokens per segment of each branch, comma separated.")]
+DilationRatesOption = Annotated[
+    str | None, typer.Option(help="Every r-th token of a segment is kept: one rate per segment length, comma separated.")
+]
+PresetOption = Annotated[
+    Preset | None, typer.Option(metavar="NAME", help="A published pattern instead of lengths and rates: longnet, gigapath.")
+]
+HeadsOption = Annotated[int, typer.Option(min=1, max=MOST_HEADS, help="Query heads H.")]
+KvHeadsOption = Annotated[
+    int | None, typer.Option(min=1, max=MOST_HEADS, help="Key/value heads; they divide --heads.", show_default="as many as --heads")
+]
+PictureOption = Annotated[Path | None, typer.Option("--output", "-o", help="Draw a picture in this .png file.")]
+
+
+def connection(pattern: DilatedPattern, tokens: int, kv_heads: int) -> str:
+    """Whether causal information crosses all boundaries, in one line."""
+    why = why_not_connected(pattern, tokens, kv_heads)
+    return "connected: causal information crosses all boundaries" if why is None else why
+
+
+def kv_heads_named(heads: int, kv_heads: int | None) -> int:
+    """Key/value heads: as many as query heads by default."""
+    if kv_heads is not None and heads % kv_heads:
+        refuse(f"--kv-heads must divide --heads={heads}, got {kv_heads}")
+    return heads if kv_heads is None else kv_heads
+
+
+def heads_in_words(heads: int, kv_heads: int) -> str:
+    words = f"{heads} head{'s' * (heads != 1)}"
+    return words if heads == kv_heads else f"{words}, {kv_heads} key/value head{'s' * (kv_heads != 1)}"
 
 
 def pattern_named(
@@ -68,32 +101,39 @@ def pattern_named(
     dilation_rates: str | None,
     preset: Preset | None,
     *,
-    default_lengths: str,
-    divisor: int = 1,
+    default: DilatedPattern | None = None,
     heads_rule: HeadsRule,
     offsets: OffsetsRule,
     heads: int,
-    counted: str = "--heads",
 ) -> DilatedPattern:
-    """The pattern that the options name, for so many heads by the option `counted`; lengths are divided by `divisor`."""
+    """The pattern that the options name, or the default without any, for so many key/value heads."""
     try:
-        if preset is None:
-            lengths = integers("--segment-lengths", default_lengths if segment_lengths is None else segment_lengths)
-            rates = integers("--dilation-rates", "1,2,4" if dilation_rates is None else dilation_rates)
-            pattern = DilatedPattern(lengths, rates)
+        if preset is None and segment_lengths is None and dilation_rates is None and default is not None:
+            pattern = default
+        elif preset is None:
+            if segment_lengths is None or dilation_rates is None:
+                missing = "--segment-lengths" if segment_lengths is None else "--dilation-rates"
+                refuse(f"{missing} must be given with the other of --segment-lengths and --dilation-rates, got none")
+            pattern = DilatedPattern(integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates))
         else:
             for option, text in (("--segment-lengths", segment_lengths), ("--dilation-rates", dilation_rates)):
                 if text is not None:
                     refuse(f"{option} must not be given with --preset={preset.value}, got {text}")
             pattern = preset.published()
-        if divisor != 1:
-            pattern = DilatedPattern(tuple(length // divisor for length in pattern.segment_lengths), pattern.dilation_rates)
         pattern = replace(pattern, heads=heads_rule.value, offsets=offsets.value)
+        pattern.check_heads(heads)
     except (TypeError, ValueError, NotImplementedError) as error:
         refuse(error)
-    if heads_rule is HeadsRule.GROUPED and heads < len(pattern.branches):
-        refuse(f"{counted} must be at least the branches={len(pattern.branches)} with --heads-rule=grouped, got {heads}")
     return pattern
+
+
+def python_of(pattern: DilatedPattern) -> str:
+    """A pattern as a line of Python: its lengths and rates, and what differs from the defaults."""
+    usual = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates)
+    names = ("heads", "offsets", "zero_padding", "detach_weights")
+    values = {name: getattr(pattern, name) for name in names if getattr(pattern, name) != getattr(usual, name)}
+    more = "".join(f", {name}={value!r}" for name, value in values.items())
+    return f"DilatedPattern({pattern.segment_lengths}, {pattern.dilation_rates}{more})"
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:
@@ -120,12 +160,6 @@ def documents_named(text: str | None, tokens: int) -> tuple[int, ...]:
     if least < 0 or total != tokens:
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {total}, the least {least}")
     return documents
-
-
-def check_range(option: str, value: int, most: int) -> None:
-    """Refuse a number that is not in [1, most]."""
-    if not 1 <= value <= most:
-        refuse(f"{option} must be in [1, {most}], got {value}")
 
 
 CudaDeviceOption = Annotated[str, typer.Option(help="Torch device, or 'auto': CUDA where there is one, else CPU.")]

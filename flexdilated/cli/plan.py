@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,9 +33,6 @@ LABELS = {
 
 MAX_RANKS = 4096
 MAX_RANK_PAIRS = 2**25  # that share a segment, over branches: half a minute and some gigabytes
-MAX_HEADS = 1024
-MAX_HEAD_DIM = 4096
-MAX_BATCH = 2**16
 LIMIT = 2**62  # counts are 64-bit integers
 
 SPEEDS = cost_model.Speeds()
@@ -59,45 +55,34 @@ Ulysses: two all-to-alls turn shards of the sequence into shards of heads and ba
 
 
 def plan(
-    tokens: Annotated[int, typer.Option(help=f"Sequence length N in tokens, 1 to {options.MAX_LENGTH}.")],
+    tokens: Annotated[int, typer.Option(min=1, max=options.MAX_LENGTH, help="Sequence length N in tokens.")],
     ranks: Annotated[
         int,
         typer.Option(
             "--context-parallel",
-            help=f"Ranks P that share the sequence, 1 to {MAX_RANKS}: contiguous shards, as equal as can be.",
+            min=1,
+            max=MAX_RANKS,
+            help="Ranks P that share the sequence: contiguous shards, as equal as can be.",
         ),
     ],
-    preset: Annotated[
-        options.Preset | None,
-        typer.Option(
-            metavar="NAME", help="A published pattern, longnet or gigapath, at its published lengths, instead of lengths and rates."
-        ),
-    ] = None,
-    segment_lengths: Annotated[
-        str | None,
-        typer.Option(help="Tokens per segment of each branch, comma separated. Default, without --preset: 2048,4096,8192."),
-    ] = None,
-    dilation_rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Every r-th token of a segment is kept: one rate per segment length, comma separated. "
-            "Default, without --preset: 1,2,4."
-        ),
-    ] = None,
+    preset: options.PresetOption = None,
+    segment_lengths: options.SegmentLengthsOption = None,
+    dilation_rates: options.DilationRatesOption = None,
     heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,
     offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
-    heads: Annotated[int, typer.Option(help=f"Query heads H, 1 to {MAX_HEADS}.")] = 12,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; they divide --heads. Default: as many as --heads.")] = None,
-    head_dim: Annotated[int, typer.Option(help=f"Elements per head, 1 to {MAX_HEAD_DIM}.")] = 64,
+    heads: options.HeadsOption = 12,
+    kv_heads: options.KvHeadsOption = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=4096, help="Elements per head.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
-    batch: Annotated[int, typer.Option("--batch-size", help=f"Sequences, 1 to {MAX_BATCH}.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", min=1, max=2**16, help="Sequences.")] = 1,
     causal: options.CausalOption = False,
     document_lengths: options.DocumentLengthsOption = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
+            min=0,
             help="Bytes that the messages of an exchange may take on a rank, for the choice of auto. "
-            "Default: that of exchange='auto', twice q, k, v and out of the largest shard, at least 128 MiB."
+            "Default: that of exchange='auto', twice q, k, v and out of the largest shard, at least 128 MiB.",
         ),
     ] = None,
     link_speed: Annotated[
@@ -115,20 +100,18 @@ def plan(
         ),
     ] = SPEEDS.compute / 1e12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Also draw the bytes received per rank against the number of ranks, 1 to P, in this .png file.",
-        ),
-    ] = None,
+    output: options.PictureOption = None,
 ) -> None:
     """What a sequence sharded over P ranks costs per rank and layer: bytes received, memory, work. For our exchanges and others.
 
+    Without --preset, lengths and rates the pattern is 2048,4096,8192 at 1,2,4.
+
+    The picture shows the bytes received per rank against the number of ranks, 1 to P.
+
     JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
     memory_budget; speeds (link, compute: what a rank receives and computes per second, in bytes and operations); is_local (no rank
-    needs anything of another); auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
+    needs anything of another); uncrossed_boundary (the first position that causal information does not cross, else null);
+    auto (the exchange that exchange='auto' takes); strategies, a list of: name, is_ours, is_auto,
     why_not (null if it can be; else all that follows is null), is_exact (false if listing all rows takes long: bytes, rows, memory
     and seconds are at most so many), bytes_forward, bytes_backward and bytes_both (busiest rank, mean),
     message_bytes (of the rank that holds most), rows_per_head, memory_bytes of the busiest rank (tensors, gradients, buffers,
@@ -136,21 +119,8 @@ def plan(
     receiving, computing; auto chooses by the total).
     """
     options.check_picture(output)
-    for option, value, most in (
-        ("--tokens", tokens, options.MAX_LENGTH),
-        ("--context-parallel", ranks, MAX_RANKS),
-        ("--heads", heads, MAX_HEADS),
-        ("--head-dim", head_dim, MAX_HEAD_DIM),
-        ("--batch-size", batch, MAX_BATCH),
-    ):
-        options.check_range(option, value, most)
-    counted = "--heads" if kv_heads is None else "--kv-heads"  # by which the pattern groups
-    kv_heads = heads if kv_heads is None else kv_heads
-    if not 1 <= kv_heads <= heads or heads % kv_heads:
-        refuse(f"--kv-heads must divide --heads={heads}, got {kv_heads}")
+    kv_heads = options.kv_heads_named(heads, kv_heads)
     options.dtype_named(dtype)
-    if memory_budget is not None and memory_budget < 0:
-        refuse(f"--memory-budget must be at least 0 bytes, got {memory_budget}")
     for option, speed in (("--link-speed", link_speed), ("--compute-speed", compute_speed)):
         if not 0.0 < speed < math.inf:
             refuse(f"{option} must be a number above 0, got {speed}")
@@ -159,11 +129,10 @@ def plan(
         segment_lengths,
         dilation_rates,
         preset,
-        default_lengths="2048,4096,8192",
+        default=options.EXAMPLE,
         heads_rule=heads_rule,
         offsets=offsets,
         heads=kv_heads,
-        counted=counted,
     )
     documents = options.documents_named(document_lengths, tokens)
     if len(documents) > 1 and batch > 1:
@@ -237,9 +206,14 @@ def _report(
         "memory_budget": budget,
         "speeds": speeds._asdict(),
         "is_local": whole.is_local,
+        "uncrossed_boundary": _boundary(layer),
         "auto": auto,
         "strategies": [_row(layer, whole, each, budget, auto, speeds) for each in found],
     }
+
+
+def _boundary(layer: Layer) -> int | None:
+    return layer.pattern.first_uncrossed_boundary(max(layer.document_lengths), layer.kv_heads) if layer.is_causal else None
 
 
 def _row(layer: Layer, whole: ContextPlan, each: Strategy, budget: int, auto: str, speeds: cost_model.Speeds) -> dict[str, Any]:
@@ -278,6 +252,8 @@ def _print(console: Console, layer: Layer, report: dict[str, Any]) -> None:
         console.print(Text(line, style="bold" if i == 0 else ""), soft_wrap=True)
     if report["is_local"]:
         console.print(Text("every segment lies inside one shard: our exchanges move nothing"), soft_wrap=True)
+    if layer.is_causal:
+        console.print(Text(options.connection(layer.pattern, max(layer.document_lengths), layer.kv_heads)), soft_wrap=True)
     console.print()
     options.print_table(console, _table(report))
     for row in report["strategies"]:

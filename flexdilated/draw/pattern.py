@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import checked
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.analysis.lattice import Integers, checked
+from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern, num_kept
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ __all__ = ["draw", "multiplicity", "multiplicity_panels"]
 SCALE = ("#74c9bd", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58")
 
 
-MAX_TOKENS, MAX_HEADS = 1024, 64  # that can be seen in a picture
+MAX_HEADS = 64  # that can be seen in a picture
+CELLS = 1024  # per side of a picture
+# Where a cell is many pairs, its colour is by joins per pair.
+SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1)
+SHARE_NAMES = ("up to 1/256", "up to 1/64", "up to 1/16", "up to 1/4", "up to 1", "more than 1")
 
 
 def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> NDArray[np.int64]:
@@ -38,73 +42,107 @@ def multiplicity(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is
     Returns:
         `(H, N, N)`: head, query, key.
     """
-    position = np.arange(num_tokens)
-    counts = np.zeros((num_heads, num_tokens, num_tokens), dtype=np.int64)
+    return cell_counts(pattern, num_tokens, num_heads, 1, is_causal=is_causal).astype(np.int64)
+
+
+def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: int, *, is_causal: bool) -> NDArray[np.float64]:
+    """`(H, cells, cells)`: the sum of `multiplicity` over cells of `size` x `size` pairs, in closed form."""
+    start = np.arange(0, num_tokens, size)
+    end = np.minimum(start + size, num_tokens)
+    counts = np.zeros((num_heads, len(start), len(start)))
     for branch, (length, rate) in enumerate(pattern.branches):
-        length, rate = min(length, num_tokens), min(rate, num_tokens)
-        same_segment = position[:, None] // length == position // length
-        for head in pattern.head_range(branch, num_heads):
-            kept = position % length % rate == pattern.offset(branch, head, num_heads)
-            counts[head] += same_segment & kept[:, None] & kept
-    return np.tril(counts) if is_causal else counts
+        w, r = min(length, num_tokens), min(rate, num_tokens)
+        first, last = start // w, (end - 1) // w  # segments of a cell
+        for offset, head, step, heads in pattern.head_runs(branch, num_heads):
+            head_rows = _rows(start - first * w, np.minimum(end, (first + 1) * w) - first * w, r, offset)
+            tail_rows = _rows(np.maximum(start, last * w) - last * w, end - last * w, r, offset)
+            inner = num_kept(w, rate, offset)
+            between = np.maximum(last - first - 1, 0) * (inner * (inner + 1) / 2 if is_causal else float(inner) ** 2)
+            squares = [x * (x + 1) / 2 if is_causal else x * x for x in (head_rows, tail_rows)]
+            diagonal = squares[0] + np.where(last > first, squares[1] + between, 0.0)
+            later = np.tril(first[:, None] == last, -1) * head_rows[:, None] * tail_rows  # queries in a later cell than keys
+            counts[head : head + step * heads : step] += np.diag(diagonal) + later + (0.0 if is_causal else later.T)
+    return counts
+
+
+def _rows(start: Integers, end: Integers, rate: int, offset: int) -> NDArray[np.float64]:
+    """How many rows are kept in tokens `start ... end` of a segment."""
+    before, upto = (np.maximum(0, -((offset - tokens) // rate)) for tokens in (start, end))
+    return (upto - before).astype(np.float64)
 
 
 def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False, name: str | None = None) -> Figure:
     """A matplotlib figure with one panel per head: query rows down, key columns across, coloured by `multiplicity`.
 
-    The outlined squares on the diagonal are the segments of each branch. Every token has the same whole number of pixels.
+    The outlined squares on the diagonal are the segments of each branch. Every cell has the same whole number of pixels. Above
+    1,024 tokens a cell is a square of pairs, coloured by the joins per pair.
 
     Args:
         pattern: Which positions attend to which.
-        num_tokens: Sequence length N.
-        num_heads: Heads H.
+        num_tokens: Sequence length N, at most 2**40.
+        num_heads: Heads H, at most 64.
         is_causal: Whether a query sees only keys at its own position and before.
         name: What the pattern is called in the title, besides its lengths and rates.
 
     Raises:
-        ValueError: If num_tokens is not in [1, 1024] or num_heads not in [1, 64]: more cells are not seen. `draw_blocks` draws long
-            sequences.
+        ValueError: If a number is out of range.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    for what, value, most in (("num_tokens", num_tokens, MAX_TOKENS), ("num_heads", num_heads, MAX_HEADS)):
-        if not 1 <= value <= most:
-            advice = "; divide all segment lengths and the tokens by one number, or use flexdilated.draw.blocks.draw_blocks"
-            raise ValueError(f"{what} must be in [1, {most}], got {value}{advice if value > most else ''}")
+    for what, value, most in (("num_tokens", num_tokens, MAX_LENGTH), ("num_heads", num_heads, MAX_HEADS)):
+        if value > most:
+            raise ValueError(f"{what} must be at most {most}, got {value}")
     return figure_of(multiplicity_panels(pattern, num_tokens, num_heads, is_causal=is_causal, name=name))
 
 
 def multiplicity_panels(
-    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None = None
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool, name: str | None = None, most: int = CELLS
 ) -> Panels:
-    """The panels of `draw`."""
-    counts = multiplicity(pattern, num_tokens, num_heads, is_causal=is_causal)
-    future = np.triu(np.ones((num_tokens, num_tokens), dtype=bool), k=1) & is_causal
-    colors = [FUTURE, *_colors(counts)]
+    """The picture that `draw` makes a figure of, with at most so many cells per side."""
+    size = -(-num_tokens // most)
+    counts = cell_counts(pattern, num_tokens, num_heads, size, is_causal=is_causal)
+    levels, names = (counts.astype(np.int64), None) if size == 1 else (_shaded(counts, num_tokens, size, is_causal), SHARE_NAMES)
+    cells = len(counts[0])
+    future = np.triu(np.ones((cells, cells), dtype=bool), k=1) & is_causal
+    colors = [FUTURE, *_colors(max(1, int(levels.max())) if names is None else len(names))]
+    labels = [str(count) for count in range(len(colors) - 1)] if names is None else ["none", *names]
     panels = []
     for head in range(num_heads):
-        density = _density(counts[head : head + 1], is_causal)
-        panels.append(head_panel(pattern, [head], num_heads, np.where(future, 0, counts[head] + 1), [density]))
+        cells_of_head = np.where(future, 0, levels[head] + 1)
+        density = _density(counts[head : head + 1], num_tokens, is_causal)
+        panels.append(
+            head_panel(pattern, [head], num_heads, cells_of_head, [density], shortest=1 if size == 1 else -(-num_tokens // 64))
+        )
     return Panels(
-        title=pattern_title(pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=_density(counts, is_causal)),
+        title=pattern_title(
+            pattern, num_tokens, num_heads, is_causal=is_causal, name=name, density=_density(counts, num_tokens, is_causal)
+        ),
         panels=panels,
         num_tokens=num_tokens,
-        cell=1,
+        cell=size,
         has_grid=False,
-        tick=tick_step(min(pattern.segment_lengths), num_tokens, 5),
+        tick=tick_step(min(pattern.segment_lengths), cells * size, 5 if size == 1 else 4),
         is_causal=is_causal,
         colors=colors,
-        # Blank for the future, a dot for no branch, then the number of branches.
+        # Blank for the future, a dot for no branch, then the number of branches or the level of the share.
         glyphs=[" ", "·", *(str(count) if count < 10 else "+" for count in range(1, len(colors) - 1))],
-        legend="branches that join query and key",
-        labels={count + 1: str(count) for count in range(len(colors) - 1)} | ({0: "future"} if is_causal else {}),
+        legend="branches that join query and key" if size == 1 else f"joins per pair, in cells of {size:,} x {size:,} pairs",
+        labels={i + 1: label for i, label in enumerate(labels)} | ({0: "future"} if is_causal else {}),
         title_width=34 if pattern.heads == "grouped" else 24,
     )
 
 
-def _colors(counts: NDArray[np.int64]) -> list[str]:
-    """A colour for 0, 1, ... up to the largest count, at least 1."""
-    levels = max(1, int(counts.max()))
+def _shaded(counts: NDArray[np.float64], num_tokens: int, size: int, is_causal: bool) -> NDArray[np.int64]:
+    """The level of each cell by its joins per pair: 0 without any, then one more than the limits in `SHARES` below it."""
+    rows = np.minimum(size, num_tokens - np.arange(0, num_tokens, size)).astype(np.float64)
+    pairs = rows[:, None] * rows
+    if is_causal:
+        np.fill_diagonal(pairs, rows * (rows + 1) / 2)
+    return np.where(counts > 0, 1 + np.searchsorted(SHARES, counts / pairs), 0)
+
+
+def _colors(levels: int) -> list[str]:
+    """A colour for 0, 1, ... up to `levels`, at least 1."""
     # One level alone is drawn in a middle blue; two and more span the scale.
     stops = [3.0] if levels == 1 else [i * (len(SCALE) - 1) / (levels - 1) for i in range(levels)]
     return [APART, *(_blend(SCALE[int(stop)], SCALE[min(int(stop) + 1, len(SCALE) - 1)], stop % 1) for stop in stops)]
@@ -115,9 +153,10 @@ def _blend(a: str, b: str, share: float) -> str:
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
 
-def _density(counts: NDArray[np.int64], is_causal: bool) -> str:
-    """The share of pairs that attend, of all pairs or of those that causality allows."""
-    num_heads, num_tokens = counts.shape[:2]
-    pairs = num_heads * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2)
-    share = 100 * np.count_nonzero(counts) / pairs
-    return f"{share:.1f} % of {'causal' if is_causal else 'all'} pairs"
+def _density(counts: NDArray[np.float64], num_tokens: int, is_causal: bool) -> str:
+    """The share of pairs that attend, of all pairs or of those that causality allows; where a cell is many pairs, the joins."""
+    pairs = len(counts) * (num_tokens * (num_tokens + 1) // 2 if is_causal else num_tokens**2)
+    kind = "causal" if is_causal else "all"
+    if counts.shape[1] < num_tokens:
+        return f"{100 * float(counts.sum()) / pairs:.3g} joins per 100 {kind} pairs"
+    return f"{100 * np.count_nonzero(counts) / pairs:.1f} % of {kind} pairs"

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern, draw_pattern, reference
-from flexdilated.cli.show import MAX_HEADS, MAX_TOKENS
 from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.losses import draw_losses
 from flexdilated.draw.map import draw_attention_map
-from flexdilated.draw.pattern import draw, multiplicity
+from flexdilated.draw.pattern import CELLS, MAX_HEADS, cell_counts, draw, multiplicity, multiplicity_panels
 from tests.draw.layout import assert_apart, texts_of_panels
 
 THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
@@ -51,7 +50,7 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 3, False),
         (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
-        (THREE, MAX_TOKENS, 1, False),
+        (THREE, CELLS, 1, False),
     ],
 )
 def test_picture_has_sharp_cells_and_no_text_on_text(
@@ -79,14 +78,33 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
         assert f"head {head}: offsets {offsets}" in axes.get_title()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [2, 5, 7, 16, 61, 100])
+@pytest.mark.parametrize("pattern", [THREE, MANY, DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped")])
+def test_cells_hold_the_sum_over_their_pairs(pattern: DilatedPattern, size: int, is_causal: bool) -> None:
+    pairs = multiplicity(pattern, 61, 16, is_causal=is_causal)
+    starts = np.arange(0, 61, size)
+    expected = np.add.reduceat(np.add.reduceat(pairs, starts, axis=1), starts, axis=2)
+    np.testing.assert_array_equal(cell_counts(pattern, 61, 16, size, is_causal=is_causal), expected)
+
+
+def test_long_sequences_are_drawn_in_cells() -> None:
+    panels = multiplicity_panels(DilatedPattern((8, 64), (1, 4)), 64, 4, is_causal=True, most=16)
+    assert panels.cell == 4
+    cells = panels.panels[0].cells
+    assert [cells[0, 1], cells[0, 0], cells[1, 0], cells[2, 0]] == [0, 7, 7, 4]  # future; 11 / 10; 17 / 16; 1 / 16
+    figure = draw_pattern(DilatedPattern.longnet(), 2**40, 2, is_causal=True)
+    assert figure.legends[0].get_title().get_text() == "joins per pair, in cells of 1,073,741,824 x 1,073,741,824 pairs"
+    figure = draw_pattern(DilatedPattern.longnet(), 65_537, 2, is_causal=True)
+    assert_apart(figure, texts_of_panels(figure))
+
+
 def test_draw_refuses_what_could_not_be_seen() -> None:
-    with pytest.raises(
-        ValueError, match=r"^num_tokens must be in \[1, 1024\], got 1025; divide all segment lengths and the tokens"
-    ):
-        draw_pattern(THREE, 1025, 3)
+    with pytest.raises(ValueError, match=r"^num_tokens must be at most 1099511627776, got 1099511627777$"):
+        draw_pattern(THREE, 2**40 + 1, 3)
     with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0$"):
         draw_pattern(THREE, 0, 3)
-    with pytest.raises(ValueError, match=r"^num_heads must be in \[1, 64\], got 65"):
+    with pytest.raises(ValueError, match=r"^num_heads must be at most 64, got 65$"):
         draw_pattern(THREE, 3, 65)
 
 
