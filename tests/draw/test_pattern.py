@@ -96,6 +96,7 @@ def test_long_sequences_are_drawn_in_cells() -> None:
     figure = draw_pattern(DilatedPattern.longnet(), 2**40, 2, is_causal=True)
     assert figure.legends[0].get_title().get_text() == "joins per pair, in cells of 1,073,741,824 x 1,073,741,824 pairs"
     figure = draw_pattern(DilatedPattern.longnet(), 65_537, 2, is_causal=True)
+    figure.canvas.draw()
     assert_apart(figure, texts_of_panels(figure))
 
 
