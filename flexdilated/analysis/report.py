@@ -29,6 +29,7 @@ class Analysis:
     balance: Balance
     reach: tuple[int, ...]  # by head, as `longest_reach`
     missing_residues: tuple[tuple[int, ...], ...]  # by branch
+    uncrossed_boundary: int | None  # as `DilatedPattern.first_uncrossed_boundary`: None for a connected pattern
     uncovered: int | None  # tokens that no head of any branch keeps
     layers: int | None  # as `layers_to_cover`: None is never, or not counted
     not_counted: dict[str, str]
@@ -95,6 +96,7 @@ def analyse(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
         balance=balance_of(pairs),
         reach=longest_reach(pattern, num_tokens, num_heads),
         missing_residues=missing_residues(pattern, num_heads),
+        uncrossed_boundary=pattern.first_uncrossed_boundary(num_tokens, num_heads),
         uncovered=counted("uncovered", count_uncovered),
         layers=counted("layers", layers_to_cover, is_causal=is_causal),
         not_counted=not_counted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,17 @@ from rich.text import Text
 
 from flexdilated.analysis import missing_residues
 from flexdilated.cli.generate import continued
-from flexdilated.cli.options import CudaDeviceOption, device_named, integers, require_matplotlib
+from flexdilated.cli.options import (
+    CudaDeviceOption,
+    DilationRatesOption,
+    HeadsRule,
+    OffsetsRule,
+    SegmentLengthsOption,
+    connection,
+    device_named,
+    pattern_named,
+    require_matplotlib,
+)
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.core.hardware import detect, recommended_dtype
 from flexdilated.core.pattern import DilatedPattern
@@ -69,12 +80,8 @@ def train(
     sequence_length: Annotated[int, typer.Option("--tokens", min=2, help="Length of a sequence; a token is a byte.")] = 4096,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    segment_lengths: Annotated[
-        str, typer.Option(help="Tokens per segment of each branch, comma separated.")
-    ] = "256, 512, 1024, 2048, 4096",
-    dilation_rates: Annotated[
-        str, typer.Option(help="Dilation rate of each branch, comma separated; best divisors of --heads.")
-    ] = "1, 2, 3, 6, 6",
+    segment_lengths: SegmentLengthsOption = None,
+    dilation_rates: DilationRatesOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     embed_dim: Annotated[int, typer.Option(min=2, help="Elements per token.")] = 192,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 6,
@@ -98,21 +105,29 @@ def train(
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
+    Without lengths and rates the pattern is DilatedPattern.causal(tokens, heads); a saved model keeps its own pattern.
+
     The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
     P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
     With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other; with --context-parallel 0
     each may have another number of processes.
     """
+    warnings.filterwarnings("ignore", "pattern with segments", UserWarning)  # printed below, in one line
     try:
         require_matplotlib()  # which draws the losses at the end
         rank, context_parallel = place_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
         place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
-        lengths, rates = integers("--segment-lengths", segment_lengths), integers("--dilation-rates", dilation_rates)
-        if len(lengths) != len(rates):
-            raise UserError(f"--dilation-rates must hold one rate per segment length={len(lengths)}, got {rates}; give both")
-        pattern = DilatedPattern(lengths, rates)
+        pattern = pattern_named(
+            segment_lengths,
+            dilation_rates,
+            None,
+            default=DilatedPattern.causal(sequence_length, heads),
+            heads_rule=HeadsRule.ALL,
+            offsets=OffsetsRule.BLOCKED,
+            heads=heads,
+        )
         options = TrainOptions(
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -158,8 +173,8 @@ def train(
             lost = [rate for rate, residues in zip(pattern.dilation_rates, missing_residues(pattern, heads)) if residues]
             if lost:
                 console.print(f"no head keeps some rows of branches of rate {', '.join(map(str, lost))}: there are {heads} heads")
-            if (reach := max(pattern.segment_lengths)) < sequence_length:
-                console.print(f"no token sees beyond its segment, of {reach:,} tokens at most: --segment-lengths gives longer ones")
+            if not pattern.crosses_boundaries(sequence_length, heads):
+                console.print(connection(pattern, sequence_length, heads), soft_wrap=True)
             trainers = {
                 name: _train(
                     Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights), name, resume, console

@@ -142,13 +142,13 @@ def figure_of(picture: Panels) -> Figure:
     left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
     legend_columns = _legend_columns(picture.labels.values(), width / zoom - 64)
     bottom = round(122 * zoom) + low * -(-len(picture.labels) // legend_columns)
-    title = wrapped(picture.title, (width / zoom - 64) / 12)
+    center = (left + (columns * side + (columns - 1) * gap) / 2) / width
+    title = wrapped(picture.title, (2 * min(center, 1 - center) * width / zoom - 64) / 12)
     titles = [wrapped(panel.title, side / (10.5 * zoom)) for panel in panels]
     title_height = max(len(lines) for lines in titles) * small + round(14 * zoom)
     first = round(24 * zoom)
     top = first + len(title) * line + round(10 * zoom)
     height = top + rows * (title_height + side) + (rows - 1) * 12 + bottom
-    center = (left + (columns * side + (columns - 1) * gap) / 2) / width
 
     figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
     for i, text in enumerate(title):

@@ -124,6 +124,7 @@ def test_rates_that_the_heads_cannot_keep_are_told(tmp_path: Path, text: Path) -
     code, out, err = train(tmp_path / "run", text, "--steps=1", "--segment-lengths=8,16,16", "--dilation-rates=1,5,8", "--heads=2")
     assert code == 0, err
     assert "no head keeps some rows of branches of rate 5, 8: there are 2 heads\n" in out
+    assert "not connected: not all information from tokens 0 to 7 reaches the tokens from 8 on; " in out
     assert "no head keeps" not in train(tmp_path / "other", text, "--steps=1", "--heads=2")[1]
 
 
@@ -210,7 +211,7 @@ def test_resume_if_any_starts_and_goes_on(tmp_path: Path, text: Path) -> None:
         (["--resume"], "--resume must find a checkpoint, none in"),
         (["--resume", "--overwrite"], "--resume must come without --overwrite, got both"),
         (["--segment-lengths=13,x"], "--segment-lengths must be integers separated by commas, got '13,x'"),
-        (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length=2, got (1,); give both"),
+        (["--dilation-rates=1"], "--dilation-rates must hold one rate per segment length=2, got (1,)"),
         (["--dilation-rates=1,0"], "--dilation-rates[1] must be in [1, --segment-lengths[1]=26], got 0"),
         (["--embed-dim=25"], "--embed-dim must be a multiple of 2 * --heads=4, got 25"),
         (["--dtype=float8"], "--dtype must be 'auto', 'float32' or 'bfloat16', got 'float8'"),
