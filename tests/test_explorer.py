@@ -142,6 +142,7 @@ def test_offsets_pairs_and_masks_are_the_librarys(answers: list[State]) -> None:
             for i in range(len(pattern.branches))
         ]
         assert found["offsets"] == offsets, state
+        assert found["boundary"] == pattern.first_uncrossed_boundary(num_tokens, kv_heads), state
         assert found["pairs"]["total"] == pattern.count_pairs(num_tokens, kv_heads, is_causal=state["is_causal"]), state
         assert found["pairs"]["total"] == sum(found["pairs"]["branches"])
         expected = masks(state)

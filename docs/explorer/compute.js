@@ -3,6 +3,7 @@
 
 (() => {
   const PARTS = {
+    boundary: (state) => explorer.firstUncrossedBoundary(state),
     pairs: (state) => explorer.countPairs(state),
     picture: (state) => explorer.picture(explorer.headBranches(state, kvHead(state)), state.seq_len, state.is_causal),
     pictures: (state) => explorer.pictures(state),

@@ -200,7 +200,7 @@
     if (view !== current) open(view);
     fillControls(state);
     const parts = typeof view.parts === "function" ? view.parts(state, isMoving) : view.parts;
-    const found = explorer.compute(state, ["pairs", "uncovered", ...parts]);
+    const found = explorer.compute(state, ["boundary", "pairs", "uncovered", ...parts]);
     byId("message").hidden = !found.message;
     byId("message").textContent = found.message || "";
     for (const id of ["view", "summary", "python"]) byId(id).classList.toggle("stale", Boolean(found.message));
@@ -214,7 +214,7 @@
     view.render(byId("view"), found, app, isMoving);
   }
 
-  function summarise({ pairs, state, uncovered }) {
+  function summarise({ boundary, pairs, state, uncovered }) {
     const group = BigInt(state.num_heads / state.num_kv_heads);
     const entries = [
       ["pairs scored" + (group > 1n ? ", key/value heads" : ""), pairs.total >= 10n ** 12n ? Number(pairs.total).toExponential(3) : number(pairs.total)],
@@ -222,6 +222,10 @@
       [`forward, heads of ${state.head_dim}`, flops(4n * BigInt(state.head_dim) * group * pairs.total)],
       ["tokens that no head keeps", uncovered === null ? "not counted" : number(uncovered)],
     ];
+    if (state.is_causal) {
+      const words = boundary === null ? "crosses every boundary: connected" : `does not all cross token ${number(boundary)}: not connected`;
+      entries.push(["causal information", words]);
+    }
     byId("summary").innerHTML = entries.map(([name, value]) => `<div><dt>${escaped(name)}</dt><dd>${escaped(value)}</dd></div>`).join("");
   }
 
