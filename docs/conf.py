@@ -26,21 +26,21 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_design",
-    "sphinxcontrib.mermaid",
+    "sphinx_copybutton",
     "sphinx_llm.txt",  # every page as Markdown too, and llms.txt
 ]
 exclude_patterns = ["_build", "jupyter_execute"]
 
 # -- pages --------------------------------------------------------------------------------------------------------------------
 
-myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
-myst_fence_as_directive = ["mermaid"]
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 1800  # of a cell that hangs: a busy machine is slow
 nb_merge_streams = True
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # no scripts from another host
 nb_render_markdown_format = "myst"  # tables that cells compute
 nb_mime_priority_overrides = [("llms-markdown", "text/plain", 1)]
 # Pages of every folder import `kept` and `commands` from this one.
@@ -49,7 +49,7 @@ llms_txt_description = (
     "Dilated attention (LongNet) for PyTorch: exact outputs and gradients, on any device."  # else all of the README
 )
 llms_txt_build_parallel = False  # after the pages, from the same doctrees: every example runs once
-llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement", "mermaid", "mermaid_inline"]
+llms_txt_suppress_unknown_node_warnings = ["abbreviation", "PassthroughTextElement"]
 
 # -- docstrings ---------------------------------------------------------------------------------------------------------------
 
@@ -77,12 +77,16 @@ nitpick_ignore_regex = [
 
 html_theme = "pydata_sphinx_theme"
 html_title = "flexdilated"
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_show_sourcelink = False
 html_theme_options = {
-    "logo": {"text": "flexdilated"},
+    "logo": {"text": f"flexdilated {release}"},
+    "icon_links": [{"name": "Repository", "url": "https://flexdilated.example/", "icon": "fa-brands fa-git-alt"}],
+    "external_links": [{"name": "MIT licence", "url": "https://flexdilated.example/LICENSE"}],
     "header_links_before_dropdown": 5,
     "navigation_with_keys": False,
     "show_prev_next": True,

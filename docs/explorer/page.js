@@ -130,6 +130,7 @@
       write(w, length);
       write(r, rate);
       slide(wSlider, length, stepOf);
+      if (typeof length === "number") rSlider.max = Math.min(64, length); // a rate is at most its segment
       slide(rSlider, rate);
       for (const [input, isWrong] of [[w, !(length >= 1)], [r, !(rate >= 1 && rate <= length)]]) input.setAttribute("aria-invalid", isWrong);
     });

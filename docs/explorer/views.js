@@ -121,12 +121,12 @@
       <div class="tools">${headSelect}
         <label><input type="radio" name="shade" value="many" checked> how many branches join</label>
         <label><input type="radio" name="shade" value="any"> joined or not</label></div>
-      <div class="side"><figure>${stack("Queries down, keys across. Arrow keys move, Enter takes the query.")}
+      <div class="side"><figure>${stack("Queries down, keys across. Arrow keys move, Enter opens the view of the query.")}
         <output class="readout"></output></figure>
         <div><ul class="legend tall"></ul><h3>Heads that keep the same</h3><div class="multiples"></div></div></div>`,
     build(el, app) {
       const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
+      readout.dataset.idle = "Point at a pair, or move with the arrow keys. A click or Enter opens the view of that query.";
       this.place = explore(el.querySelector(".stack"), readout, {
         say: (at) => this.say(at),
         pick: ({ row }) => app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1), view: "query" }),
