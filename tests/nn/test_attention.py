@@ -97,37 +97,25 @@ def test_dilated_attention_module_drops_weights_in_training_only() -> None:
     assert not torch.allclose(dropped, plain)
 
 
-def test_dilated_attention_module_accepts_dropout_of_zero_and_rejects_one() -> None:
-    DilatedAttention(PATTERN, dropout_p=0.0)
-    DilatedAttention(PATTERN, dropout_p=0.99)
-    for p in (1.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match=rf"^dropout_p must be in \[0, 1\), got {p}$"):
-            DilatedAttention(PATTERN, dropout_p=p)
+REJECTED: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"is_causal": "yes"}, TypeError, "is_causal must be a bool, got 'yes'"),
+    ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
+    ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
+    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+    ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
+    *(({"dropout_p": p}, ValueError, f"dropout_p must be in [0, 1), got {p}") for p in (1.0, -0.1, math.nan)),
+    ({"pattern": ((7,), (1,))}, TypeError, "pattern must be a DilatedPattern, got tuple"),
+]
 
 
-def test_dilated_attention_module_rejects_what_is_no_pattern() -> None:
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got tuple$"):
-        DilatedAttention(((7,), (1,)))
-
-
-@pytest.mark.parametrize(
-    ("option", "error", "message"),
-    [
-        ({"is_causal": "yes"}, TypeError, "is_causal must be a bool, got 'yes'"),
-        ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
-        ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
-        ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
-        ({"dropout_p": "x"}, TypeError, "dropout_p must be a number, got 'x'"),
-    ],
-)
-def test_dilated_attention_module_refuses_at_once_what_no_call_could_use(
-    option: dict[str, object], error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("options", "error", "message"), REJECTED, ids=str)
+def test_modules_reject_options_that_no_call_can_use(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        DilatedAttention(PATTERN, **option)
-    if "scale" not in option:
+        DilatedAttention(**{"pattern": PATTERN, **options})
+    if "scale" not in options:
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
-            MultiheadDilatedAttention(8, 2, PATTERN, **option)
+            MultiheadDilatedAttention(**{"embed_dim": 8, "num_heads": 2, "pattern": PATTERN, **options})
+    DilatedAttention(PATTERN, dropout_p=0.99)
 
 
 def test_dilated_attention_module_has_no_state_and_shows_its_options() -> None:
@@ -484,54 +472,29 @@ def test_multihead_swapped_into_an_encoder_evaluates_padded_batches_unless_neste
 # -- refusals ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_heads", [0, -1, 3, 11])
-def test_multihead_rejects_heads_that_do_not_divide(num_heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"^num_heads must divide embed_dim=10, got {num_heads}$"):
-        MultiheadDilatedAttention(10, num_heads, PATTERN)
+REJECTED_SIZES: list[tuple[dict[str, object], type[Exception], str]] = [
+    *(({"num_heads": n}, ValueError, f"num_heads must divide embed_dim=12, got {n}") for n in (0, -1, 5, 13)),
+    *(({"num_kv_heads": n}, ValueError, f"num_kv_heads must divide num_heads=4, got {n}") for n in (0, -2, 3, 8)),
+    *(({"gamma_init": gamma}, ValueError, f"gamma_init must be above 0, got {gamma}") for gamma in (0.0, -1.0, math.nan)),
+    ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
+    ({"embed_dim": "8"}, TypeError, "embed_dim must be an integer, got '8'"),
+    ({"num_kv_heads": True}, TypeError, "num_kv_heads must be an integer, got True"),
+]
 
 
-@pytest.mark.parametrize("sizes", [{"num_heads": 2.0}, {"embed_dim": "8"}, {"num_heads": 2, "num_kv_heads": True}])
-def test_sizes_that_are_no_integers_are_refused_by_name(sizes: dict[str, object]) -> None:
-    name, value = list(sizes.items())[-1]
-    with pytest.raises(TypeError, match=rf"^{name} must be an integer, got {value!r}$"):
-        MultiheadDilatedAttention(**{"embed_dim": 8, "num_heads": 2, "pattern": DilatedPattern((4,), (1,)), **sizes})
+@pytest.mark.parametrize(("options", "error", "message"), REJECTED_SIZES, ids=str)
+def test_multihead_rejects_sizes(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        MultiheadDilatedAttention(**{"embed_dim": 12, "num_heads": 4, "pattern": PATTERN, **options})
 
 
-def test_sizes_of_numpy_become_those_of_python() -> None:
-    module = MultiheadDilatedAttention(np.int64(8), np.int32(4), DilatedPattern((4,), (1,)), num_kv_heads=np.int8(2))
+def test_multihead_accepts_heads_that_divide() -> None:
+    for num_heads, kv_heads in ((1, 1), (2, 2), (4, 1), (4, 2), (4, 4), (12, 3)):
+        module = MultiheadDilatedAttention(12, num_heads, PATTERN, num_kv_heads=kv_heads, gamma_init=1e-3)
+        width = 12 // num_heads * kv_heads
+        assert (module.q_proj.out_features, module.k_proj.out_features, module.v_proj.out_features) == (12, width, width)
+    module = MultiheadDilatedAttention(np.int64(8), np.int32(4), PATTERN, num_kv_heads=np.int8(2))
     assert [type(size) for size in (module.embed_dim, module.num_heads, module.num_kv_heads, module.head_dim)] == [int] * 4
-    assert module.k_proj.out_features == 4
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 5, 10])
-def test_multihead_accepts_heads_that_divide(num_heads: int) -> None:
-    assert MultiheadDilatedAttention(10, num_heads, PATTERN).head_dim == 10 // num_heads
-
-
-@pytest.mark.parametrize("kv_heads", [0, -2, 3, 8])
-def test_multihead_rejects_kv_heads_that_do_not_divide(kv_heads: int) -> None:
-    with pytest.raises(ValueError, match=rf"^num_kv_heads must divide num_heads=4, got {kv_heads}$"):
-        MultiheadDilatedAttention(12, 4, PATTERN, num_kv_heads=kv_heads)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_multihead_accepts_kv_heads_that_divide(kv_heads: int) -> None:
-    module = MultiheadDilatedAttention(12, 4, PATTERN, num_kv_heads=kv_heads)
-    assert (module.q_proj.out_features, module.k_proj.out_features, module.v_proj.out_features) == (12, 3 * kv_heads, 3 * kv_heads)
-
-
-@pytest.mark.parametrize("gamma", [0.0, -1.0, math.nan])
-def test_multihead_rejects_gain_that_is_not_positive(gamma: float) -> None:
-    with pytest.raises(ValueError, match=rf"^gamma_init must be above 0, got {gamma}$"):
-        multihead(gamma_init=gamma)
-    multihead(gamma_init=1e-3)
-
-
-def test_multihead_rejects_dropout_and_pattern_as_the_bare_module_does() -> None:
-    with pytest.raises(ValueError, match=r"^dropout_p must be in \[0, 1\), got 1.0$"):
-        multihead(dropout_p=1.0)
-    with pytest.raises(TypeError, match=r"^pattern must be a DilatedPattern, got NoneType$"):
-        MultiheadDilatedAttention(10, 5, None)
 
 
 def test_multihead_rejects_need_weights() -> None:
