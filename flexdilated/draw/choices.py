@@ -46,10 +46,10 @@ def draw_choices(choices: Choices) -> Figure:
         {"s": 70, "facecolors": "none"},
         {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"},
     )
-    for is_given, style in enumerate(styles):
+    for is_given, drawn in enumerate(styles):
         at = [point for point, each in zip(points, choices.shown) if each.is_given == bool(is_given)]
         if at:
-            axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **style)
+            axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **drawn)
     axes.set_xlabel("% of the pairs of dense attention", fontsize=11, color=INK)
     axes.set_ylabel("tokens per local segment", fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
