@@ -9,8 +9,6 @@ from flexdilated.analysis.coverage import missing_residues as missing_residues
 from flexdilated.analysis.pairs import Balance as Balance
 from flexdilated.analysis.pairs import count_multiplicities as count_multiplicities
 from flexdilated.analysis.pairs import count_pairs as count_pairs
-from flexdilated.analysis.ranks import RankCost as RankCost
-from flexdilated.analysis.ranks import count_rank_costs as count_rank_costs
 from flexdilated.analysis.reach import keys_seen as keys_seen
 from flexdilated.analysis.reach import longest_reach as longest_reach
 from flexdilated.analysis.reach import reachable as reachable

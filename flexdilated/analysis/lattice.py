@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.core.pattern import DilatedPattern, as_integer, at_least_one
+from flexdilated.core.pattern import DilatedPattern, at_least_one
 
 Integers = NDArray[np.int64]
 
@@ -50,26 +50,6 @@ def checked(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_caus
     num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
     pattern.check_heads(num_heads)
     return num_tokens, num_heads
-
-
-def checked_documents(num_tokens: int, document_lengths: Iterable[int] | None) -> tuple[int, ...]:
-    """The tokens of each packed document as Python's integers; without documents, `num_tokens`.
-
-    Raises:
-        ValueError: If a length is below 0, or they are not `num_tokens` in all.
-        TypeError: If a length is not an integer, or they are not a sequence.
-    """
-    if document_lengths is None:
-        return (num_tokens,)
-    if not isinstance(document_lengths, Iterable) or isinstance(document_lengths, str):
-        raise TypeError(f"document_lengths must be a sequence of integers, got {document_lengths!r}")
-    lengths = tuple(as_integer("document_lengths", length) for length in document_lengths)
-    least, total = min(lengths, default=0), sum(lengths)
-    if least < 0 or total != num_tokens:
-        raise ValueError(
-            f"document_lengths must add up to num_tokens={num_tokens}, each at least 0, got {total}, the least {least}"
-        )
-    return lengths
 
 
 def check_listable(pattern: DilatedPattern) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import Kept, checked, checked_documents, count_common, each_block, group_heads, sum_exact
+from flexdilated.analysis.lattice import Kept, checked, count_common, each_block, group_heads, sum_exact
 from flexdilated.core.pattern import DilatedPattern, num_kept, segment_counts
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
@@ -28,12 +26,7 @@ class Balance(NamedTuple):
 
 
 def count_pairs(
-    pattern: DilatedPattern,
-    num_tokens: int,
-    num_heads: int,
-    *,
-    is_causal: bool = False,
-    document_lengths: Iterable[int] | None = None,
+    pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """The number of (query, key) pairs that each branch scores for each head; a pair in m branches is in m of the counts.
 
@@ -45,44 +38,32 @@ def count_pairs(
         num_tokens: Sequence length N; in closed form, of any size.
         num_heads: Heads H. Under grouped-query attention these are key/value heads.
         is_causal: Whether a query sees only keys at its own position and before.
-        document_lengths: Tokens of packed documents, `num_tokens` in all, each cut in segments of its own. Default: one document.
 
     Returns:
         One tuple per branch, one integer per head in it.
 
     Raises:
-        ValueError: If a number is below 1, `heads="grouped"` has more branches than heads, or documents do not add up to N.
+        ValueError: If a number is below 1, or `heads="grouped"` has more branches than heads.
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    documents = Counter(checked_documents(num_tokens, document_lengths))
     counts = []
     for branch, (length, rate) in enumerate(pattern.branches):
-        segments = _segments(length, documents)
         by_offset: dict[int, int] = {}
         row = [0] * num_heads
         for head in pattern.head_range(branch, num_heads):
             offset = pattern.offset(branch, head, num_heads)
             if offset not in by_offset:
-                by_offset[offset] = _branch_pairs(Kept(length, rate, offset), segments, is_causal=is_causal)
+                by_offset[offset] = _branch_pairs(Kept(length, rate, offset), num_tokens, is_causal=is_causal)
             row[head] = by_offset[offset]
         counts.append(tuple(row))
     return tuple(counts)
 
 
-def _segments(length: int, documents: Mapping[int, int]) -> Counter[int]:
-    """`{tokens: segments}` of a branch in `{tokens: documents}`."""
-    found: Counter[int] = Counter()
-    for tokens, times in documents.items():
-        for segment, repeats in segment_counts(tokens, length):
-            found[segment] += times * repeats
-    return found
-
-
-def _branch_pairs(kept: Kept, segments: Mapping[int, int], *, is_causal: bool) -> int:
-    """The pairs of one head in `{tokens: segments}`."""
+def _branch_pairs(kept: Kept, num_tokens: int, *, is_causal: bool) -> int:
+    """The pairs of one head in one branch."""
     total = 0
-    for tokens, times in segments.items():
+    for tokens, times in segment_counts(num_tokens, kept.length):
         rows = num_kept(tokens, kept.rate, kept.offset)
         total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
     return total
@@ -154,6 +135,6 @@ def _multiplicities(
 
 def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
     if len(members) == 1:
-        return _branch_pairs(members[0], _segments(members[0].length, {num_tokens: 1}), is_causal=is_causal)
+        return _branch_pairs(members[0], num_tokens, is_causal=is_causal)
     blocks = each_block([each.length for each in members], num_tokens)
     return sum(times * sum_exact(count_common(members, tokens), is_causal=is_causal) for tokens, times in blocks)

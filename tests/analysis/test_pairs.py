@@ -44,37 +44,6 @@ def test_pairs_of_long_sequences_add_up(pattern: DilatedPattern, num_heads: int,
         assert sum(m * pairs for head in times for m, pairs in head.items()) == total
 
 
-@given(questions(), st.booleans(), st.lists(st.integers(0, 40), max_size=6))
-@settings(deadline=None, max_examples=60)
-def test_pairs_of_packed_documents_are_those_of_each(
-    question: tuple[DilatedPattern, int, int], is_causal: bool, others: list[int]
-) -> None:
-    pattern, num_tokens, num_heads = question
-    documents = [*others, num_tokens, num_tokens]
-    alone = [joined_by(pattern, tokens, num_heads, is_causal=is_causal) for tokens in documents if tokens]
-    expected = tuple(
-        tuple(sum(int(joined[branch][head].sum()) for joined in alone) for head in range(num_heads))
-        for branch in range(len(pattern.branches))
-    )
-    options = {"is_causal": is_causal, "document_lengths": documents}
-    assert count_pairs(pattern, sum(documents), num_heads, **options) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("documents", "error", "message"),
-    [
-        ([5, 7], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 12, the least 5"),
-        ([12, -1], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 11, the least -1"),
-        ([], ValueError, "document_lengths must add up to num_tokens=11, each at least 0, got 0, the least 0"),
-        ([5.0, 6.0], TypeError, r"document_lengths must be an integer, got 5\.0"),
-        (11, TypeError, "document_lengths must be a sequence of integers, got 11"),
-    ],
-)
-def test_refuses_documents_that_are_not_the_sequence(documents: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        count_pairs(DilatedPattern((4,), (1,)), 11, 2, document_lengths=documents)  # type: ignore[arg-type]
-
-
 def test_counts_are_exact_beyond_64_bits() -> None:
     length = 2**39
     assert count_pairs(DilatedPattern((length,), (1,)), length, 1) == ((length**2,),)
