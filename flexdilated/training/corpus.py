@@ -57,7 +57,7 @@ def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Sequenc
     if not files:
         raise UserError(f"--text must hold files, found none in {', '.join(map(str, paths))}")
     parts = []
-    for _, _, path in files:
+    for _, path in files:
         try:
             parts.append(path.read_bytes())
         except OSError as error:
@@ -74,29 +74,29 @@ def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Sequenc
     return Corpus(data[:-held_out], data[-held_out:], sha256(text).hexdigest())
 
 
-def _order(file: tuple[Path, int, Path]) -> tuple[bytes, bytes, int]:
-    place, given, _ = file
-    return sha256(os.fsencode(place.name)).digest(), os.fsencode(place.as_posix()), given
+def _order(file: tuple[Path, Path]) -> tuple[bytes, bytes]:
+    place, _ = file
+    return sha256(os.fsencode(place.name)).digest(), os.fsencode(place.as_posix())
 
 
-def _files(paths: Sequence[Path], without: Sequence[Path]) -> Iterator[tuple[Path, int, Path]]:
-    """Each file: its place below the path that was given, which path that was, and where it is."""
+def _files(paths: Sequence[Path], without: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Each file, path by path: its place below the path, and where it is."""
     if not paths:
         root = Path(sysconfig.get_paths()["stdlib"])
         for path in root.rglob("*.py"):
             place = path.relative_to(root)
             if not {"site-packages", "test", "tests", "idlelib"} & set(place.parts):
-                yield place, 0, path
+                yield place, path
         return
-    for i, given in enumerate(paths):
+    for given in paths:
         if given.is_dir():
             for path in given.rglob("*"):
                 place = path.relative_to(given)
                 if any(part.startswith(".") for part in place.parts) or not path.is_file():
                     continue
                 if not any(path.resolve().is_relative_to(each) for each in without):
-                    yield place, i, path
+                    yield place, path
         elif given.is_file():
-            yield Path(given.name), i, given
+            yield Path(given.name), given
         else:
             raise UserError(f"--text must be a file or folder that exists, got {given}")
