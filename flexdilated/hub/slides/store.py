@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flexdilated.draw.figure import replaced
 from flexdilated.hub.slides.encode import EncodedSlide
 from flexdilated.hub.slides.source import Source
 
@@ -48,7 +48,7 @@ def write_slide(output: Path, slide: EncodedSlide, settings: Mapping[str, Any], 
             file["tiles"], file["coords"] = slide.tiles.numpy(), slide.coords.numpy()
     path = file_of(output, slide.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _renamed(path) as partial, partial.open("wb") as target:
+    with replaced(path) as target:
         target.write(buffer.getvalue())
         target.flush()
         os.fsync(target.fileno())
@@ -87,7 +87,7 @@ def collect(output: Path, names: list[str], path: Path) -> None:
 
     rows: list[list[str]] = []
     sizes: list[int] = []
-    with _renamed(path) as partial, h5py.File(partial, "w") as whole:
+    with replaced(path) as partial, h5py.File(partial.name, "w") as whole:
         for i, name in enumerate(names):
             with _opened(file_of(output, name)) as file:
                 if i == 0:
@@ -104,18 +104,6 @@ def collect(output: Path, names: list[str], path: Path) -> None:
         whole["num_tiles"] = sizes
         for key, texts in zip(COLUMNS, zip(*rows)):
             whole.create_dataset(f"{key}s", data=list(texts), dtype=h5py.string_dtype())
-
-
-@contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """A name beside `path`, renamed to it at the end of the block: a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        with suppress(OSError):  # there is none after the rename
-            partial.unlink()
 
 
 @contextmanager
