@@ -28,10 +28,12 @@ from flexdilated.backends.kernel import Options
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.pieces import Piece
-from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES, context_plan
-from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
+from flexdilated.distributed.runtime import backward, forward, task_attention
+from flexdilated.distributed.runtime.backward import context_backward
+from flexdilated.distributed.runtime.forward import context_forward
+from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 
 RANKS, HEADS, HEAD_DIM = 4, 4, 8
@@ -103,20 +105,20 @@ def run(exchange: str, tokens: int, delays: tuple[float, float]) -> tuple[float,
     parts = [[torch.randn(1, shards[0], HEADS, HEAD_DIM) for _ in range(4)] for _ in range(RANKS)]
     outs: list[tuple[Tensor, ...]] = [()] * RANKS
 
-    def share(rank: int) -> tuple[Inputs, Share]:
-        return Inputs(*parts[rank][:3], None, None, None), Share(plan, exchange, rank, call.flat())
+    def work_of(rank: int) -> TaskAttention:
+        return TaskAttention(Inputs(*parts[rank][:3]), flat=call.flat(), plan=plan, exchange=exchange, rank=rank)
 
     def ahead(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
-            outs[rank] = context_forward(*share(rank), transport(rank))
+            outs[rank] = context_forward(work_of(rank), transport(rank))
 
         return work
 
     def back(transport: Callable[[int], SimulatedTransport]) -> Callable[[int], object]:
         def work(rank: int) -> None:
-            inputs, mine = share(rank)
             out, lse, received = outs[rank]
-            context_backward(Given(parts[rank][3], None, out, lse), inputs, received, mine, transport(rank))
+            given = OutputGradients(dout=parts[rank][3], dlse=None, out=out, lse=lse)
+            context_backward(work_of(rank), given, received, transport(rank))
 
         return work
 
@@ -136,8 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens, repeats = (1024, 1) if parser.parse_args(arguments).quick else (4096, 3)
     pattern = DilatedPattern((tokens // RANKS, tokens), (1, 2))
     plan = context_plan(pattern, (tokens // RANKS,) * RANKS, HEADS, range(HEADS), 1, ((0, tokens),), False)
-    asleep = {"PieceLoop": Asleep, "forward": asleep_forward, "backward": asleep_backward}
-    with mock.patch.multiple(rank_module, **asleep):
+    with (
+        mock.patch.object(task_attention, "PieceLoop", Asleep),
+        mock.patch.object(forward, "forward", asleep_forward),
+        mock.patch.object(backward, "backward", asleep_backward),
+    ):
         for exchange in EXCHANGES:
             run(exchange, tokens, (0.0, 0.0))
             received = [int(x.max()) for x in cost_model.bytes_received(plan, exchange, head_dim=HEAD_DIM, itemsize=4)]

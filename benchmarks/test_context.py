@@ -49,12 +49,13 @@ from benchmarks.ranks import GROUP_TIMEOUT, Ranks
 from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
-from flexdilated.distributed import rank as rank_module
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.planner.row_counts import listed
 from flexdilated.distributed.planner.tasks import local_pieces
-from flexdilated.distributed.program import program
+from flexdilated.distributed.runtime import task_attention
+from flexdilated.distributed.runtime.context import RankContext
+from flexdilated.distributed.runtime.schedule import schedule
 from tests.distributed.cases import executors
 
 MILLION = 1 << 20
@@ -262,7 +263,7 @@ def test_planning_is_bounded_for_any_pattern(benchmark: Any, name: str, monkeypa
         return plan, cost_model.choose(plan, budget=cost_model.default_budget(plan, **sizes), **sizes)
 
     _, chosen = benchmark.pedantic(choose, rounds=1)
-    monkeypatch.setattr(cost_model, "LONG", 0)
+    monkeypatch.setattr(cost_model, "CHOICE", 0)
     assert choose()[1] == chosen
 
 
@@ -279,7 +280,7 @@ def test_planning_of_other_documents(benchmark: Any, name: str, count: int) -> N
         plan = context_plan(PATTERNS[name], (MILLION // 8,) * 8, 16, range(16), 1, spans, False)
         budget = cost_model.default_budget(plan, head_dim=HEAD_DIM, itemsize=2)
         chosen = cost_model.choose(plan, budget=budget, head_dim=HEAD_DIM, itemsize=2)
-        return len(program(plan, chosen, 3, torch.device("cpu")).jobs) + len(local_pieces(plan, 3))
+        return len(schedule(plan, chosen, 3, torch.device("cpu")).tasks) + len(local_pieces(plan, 3))
 
     assert benchmark.pedantic(prepare, rounds=5, warmup_rounds=1)
 
@@ -460,11 +461,16 @@ def test_memory_over_ranks(benchmark: Any, sizes: Sizes, record: Callable[..., N
 # -- planning -----------------------------------------------------------------------------------------------------------------
 
 
-PLANNING = ((ranks, "_plan"), (ranks, "fields_of"), (ranks, "compare"), (rank_module, "program"))  # where a step calls them
+PLANNING = (
+    (RankContext, "plan"),
+    (RankContext, "fields"),
+    (ranks, "compare"),
+    (task_attention, "schedule"),
+)  # where a step calls them
 
 
 class Planned(NamedTuple):
-    """Of one rank in five steps: seconds of each after the first, what of them is plan, comparison and program, and comparisons."""
+    """Of one rank in five steps: seconds of each after the first, of them plan, comparison and schedule, and comparisons."""
 
     steps: list[float]
     planning: list[float]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
-from flexdilated.core.checks import LAYOUT, warn_unless_connected
+from flexdilated.core.checks import LAYOUT, check, warn_unless_connected
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -186,7 +186,7 @@ def _warn_of_layout() -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
     """`dilated_attention` of a call, which may hold a part of a model's heads."""
     if any(type(x).__name__ == "DTensor" for x in (q, k, v)):  # by name: their module takes a third of a second to import
-        from flexdilated.distributed.dtensors import unwrapped
+        from flexdilated.distributed.dtensor import unwrapped
 
         q, k, v, call, wrap = unwrapped(q, k, v, call)
         return wrap.around(*attend(q, k, v, call))
@@ -194,7 +194,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 
         return ranks.attend(q, k, v, call)
-    return engines.attend(q, k, v, call)
+    return engines.attend(*check(q, k, v, call))
 
 
 def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:

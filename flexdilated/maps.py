@@ -19,7 +19,7 @@ from flexdilated.core.pattern import DilatedPattern, as_integer, num_kept
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flexdilated.distributed.sums import Sums
+    from flexdilated.distributed.reductions import Sums
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def attention_map(
         refuse_shards_of_torch(0)
         _check(q, k, call)
         return _weights(q, k, call, _positions(queries, q.shape[1]))
-    from flexdilated.distributed.sums import Sums  # one process needs no torch.distributed
+    from flexdilated.distributed.reductions import Sums  # one process needs no torch.distributed
 
     sums = Sums(mesh)
     if sums.num_ranks > 1 and torch.compiler.is_compiling():

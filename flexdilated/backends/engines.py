@@ -9,13 +9,11 @@ from flexdilated.backends import choose, fused_op, modified_scores, portable
 from flexdilated.backends.flex import engine as flex
 from flexdilated.core import reference
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
-from flexdilated.core.checks import check
 from flexdilated.core.hardware import is_symbolic
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a call that is not checked yet."""
-    q, k, v, call = check(q, k, v, call)
+    """`out` `(B, N, H, D)` and, where it is asked for or costs nothing, `lse` `(B, H, N)` of a checked call."""
     request = call.request(q, k, v, dynamic=torch.compiler.is_compiling() and is_symbolic(q.shape[1]))
     divided = call.part_of_heads(k.shape[2]) is not None
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))

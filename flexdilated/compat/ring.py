@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence, unshard_sequence
+from flexdilated.distributed.sharding import even_shard_lengths, shard_sequence
+from flexdilated.distributed.unsharding import unshard_sequence
 from flexdilated.nn.attention import DilatedAttention
 
 SAMPLES = 256  # elements of each tensor that ranks compare

@@ -37,9 +37,9 @@ class Inputs(NamedTuple):
     q: Tensor  # (B, N, H, D)
     k: Tensor  # (B, N, Hkv, D)
     v: Tensor
-    key_padding_mask: Tensor | None  # (B, N) bool, True where a key is ignored
-    cu_seqlens: Tensor | None  # borders of packed documents
-    seed: Tensor | None  # (1,) int64, of attention dropout
+    key_padding_mask: Tensor | None = None  # (B, N) bool, True where a key is ignored
+    cu_seqlens: Tensor | None = None  # borders of packed documents
+    seed: Tensor | None = None  # (1,) int64, of attention dropout
 
     def rows_contiguous(self) -> Inputs:
         """With q, k and v as kernels read them: any strides but the last."""

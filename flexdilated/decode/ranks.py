@@ -12,7 +12,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import attend_with_sinks
@@ -23,9 +22,10 @@ from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.store import Store
 from flexdilated.decode.tokens import Tokens
 from flexdilated.distributed.consistency import Fields, compare, one_call
-from flexdilated.distributed.exchange import GroupTransport
-from flexdilated.distributed.meshes import group_of
-from flexdilated.distributed.sharding import declared_lengths, unshard_sequence
+from flexdilated.distributed.mesh import group_of, process_group
+from flexdilated.distributed.runtime.transport import GroupTransport
+from flexdilated.distributed.sharding import declared_lengths
+from flexdilated.distributed.unsharding import unshard_sequence
 
 
 class Ranks:
@@ -217,7 +217,7 @@ def _swap(
 
 
 def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:
-    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    group = process_group(group_name)
     rank, size = group.rank(), lengths.nbytes
     call = _call_of(described, list(parts.shape[:3]), scale)
     # Bytes, since gloo knows few dtypes.

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.core.pattern import DilatedPattern, is_integer
-from flexdilated.distributed.meshes import one_of_equal
-from flexdilated.distributed.sharding import local_shard_lengths, unshard_sequence
+from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.sharding import local_shard_lengths
+from flexdilated.distributed.unsharding import unshard_sequence
 from flexdilated.hub.encoder import LongNetEncoder
 from flexdilated.nn.initial_weights import reset_modules, set_initial_weights
 from flexdilated.ordering import ORDERS, Curve, coordinate_order

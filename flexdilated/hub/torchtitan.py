@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexdilated.distributed.meshes import one_of_equal
+from flexdilated.distributed.mesh import one_of_equal
 from flexdilated.hub.requires import require
 
 require("torchtitan", at_least="0.3.0", below="0.4", extra="torchtitan")

@@ -17,7 +17,7 @@ from flexdilated.core.checks import check_dense, check_options, warn_unless_conn
 from flexdilated.core.pattern import DilatedPattern, as_integer
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
-from flexdilated.distributed.meshes import group_of, one_of_equal
+from flexdilated.distributed.mesh import group_of, one_of_equal
 from flexdilated.distributed.sharding import replicated_like
 from flexdilated.nn.initial_weights import reset_modules, set_initial_projections
 from flexdilated.nn.padding import ignored_keys

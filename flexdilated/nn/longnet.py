@@ -20,8 +20,9 @@ from flexdilated.core.hardware import autocast_dtype, holds_values
 from flexdilated.core.pattern import as_integer
 from flexdilated.decode import DilatedKVCache
 from flexdilated.decode.ranks import draw_alike
-from flexdilated.distributed.meshes import one_of_equal
-from flexdilated.distributed.sharding import gather_tokens, local_shard_lengths
+from flexdilated.distributed.mesh import one_of_equal
+from flexdilated.distributed.sharding import local_shard_lengths
+from flexdilated.distributed.unsharding import gather_tokens
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.initial_weights import reset_modules, set_initial_weights

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.attention import dilated_attention
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed.meshes import one_of_equal
+from flexdilated.distributed.mesh import one_of_equal
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.nn.attention import MultiheadDilatedAttention
 from flexdilated.nn.initial_weights import reset_modules, set_initial_projections

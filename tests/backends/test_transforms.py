@@ -18,7 +18,7 @@ from flexdilated import DilatedKVCache, DilatedPattern, MultiheadDilatedAttentio
 from flexdilated.backends.flex import rows
 from flexdilated.core.hardware import TRACES_FUNCTIONS
 from flexdilated.distributed.planner.plan import context_plan
-from flexdilated.distributed.program import program
+from flexdilated.distributed.runtime.schedule import schedule
 from flexdilated.masks import block_mask
 from tests.cases import Case, calls
 from tests.tolerances import EXACT, SINGLE
@@ -33,7 +33,9 @@ Attend = Callable[..., Any]
 KEPT = {  # what is kept of a call for later ones, made anew
     "block_mask": lambda: list(block_mask._find_lists.__wrapped__(WANTED)[0]),
     "rows": lambda: list(rows._lists.__wrapped__(200, 300, 7, True, torch.device("cpu"))[0]),
-    "program": lambda: [x for job in _program().jobs for x in (job.heads, *(part.at.first for part in (*job.queries, *job.keys)))],
+    "schedule": lambda: [
+        x for task in _schedule().tasks for x in (task.heads, *(part.row_index.first for part in (*task.queries, *task.keys)))
+    ],
 }
 MODES = {
     "inference": lambda make: torch.inference_mode()(make)(),
@@ -46,9 +48,9 @@ MODES = {
 WANTED = block_mask._Wanted(DilatedPattern((128, 300), (1, 2)), 2, 2, 600, True, (128, 128), torch.device("cpu"), True)
 
 
-def _program() -> Any:
+def _schedule() -> Any:
     plan = context_plan(SHORT, (9, 4, 8), 2, range(2), 1, ((0, 21),), True)
-    return program.__wrapped__(plan, "gather", 1, torch.device("cpu"))
+    return schedule.__wrapped__(plan, "gather", 1, torch.device("cpu"))
 
 
 def _faked(make: Callable[[], list[Tensor]]) -> list[Tensor]:

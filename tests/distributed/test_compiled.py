@@ -19,7 +19,7 @@ from flexdilated import DilatedPattern, MultiheadDilatedAttention, dilated_atten
 from flexdilated.core import collective_order
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
-from flexdilated.distributed.meshes import one_of_equal
+from flexdilated.distributed.mesh import one_of_equal
 from flexdilated.distributed.planner import cost_model
 from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, attention_map, dilated_attention
 from flexdilated._version import __version__
-from flexdilated.distributed import consistency, exchange, gather_tokens, unshard_sequence
+from flexdilated.distributed import consistency, gather_tokens, unshard_sequence
 from flexdilated.distributed.consistency import MOST_CHARACTERS, TAGS, Fields, differences, one_call, shown
+from flexdilated.distributed.runtime import transport
 from tests.distributed.cases import ShardedCase, arguments, check_sound, results, shards, simple
 from tests.distributed.processes import Ranks, several
 from tests.tolerances import EXACT
@@ -439,7 +440,7 @@ def check_headers(rank: int, mesh: DeviceMesh, exchange_name: str, is_mixed: boo
     def untagged(make: Any, message: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.P2POp:
         return send(make, message, peer, group, 0)
 
-    with mock.patch.object(exchange, "has_tags", return_value=False), mock.patch.object(dist, "P2POp", untagged):
+    with mock.patch.object(transport, "has_tags", return_value=False), mock.patch.object(dist, "P2POp", untagged):
         inputs = shard(rank, 4)
         out = dilated_attention(*inputs, PATTERN, mesh=mesh, exchange=exchange_name)
         if is_mixed:

@@ -24,10 +24,10 @@ from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import BACKENDS
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.call import Call
-from flexdilated.distributed import functions
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.row_counts import listed
 from flexdilated.distributed.planner.tasks import tasks_of
+from flexdilated.distributed.runtime import score_mod
 from flexdilated.distributed.sharding import shard_sequence
 from tests.backends import flex_emulation
 from tests.backends.test_mods import Mods, run
@@ -36,7 +36,6 @@ from tests.distributed.cases import ShardedCase, arguments, cut, grid, random_ca
 from tests.distributed.processes import Ranks, exactly, several
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.distributed.test_dtensors import scattered
-from tests.distributed.test_parallel import share_of
 from tests.tolerances import EXACT
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dtable")
@@ -95,8 +94,8 @@ def simulate(
             backend=backend,
             **mods.functions(table.to(device, dtype)),
         )
-        share = share_of(plan, exchange, rank, case.scale)
-        out, lse = functions.attend(q, k, v, call, share, lambda backward: SimulatedTransport(rank, mail))
+        context = {"plan": plan, "exchange": exchange, "rank": rank, "seed": None}
+        out, lse = score_mod.attend(q, k, v, call, **context, transport=lambda backward: SimulatedTransport(rank, mail))
         if ahead.wait(simulation.TIMEOUT) == 0:
             moved.append(mail.bytes)
             mail.bytes = Counter()

@@ -26,9 +26,9 @@ from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attent
 from flexdilated.backends import Request, why_not
 from flexdilated.backends.flex import kernel as flex
 from flexdilated.core.hardware import detect
-from flexdilated.distributed import exchange as exchanging
 from flexdilated.distributed import shard_sequence
 from flexdilated.distributed.planner.plan import EXCHANGES
+from flexdilated.distributed.runtime.transport import has_tags
 from tests.backends.test_mods import Mods
 from tests.distributed import simulation, test_functions, test_parallel
 from tests.distributed.cases import ShardedCase
@@ -200,7 +200,7 @@ def test_models_over_nccl_learn_what_one_process_learns(ranks: Ranks) -> None:
 
 def check_order(rank: int, mesh: DeviceMesh) -> None:
     """Two calls of known plans whose backwards ranks run in another order: NCCL has no tags, and headers tell."""
-    assert DEVICE == "cpu" or not exchanging.has_tags(torch.device(DEVICE))
+    assert DEVICE == "cpu" or not has_tags(torch.device(DEVICE))
     case, outs = PROCESSES[mesh.size()], []
     for scale in (0.1, 0.2):
         x, options = leaves(case, rank, torch.float32)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, MultiheadDilatedAttention, convert
-from flexdilated.distributed.sharding import shard_sequence, unshard_sequence
+from flexdilated.distributed import shard_sequence, unshard_sequence
 from flexdilated.nn import LongNet, Rotary, XPos
 from tests.distributed.processes import Ranks, exactly, several
 from tests.tolerances import EXACT

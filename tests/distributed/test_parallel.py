@@ -14,12 +14,14 @@ from torch import Tensor
 from flexdilated import DilatedPattern
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs
-from flexdilated.distributed import rank as rank_module
-from flexdilated.distributed import rows
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.planner.spans import Spans
-from flexdilated.distributed.rank import Given, Share, context_backward, context_forward
+from flexdilated.distributed.runtime.backward import context_backward
+from flexdilated.distributed.runtime.buffers import Gradients
+from flexdilated.distributed.runtime.forward import context_forward
+from flexdilated.distributed.runtime.messages import view_bits
+from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
 from tests.distributed.cases import ShardedCase, random_case, traffic
 from tests.distributed.simulation import Mail, SimulatedTransport, run_ranks
 from tests.tolerances import EXACT
@@ -29,13 +31,14 @@ Tamper = Callable[[int, int, Tensor], Tensor]
 WIDE = ShardedCase(DilatedPattern((8, 24, 41), (1, 2, 3)), shard_lengths=(11, 13, 17), batch=2, group=2)
 
 
-def share_of(
-    plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
-) -> Share:
+def work_of(
+    inputs: Inputs, plan: ContextPlan, exchange: str, rank: int, scale: float, *, dropout_p: float = 0.0, seed: int | None = None
+) -> TaskAttention:
     """What one rank does, by the kernels of the sdpa engine."""
     heads = {"first_head": plan.within.start, "num_heads": plan.num_heads}
     call = Call(plan.pattern, plan.is_causal, scale, dropout_p, backend="sdpa", **heads)
-    return Share(plan, exchange, rank, call.flat(), seed)
+    inputs = inputs._replace(seed=None if seed is None else torch.tensor([seed]))
+    return TaskAttention(inputs, flat=call.flat(), plan=plan, exchange=exchange, rank=rank)
 
 
 def simulate(
@@ -56,26 +59,25 @@ def simulate(
     mask = None if mask is None else mask.to(device)
     num_ranks = len(case.shard_lengths)
 
-    def part(rank: int) -> tuple[Inputs, Share]:
+    def part(rank: int) -> TaskAttention:
         here = case.shard(rank)
         tensors = [given[name][:, here].contiguous() for name in "qkv"]
-        inputs = Inputs(*tensors, None if mask is None else mask[:, here], None, None)  # type: ignore[call-arg]
-        return inputs, share_of(plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
+        inputs = Inputs(*tensors, key_padding_mask=None if mask is None else mask[:, here])
+        return work_of(inputs, plan, exchange, rank, case.scale, dropout_p=dropout_p, seed=seed)
 
     mail = Mail()
 
     def ahead(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        return context_forward(*part(rank), SimulatedTransport(rank, mail, tamper))
+        return context_forward(part(rank), SimulatedTransport(rank, mail, tamper))
 
     outs: list[Any] = run_ranks(num_ranks, ahead)
     forward_bytes, mail.bytes = mail.bytes, Counter()
 
     def back(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, share = part(rank)
         here = case.shard(rank)
         out, lse, received = outs[rank]
-        asked = Given(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
-        return context_backward(asked, inputs, received if kept else None, share, SimulatedTransport(rank, mail, tamper))
+        asked = OutputGradients(given["dout"][:, here].contiguous(), given["dlse"][:, :, here].contiguous(), out, lse)
+        return context_backward(part(rank), asked, received if kept else None, SimulatedTransport(rank, mail, tamper))
 
     grads: list[Any] = run_ranks(num_ranks, back)
     whole = {"out": torch.cat([x[0] for x in outs], dim=1), "lse": torch.cat([x[1] for x in outs], dim=2)}
@@ -104,19 +106,19 @@ def test_gradients_go_home_round_the_ring_while_the_next_are_computed(monkeypatc
     """Of 4 ranks that all need each other: what was computed of one source is settled after the next source's."""
     case = ShardedCase(DilatedPattern((48,), (1,)), shard_lengths=(12,) * 4)
     met: list[list[str]] = [[] for _ in range(4)]
-    differentiate, settle = rank_module._Work.differentiate, rows.Grads.settle_keys
+    differentiate, add = TaskAttention.differentiate, Gradients.add_returned_keys
 
     def differentiated(work: Any, number: int, parts: Any, *rest: Any) -> None:
-        met[work.share.rank].append(f"from {(work.share.rank - parts[0].rank) % 4}")
+        met[work.rank].append(f"from {(work.rank - parts[0].rank) % 4}")
         differentiate(work, number, parts, *rest)
 
-    def settled(grads: Any, peer: int, grad: Tensor) -> None:
-        rank = next(r for r in range(4) if r not in grads.rows.program.kv.sends)  # it lends to all others
+    def added(grads: Any, peer: int, grad: Tensor) -> None:
+        rank = next(r for r in range(4) if r not in grads.buffers.schedule.kv.sends)  # it sends to all others
         met[rank].append("home")
-        settle(grads, peer, grad)
+        add(grads, peer, grad)
 
-    monkeypatch.setattr(rank_module._Work, "differentiate", differentiated)
-    monkeypatch.setattr(rows.Grads, "settle_keys", settled)
+    monkeypatch.setattr(TaskAttention, "differentiate", differentiated)
+    monkeypatch.setattr(Gradients, "add_returned_keys", added)
     check(case, "ring")
     assert all(events == ["from 0", "from 1", "from 2", "home", "from 3", "home", "home"] for events in met)
 
@@ -221,11 +223,11 @@ def _without_lse(exchange: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("x", [torch.ones(()).expand(3, 2, 1), torch.ones(1, 1, 2)[..., :1], torch.ones(5, 1, 3)[:1, :, 1:]])
 def test_bits_of_any_strides_travel(x: Tensor) -> None:
-    bits = rank_module._bits(x, torch.bfloat16)
+    bits = view_bits(x, torch.bfloat16)
     assert bits.shape == (*x.shape[:-1], 2 * x.shape[-1])
-    assert torch.equal(rank_module._bits(bits, torch.float32), x)
+    assert torch.equal(view_bits(bits, torch.float32), x)
     row = torch.cat([bits.new_zeros(*x.shape[:-1], 3), bits], dim=-1)  # an odd place in a message
-    assert torch.equal(rank_module._bits(row[..., 3:], torch.float32), x)
+    assert torch.equal(view_bits(row[..., 3:], torch.float32), x)
 
 
 def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
@@ -234,8 +236,8 @@ def test_ranks_with_equal_data_and_seed_drop_other_weights() -> None:
     outs = []
     for rank in range(2):
         tensors = [given[name][:, :8].contiguous() for name in "qkv"]  # the same on both
-        share = share_of(case.plan(), "gather", rank, case.scale, dropout_p=0.5, seed=7)
-        outs.append(context_forward(Inputs(*tensors, None, None, None), share, SimulatedTransport(rank, Mail()))[0])
+        work = work_of(Inputs(*tensors), case.plan(), "gather", rank, case.scale, dropout_p=0.5, seed=7)
+        outs.append(context_forward(work, SimulatedTransport(rank, Mail()))[0])
     assert not torch.equal(*outs)
 
 
@@ -270,7 +272,7 @@ def test_nan_stays_in_the_rows_that_may_see_it(exchange: str, monkeypatch: pytes
 def test_a_dropped_gradient_reduction_is_caught(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3004, 3) if exchange == "heads" else WIDE
     check(case, exchange)
-    monkeypatch.setattr(rows.Grads, "settle_keys", lambda *arguments: None)
+    monkeypatch.setattr(Gradients, "add_returned_keys", lambda *arguments: None)
     with pytest.raises(AssertionError, match="dk"):
         check(case, exchange)
 

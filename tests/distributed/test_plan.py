@@ -6,7 +6,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,14 +20,14 @@ from hypothesis import assume, example, given, settings
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
 from flexdilated.core.reference import _rows
-from flexdilated.distributed.exchange import Index
 from flexdilated.distributed.planner import cost_model, message_rows, row_counts, tasks
 from flexdilated.distributed.planner import plan as planning
 from flexdilated.distributed.planner.message_rows import Message
 from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.planner.segments import inside
 from flexdilated.distributed.planner.tasks import Task, local_pieces, tasks_of
-from flexdilated.distributed.program import Program, program
+from flexdilated.distributed.runtime.row_index import RowIndex
+from flexdilated.distributed.runtime.schedule import Schedule, schedule
 from tests.cases import least_heads
 from tests.distributed.cases import executors, traffic
 
@@ -248,7 +248,7 @@ def test_rows_of_a_message_are_found_where_they_stand(
     if not asked.size:
         return
     with mock.patch.object(message_rows, "LOOKED", looked):
-        places = Index.of(*message.places(*asked, stride, rows), torch.device("cpu")).read()
+        places = RowIndex.from_lists(*message.places(*asked, stride, rows), torch.device("cpu")).read()
         assert places.tolist() == [[stands[head, first + i * stride] for i in range(rows)] for head, first in asked.T.tolist()]
         absent = next(i for i in range(999) if (heads[0], tokens[groups[heads[0] // 3]][0] + i) not in stands)
         with pytest.raises((AssertionError, IndexError)):
@@ -259,7 +259,7 @@ def test_rows_of_a_message_are_found_where_they_stand(
 def test_an_index_reads_what_it_was_made_of(kinds: list[list[int]], data: st.DataObject) -> None:
     which = data.draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=6))
     begin = data.draw(st.lists(st.integers(0, 9), min_size=len(which), max_size=len(which)))
-    index = Index.of(np.array(kinds), np.array(which), np.array(begin), torch.device("cpu"))
+    index = RowIndex.from_lists(np.array(kinds), np.array(which), np.array(begin), torch.device("cpu"))
     assert index.read().tolist() == [[at + x for x in kinds[kind]] for kind, at in zip(which, begin)]
     assert index.read().dtype == torch.int32
 
@@ -302,11 +302,10 @@ def test_rows_are_counted_at_both_ends_exactly_or_at_most(plan: ContextPlan) -> 
             assert [x.tolist() for x in exact[kind]] == [x.tolist() for x in expected]
             assert [x.tolist() for x in exact[kind].reversed()] == [expected[i].tolist() for i in (1, 0, 3, 2)]
             assert all((most >= x).all() for most, x in zip(bounds.most[kind], expected, strict=True))
-            assert all((least <= x).all() for least, x in zip(bounds.least[kind], expected, strict=True))
             for rank in range(plan.num_ranks):
                 assert [x.tolist() for x in row_counts.listed(plan, exchange, [rank])[kind]] == [[x[rank]] for x in expected]
                 assert row_counts.rows_received(plan, exchange, kind, rank) == expected[0][rank]
-        total = int(bounds.to_list.sum())
+        total = bounds.to_list
         assert row_counts.counts(plan, exchange, total)[1]
         if total:
             some, is_exact = row_counts.counts(plan, exchange, total - 1)
@@ -780,7 +779,7 @@ def test_choice_is_whole_heads_for_a_segment_of_many_ranks_and_gather_for_two() 
 
 @pytest.mark.parametrize("pattern", ["longnet", "gigapath", "interleaved"])
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
-def test_choice_is_equal_whether_all_ranks_are_counted_or_the_busiest_one_or_none(
+def test_choice_is_equal_whether_rows_are_counted_exactly_or_at_most(
     pattern: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the exchange that it takes instead is no slower."""
@@ -792,9 +791,8 @@ def test_choice_is_equal_whether_all_ranks_are_counted_or_the_busiest_one_or_non
         times = {
             exchange: cost_model.seconds(plan, exchange, speeds=cost_model.Speeds(), **BFLOAT16).max() for exchange in EXCHANGES
         }
-        for counted, listed in ((1 << 40, 1 << 40), (0, 1 << 40), (0, 0)):
-            monkeypatch.setattr(cost_model, "counts", partial(row_counts.counts, most=counted))
-            monkeypatch.setattr(cost_model, "LONG", listed)
+        for counted in (1 << 40, 0):
+            monkeypatch.setattr(cost_model, "CHOICE", counted)
             chosen = cost_model.choose(plan, budget=1 << 40, **BFLOAT16)
             assert times[chosen] == pytest.approx(min(times.values()), rel=1e-3)
 
@@ -831,9 +829,10 @@ def test_ranks_of_gigapath_end_together_where_heads_are_dealt(
     ratio = {exchange: pairs.max() / pairs.mean() for exchange in EXCHANGES for pairs in (cost_model.pairs(plan, exchange),)}
     assert ratio["gather"] == pytest.approx(by_rows, abs=0.01)
     assert 1 <= ratio["heads"] <= dealt
-    rows = {"heads": row_counts.bounds(plan, "heads").most, "gather": row_counts.bounds(plan, "gather").least}
     sizes = {"speeds": cost_model.Speeds(), "head_dim": 48, "itemsize": 2}
-    times = {name: cost_model.seconds(plan, name, rows=rows[name], **sizes).max() for name in rows}
+    times = {
+        name: cost_model.seconds(plan, name, rows=row_counts.bounds(plan, name).most, **sizes).max() for name in ("gather", "heads")
+    }
     assert times["heads"] < times["gather"]
 
 
@@ -882,40 +881,40 @@ def test_default_budget_is_of_the_largest_shard_and_has_a_floor() -> None:
     budget = cost_model.default_budget(plan, **BFLOAT16)
     assert budget == 128 * MILLION > 2 * 1024 * 16 * 4 * 64 * 2
     assert cost_model.choose(plan, budget=budget, **BFLOAT16) == "heads"
-    slow, fast = row_counts.bounds(plan, "ring").least, row_counts.bounds(plan, "heads").most
-    sizes = {"speeds": cost_model.Speeds(), **BFLOAT16}
-    assert (
-        cost_model.seconds(plan, "ring", rows=slow, **sizes).max() > 8 * cost_model.seconds(plan, "heads", rows=fast, **sizes).max()
+    ring, heads = (
+        cost_model.seconds(plan, name, speeds=cost_model.Speeds(), rows=row_counts.bounds(plan, name).most, **BFLOAT16).max()
+        for name in ("ring", "heads")
     )
+    assert ring > 8 * heads
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_programs_of_many_layers_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedules_of_many_layers_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has a pattern of its own; the second step builds nothing."""
-    program.cache_clear()
+    schedule.cache_clear()
     plans = [plan_of(DilatedPattern((16 + length, 64), (1, 3)), 64, 4, 3) for length in range(24)]
 
-    def step() -> list[Program]:
-        return [program(plan, "gather", rank, torch.device("cpu")) for plan in plans for rank in (0, 2)]
+    def step() -> list[Schedule]:
+        return [schedule(plan, "gather", rank, torch.device("cpu")) for plan in plans for rank in (0, 2)]
 
     first = step()
     assert len({id(each) for each in first}) == 48
     assert all(a is b for a, b in zip(first, step()))
     total = 0
     for each in first:
-        tables = [part.at for job in each.jobs for part in (*job.queries, *job.keys, *job.outputs)]
-        tables += [at for links in (each.kv, each.q, each.out) for owned in links.owned.values() for _, at in owned]
-        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.listed, at.which) if x is not None))
+        tables = [part.row_index for task in each.tasks for part in (*task.queries, *task.keys, *task.outputs)]
+        tables += [index for via in (each.kv, each.q, each.out) for local in via.local.values() for _, index in local]
+        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.lists, at.kind) if x is not None))
         assert each.nbytes == held > 0
     plans_held = 2 * sum(plan.nbytes for plan in plans)
-    assert program.nbytes == total + plans_held
-    monkeypatch.setattr(program, "room", (total + plans_held) // 2)
-    program.cache_clear()
+    assert schedule.nbytes == total + plans_held
+    monkeypatch.setattr(schedule, "room", (total + plans_held) // 2)
+    schedule.cache_clear()
     step()
-    assert 8 < len(program) < 48
-    assert program.nbytes <= program.room
+    assert 8 < len(schedule) < 48
+    assert schedule.nbytes <= schedule.room
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------------

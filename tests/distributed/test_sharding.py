@@ -13,15 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flexdilated.distributed.meshes import group_of
-from flexdilated.distributed.sharding import (
-    even_shard_lengths,
-    gather_tokens,
-    local_shard_lengths,
-    shard_lengths_of,
-    shard_sequence,
-    unshard_sequence,
-)
+from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
+from flexdilated.distributed.mesh import group_of
+from flexdilated.distributed.sharding import local_shard_lengths, shard_lengths_of
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, several
 from tests.tolerances import EXACT
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ from flexdilated.core.bounded_cache import recent
 from flexdilated.core.pattern import BACKWARD, FORWARD
 from flexdilated.distributed.planner.load_balance import pairs_by_rows, pairs_of_parts, pairs_of_segments
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from flexdilated.distributed.planner.row_counts import Counts, bounds, counts, equivalent, listed
+from flexdilated.distributed.planner.row_counts import Counts, counts, equivalent, listed
 from flexdilated.distributed.planner.spans import Integers
 
 LEAST_BUDGET = 1 << 27  # bytes of messages that are worth their time however small a shard is
-LONG = 1 << 24  # the work of listing one rank, in rows, above which the choice does not list it
-SEVERAL = 1 << 20  # the work of listing ranks, in rows, above which no further rank is listed
+CHOICE = 1 << 21  # the work of listing all ranks, in rows, up to which the choice counts exactly
 
 
 class Speeds(NamedTuple):
@@ -145,16 +143,15 @@ def seconds(
     speeds: Speeds,
     head_dim: int,
     batch: int = 1,
-    ranks: slice | Sequence[int] = slice(None),
     **sizes: Any,
 ) -> NDArray[np.float64]:
-    """`(ranks,)` seconds of a forward and its backward: bytes received at the speed of the link, then pairs computed.
+    """`(num_ranks,)` seconds of a forward and its backward: bytes received at the speed of the link, then pairs computed.
 
     Nothing overlaps, and messages have no latency: an estimate by which exchanges are compared. `sizes` are the other arguments of
-    `bytes_received`, and `ranks` those that its `rows` are of.
+    `bytes_received`.
     """
     forward, backward = bytes_received(plan, exchange, head_dim=head_dim, batch=batch, **sizes)
-    return seconds_of(forward + backward, pairs(plan, exchange)[ranks] * (plan.group * batch), head_dim, speeds)
+    return seconds_of(forward + backward, pairs(plan, exchange) * (plan.group * batch), head_dim, speeds)
 
 
 def seconds_of(received: Integers, scored: Integers, head_dim: int, speeds: Speeds) -> NDArray[np.float64]:
@@ -166,8 +163,7 @@ def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **si
     """The exchange whose busiest rank takes the least time, among those whose buffers fit `budget` bytes.
 
     If none fits, the exchange with the smallest buffers. The answer depends on the integers of the plan and on the arguments alone,
-    so it is equal on every rank. If bounds of the rows do not decide, a few rows are counted exactly. With many rows, only those of
-    the ranks that are busiest by an upper bound are counted; with more than `LONG` rows on a rank, the upper bound itself decides.
+    so it is equal on every rank. Rows are counted exactly if that is quick, else at most (see `counts`).
 
     Args:
         plan: The plan.
@@ -176,56 +172,12 @@ def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **si
         sizes: The sizes of `bytes_received`.
     """
     speeds = Speeds() if speeds is None else speeds
-
-    def buffer(name: str) -> Callable[[Counts, Any], Integers]:
-        return lambda rows, ranks: buffer_bytes(plan, name, rows=rows, **sizes)
-
-    def time(name: str) -> Callable[[Counts, Any], NDArray[np.float64]]:
-        return lambda rows, ranks: seconds(plan, name, speeds=speeds, rows=rows, ranks=ranks, **sizes)
-
-    buffers = {name: _largest(plan, name, buffer(name), enough=budget) for name in EXCHANGES}
+    rows = {name: counts(plan, name, CHOICE)[0] for name in EXCHANGES}
+    buffers = {name: int(buffer_bytes(plan, name, rows=rows[name], **sizes).max()) for name in EXCHANGES}
     fitting = [name for name in EXCHANGES if buffers[name] <= budget]
     if not fitting:
         return min(EXCHANGES, key=lambda name: buffers[name])
-    if "gather" in fitting:
-        fitting = [name for name in fitting if equivalent(plan, name) != "gather" or name == "gather"]  # a ring moves more
-    if len(fitting) == 1:
-        return fitting[0]
-    most, least = {}, {}
-    for name in fitting:
-        bound = bounds(plan, name)
-        most[name], least[name] = (float(time(name)(rows, slice(None)).max()) for rows in (bound.most, bound.least))
-    best = min(fitting, key=lambda name: most[name])
-    if all(least[name] >= most[best] for name in fitting if name != best):
-        return best  # whatever the exact counts are
-    return min(fitting, key=lambda name: _largest(plan, name, time(name)))
-
-
-def _largest(plan: ContextPlan, exchange: str, value: Callable[[Counts, Any], NDArray[Any]], enough: float = 0.0) -> float:
-    """The value of the rank where it is largest, from exact counts if they are made soon enough, else from upper bounds.
-
-    Args:
-        plan: The plan.
-        exchange: One of `EXCHANGES`.
-        value: Returns the values of some ranks, given what they exchange; grows with the rows.
-        enough: If upper bounds are not larger, they need not be exact.
-    """
-    most, _, to_list = bounds(plan, exchange)
-    values = value(most, slice(None))
-    if values.max() <= enough:
-        return float(values.max())
-    rows, is_exact = counts(plan, exchange)
-    if is_exact:
-        return float(value(rows, slice(None)).max())
-    largest, listed_rows = 0.0, 0
-    for rank in np.argsort(-values, kind="stable").tolist():
-        if to_list[rank] > LONG:
-            return max(largest, float(values[rank]))
-        if values[rank] <= largest or listed_rows > SEVERAL:
-            break
-        largest = max(largest, float(value(listed(plan, exchange, [rank]), [rank])[0]))
-        listed_rows += int(to_list[rank])
-    return largest
+    return min(fitting, key=lambda name: float(seconds(plan, name, speeds=speeds, rows=rows[name], **sizes).max()))
 
 
 def pairs(plan: ContextPlan, exchange: str) -> Integers:

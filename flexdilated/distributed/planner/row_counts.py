@@ -37,11 +37,10 @@ Counts = dict[str, RowCounts]  # by kind
 
 
 class Bounds(NamedTuple):
-    """At most and at least so many rows travel, and the work of listing each rank, `(num_ranks,)`, in rows."""
+    """At most so many rows travel, and the work of listing all ranks, in rows."""
 
     most: Counts
-    least: Counts  # without the largest messages, which are 0
-    to_list: Integers
+    to_list: int
 
 
 def equivalent(plan: ContextPlan, exchange: str) -> str:
@@ -81,45 +80,39 @@ def rows_received(plan: ContextPlan, exchange: str, kind: str, rank: int) -> int
 
 
 def bounds(plan: ContextPlan, exchange: str) -> Bounds:
-    """Bounds of the rows that ranks exchange: at most the sum over branches, at least the rows of one branch."""
+    """At most so many rows travel: the sum over branches."""
     return _bounds(plan, equivalent(plan, exchange))
 
 
 @recent(size=lambda found, plan, exchange: plan.nbytes * 2 * len(KINDS))
 def _bounds(plan: ContextPlan, exchange: str) -> Bounds:
-    ranks, branches = plan.num_ranks, len(plan.kept)
+    ranks = plan.num_ranks
     held = np.array(plan.shard_lengths, np.int64) * len(plan.within)
     found: Counts = {}
-    least: Counts = {}
-    to_list = np.zeros(ranks, np.int64)
+    to_list = 0
     for kind in KINDS:
         if kind == "out" and not plan.moves:
-            found[kind], least[kind] = found["q"].reversed(), least["q"].reversed()
+            found[kind] = found["q"].reversed()
             continue
         rows = np.zeros((ranks, ranks), np.int64)  # [receiver, sender]
-        of_branches = np.zeros((2, ranks * branches), np.int64)
         for receivers in plan.some_ranks():
             spans = plan.spans(exchange, kind, receivers=receivers)
             # Sums of floats are exact below 2 ** 53 rows.
-            pairs, (low, high) = (spans.receiver - receivers.start) * ranks + spans.sender, _rows_between(plan, spans)
-            rows[receivers.start : receivers.stop] = np.bincount(pairs, high, len(receivers) * ranks).reshape(-1, ranks)
-            for into, rank in zip(of_branches, (spans.receiver, spans.sender)):
-                into += np.bincount(rank * branches + spans.branch, low, len(into)).astype(np.int64)
-        for axis in (0, 1):
-            to_list += rows.sum(axis=axis) + MESSAGE * (1 + np.count_nonzero(rows, axis=axis))
+            pairs = (spans.receiver - receivers.start) * ranks + spans.sender
+            most = np.bincount(pairs, _most_rows(plan, spans), len(receivers) * ranks)
+            rows[receivers.start : receivers.stop] = most.reshape(-1, ranks)
+        to_list += 2 * int(rows.sum() + MESSAGE * (ranks + np.count_nonzero(rows)))  # listed by senders and by receivers
         # A message holds no row twice.
         rows = np.minimum(rows, held[:, None] if kind == "out" else held)
         found[kind] = RowCounts(rows.sum(axis=1), rows.sum(axis=0), rows.max(axis=1), rows.max(axis=0))
-        least[kind] = RowCounts(*of_branches.reshape(2, ranks, branches).max(axis=2), *np.zeros((2, ranks), np.int64))
-    return Bounds(found, least, to_list)
+    return Bounds(found, to_list)
 
 
-def _rows_between(plan: ContextPlan, spans: Spans) -> tuple[Integers, Integers]:
-    """`(spans,)` rows at least and at most: a head keeps one of `rate` tokens, a token is kept by the heads of one offset."""
+def _most_rows(plan: ContextPlan, spans: Spans) -> Integers:
+    """`(spans,)` rows at most: a head keeps one of `rate` tokens, a token is kept by the heads of one offset."""
     same_offset = np.array([max(map(len, plan.offsets_of(branch).values()), default=0) for branch in range(len(plan.kept))])
     tokens, rate = spans.end - spans.first, plan.rates[spans.branch]
-    low = np.where(spans.residues == rate, spans.places * (tokens // rate), 0)
-    return low, np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
+    return np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
 
 
 def counts(plan: ContextPlan, exchange: str, most: int = LISTED) -> tuple[Counts, bool]:
@@ -131,6 +124,6 @@ def counts(plan: ContextPlan, exchange: str, most: int = LISTED) -> tuple[Counts
         most: The work of listing all ranks, as in `Bounds`, up to which they are listed.
     """
     found = bounds(plan, exchange)
-    if int(found.to_list.sum()) <= most:
+    if found.to_list <= most:
         return listed(plan, exchange), True
     return found.most, False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles

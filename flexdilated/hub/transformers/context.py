@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flexdilated.core.call import EXCHANGES
 from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
-from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.patterns import NAME
 from flexdilated.nn.attention import DilatedAttention, MultiheadDilatedAttention

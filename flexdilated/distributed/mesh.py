@@ -6,6 +6,7 @@ from functools import lru_cache
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.core.hardware import answers_while_traced
@@ -22,6 +23,11 @@ def group_of(mesh: DeviceMesh) -> tuple[str, int, int]:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     rank, num_ranks = _place(mesh)
     return mesh.get_group().group_name, rank, num_ranks
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type, unused-ignore]
 
 
 def one_of_equal(mesh: DeviceMesh | None) -> DeviceMesh | None:

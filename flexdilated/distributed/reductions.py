@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.consistency import Fields, compare, one_call
-from flexdilated.distributed.exchange import explained
-from flexdilated.distributed.meshes import group_of
+from flexdilated.distributed.mesh import group_of
+from flexdilated.distributed.runtime.transport import explained
 from flexdilated.distributed.sharding import declared_lengths
 
 

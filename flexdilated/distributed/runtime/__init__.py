@@ -1,0 +1,1 @@
+"""What one rank does in one call: exchange rows with other ranks, attend, and merge."""

@@ -1,0 +1,187 @@
+"""The rows that one rank reads and writes: its own by token, those of other ranks by their place in a message.
+
+A task works on `(b lane) group row d`: sequence and lane, query head of the lane's key/value head, row, element. A message is
+`(E, B, ...)`, one entry for each row that travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from flexdilated.core.custom_op import Inputs
+from flexdilated.core.lse import accumulated
+from flexdilated.distributed.runtime.row_index import RowExchange
+from flexdilated.distributed.runtime.schedule import RowRange, Schedule, ScheduledTask
+
+
+class Buffers:
+    """The tensors of a call on one rank, and the rows that it has received.
+
+    Args:
+        inputs: Tensors of this rank's shard.
+        schedule: What the rank computes and exchanges.
+        keeps: Whether keys and values of all ranks are held together; in a ring, one rank's after another's.
+    """
+
+    def __init__(self, inputs: Inputs, schedule: Schedule, *, keeps: bool) -> None:
+        self.q, self.k, self.v, self.mask = inputs.q, inputs.k, inputs.v, inputs.key_padding_mask
+        self.schedule, self.keeps = schedule, keeps
+        self.batch, self.heads, self.head_dim, self.dtype = self.q.shape[0], self.k.shape[2], self.q.shape[3], self.q.dtype
+        self.group = self.q.shape[2] // self.heads
+        self.sums = accumulated(self.dtype)
+        self.kv_width = 2 * self.head_dim + (self.mask is not None)
+        self.kv_rows: dict[int, Tensor] = {}  # by rank
+        self.q_rows: dict[int, Tensor] = {}
+
+    def without_tokens(self) -> Buffers:
+        """Buffers of equal sizes that hold no values."""
+        q, k, v = (x.new_empty((x.shape[0], 0, *x.shape[2:])) for x in (self.q, self.k, self.v))
+        mask = None if self.mask is None else self.mask.new_empty((self.batch, 0))
+        return Buffers(Inputs(q, k, v, key_padding_mask=mask), self.schedule, keeps=self.keeps)
+
+    @property
+    def num_queries_received(self) -> int:
+        """Elements of the queries that other ranks send."""
+        return self.schedule.q.num_received * self.batch * self.group * self.head_dim
+
+    @property
+    def num_received(self) -> int:
+        """Elements that a forward receives and its backward needs; 0 in a ring, where they travel again."""
+        if not self.keeps:
+            return 0
+        return self.schedule.kv.num_received * self.batch * self.kv_width + self.num_queries_received
+
+    def receive_into(self, received: Tensor) -> None:
+        """Let the rows of other ranks be parts of a flat buffer: keys and values, unless in a ring, then queries."""
+        kv, q = self.schedule.kv, self.schedule.q
+        keys, queries = received.tensor_split([received.numel() - self.num_queries_received])
+        if self.keeps:
+            self.kv_rows = kv.split(keys.view(kv.num_received, self.batch, self.kv_width), sent=False)
+        self.q_rows = q.split(queries.view(q.num_received, self.batch, self.group, self.head_dim), sent=False)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """`(B, n, H, ...)` as `(B, n, Hkv, group, ...)`, a view."""
+        return x.unflatten(2, (self.heads, self.group))
+
+    def kv_message(self, peer: int, into: Tensor | None = None) -> Tensor:
+        """`(E, B, 2 D)`: keys and values for a peer, and a column that says which are ignored, if there is a mask."""
+        tokens, heads = self.schedule.kv.rows(peer)
+        message = self.k.new_empty(tokens.shape[0], self.batch, self.kv_width) if into is None else into
+        message[..., : self.head_dim] = self.k.transpose(0, 1)[tokens, :, heads]
+        message[..., self.head_dim : 2 * self.head_dim] = self.v.transpose(0, 1)[tokens, :, heads]
+        if self.mask is not None:
+            message[..., -1] = self.mask.T[tokens]
+        return message
+
+    def local_rows(self, x: Tensor, via: RowExchange, peer: int) -> Tensor:
+        """`(E, B, group, ...)`: the rows of `x` `(B, n, H, ...)` that this rank exchanges with a peer."""
+        tokens, heads = via.rows(peer)
+        return self.grouped(x).transpose(0, 1)[tokens, :, heads]
+
+    def queries(self, task: ScheduledTask) -> Tensor:
+        """`(b lane) group row d`; the query of zeros, if there is one, comes last."""
+        parts = self._rows(task.queries, task, self.q, self.q_rows)
+        if task.task.queries[1] > task.task.rows:
+            parts.append(self.q.new_zeros(self.batch, len(task.task.heads), 1, self.group, self.head_dim))
+        return _folded(parts)
+
+    def outputs(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
+        """A task's rows of what belongs to outputs: of `local` `(B, n, H, D')`, and of `(E, B, group, D')` of each other rank."""
+        return _folded(self._rows(task.outputs, task, local, remote))
+
+    def _rows(self, ranges: Sequence[RowRange], task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> list[Tensor]:
+        """`b lane row group d` of each range."""
+        return [
+            self.grouped(local)[:, each.row_index.read(), task.heads]
+            if each.is_local
+            else rearrange(remote[each.rank][each.row_index.read()], "lane row b group d -> b lane row group d")
+            for each in ranges
+        ]
+
+    def keys(self, ranges: Sequence[RowRange], task: ScheduledTask) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k and v of neighbouring ranges, `(b lane) 1 row d`, and which are ignored, `(b lane) row`; ignored ones hold zeros."""
+        ks, vs, ignored = [], [], []
+        for each in ranges:
+            index = each.row_index.read()
+            if each.is_local:
+                ks.append(self.k[:, index, task.heads])
+                vs.append(self.v[:, index, task.heads])
+                if self.mask is not None:
+                    ignored.append(self.mask[:, index])
+            else:
+                rows = rearrange(self.kv_rows[each.rank][index], "lane row b d -> b lane row d")
+                ks.append(rows[..., : self.head_dim])
+                vs.append(rows[..., self.head_dim : 2 * self.head_dim])
+                if self.mask is not None:
+                    ignored.append(rows[..., -1] != 0)
+        k, v = (rearrange(torch.cat(x, dim=2), "b lane row d -> (b lane) 1 row d") for x in (ks, vs))
+        if not ignored:
+            return k, v, None
+        hidden = rearrange(torch.cat(ignored, dim=2), "b lane row -> (b lane) row")
+        k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
+        return k, v, hidden
+
+    def unfolded(self, x: Tensor, task: ScheduledTask) -> Tensor:
+        """`(b lane) group row ...` as `b lane row group ...`."""
+        return rearrange(x, "(b lane) group row ... -> b lane row group ...", lane=len(task.task.heads))
+
+
+def _folded(parts: Sequence[Tensor]) -> Tensor:
+    return rearrange(torch.cat(list(parts), dim=2), "b lane row group d -> (b lane) group row d")
+
+
+class Gradients:
+    """Sums of gradients: of this rank's own tensors, and of the rows that it received from other ranks."""
+
+    def __init__(self, buffers: Buffers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self.buffers, self.dq, self.dk, self.dv = buffers, dq, dk, dv
+        self.kv_rows: dict[int, Tensor] = {}
+        self.q_rows = {peer: torch.zeros_like(rows, dtype=buffers.sums) for peer, rows in buffers.q_rows.items()}
+
+    def allocate_keys(self, peer: int) -> None:
+        """Make zero gradients of a peer's keys and values."""
+        place = self.buffers.schedule.kv.receives[peer]
+        shape = (place.stop - place.start, self.buffers.batch, 2 * self.buffers.head_dim)
+        self.kv_rows[peer] = self.dk.new_zeros(shape, dtype=self.buffers.sums)
+
+    def add_queries(self, task: ScheduledTask, dq: Tensor) -> None:
+        """Add `b lane row group d`; the query of zeros, which comes last, has no gradient."""
+        at, local = 0, self.buffers.grouped(self.dq)
+        for each in task.queries:
+            rows, index = dq[:, :, at : at + each.rows], each.row_index.read()
+            at += each.rows
+            if each.is_local:
+                # A task meets a row once: reading, adding and writing back needs no atomic sum.
+                local[:, index, task.heads] += rows.to(local.dtype)
+            else:
+                self.q_rows[each.rank][index] += rearrange(rows, "b lane row group d -> lane row b group d")
+
+    def add_keys(self, task: ScheduledTask, ranges: Sequence[RowRange], dk: Tensor, dv: Tensor) -> None:
+        """Add `(b lane) 1 row d` each, of neighbouring ranges."""
+        at = 0
+        dk, dv = (rearrange(x, "(b lane) 1 row d -> b lane row d", lane=len(task.task.heads)) for x in (dk, dv))
+        for each in ranges:
+            index, span = each.row_index.read(), slice(at, at + each.rows)
+            at = span.stop
+            if each.is_local:
+                self.dk[:, index, task.heads] += dk[:, :, span]
+                self.dv[:, index, task.heads] += dv[:, :, span]
+            else:
+                both = torch.cat([dk[:, :, span], dv[:, :, span]], dim=-1)
+                self.kv_rows[each.rank][index] += rearrange(both, "b lane row d -> lane row b d")
+
+    def add_returned_keys(self, peer: int, rows: Tensor) -> None:
+        """Add `(E, B, 2 D)`, which a peer returns for this rank's keys and values."""
+        tokens, heads = self.buffers.schedule.kv.rows(peer)
+        for total, part in zip((self.dk, self.dv), rows.to(self.buffers.sums).chunk(2, dim=-1)):
+            total.transpose(0, 1)[tokens, :, heads] += part
+
+    def add_returned_queries(self, peer: int, rows: Tensor) -> None:
+        """Add `(E, B, group, D)`, which a peer returns for this rank's queries."""
+        tokens, heads = self.buffers.schedule.q.rows(peer)
+        local = self.buffers.grouped(self.dq).transpose(0, 1)
+        local[tokens, :, heads] += rows.to(local.dtype)

@@ -1,0 +1,94 @@
+"""One call over ranks: its process group, its plan, its exchange, and what the ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flexdilated._version import __version__
+from flexdilated.core.bounded_cache import recent
+from flexdilated.core.call import documents
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.hardware import answers_while_traced
+from flexdilated.core.lse import accumulated
+from flexdilated.distributed.consistency import Fields, shown
+from flexdilated.distributed.mesh import process_group
+from flexdilated.distributed.planner import cost_model
+from flexdilated.distributed.planner.plan import ContextPlan, context_plan
+from flexdilated.distributed.runtime.transport import GroupTransport
+
+
+class RankContext(NamedTuple):
+    """Where a call runs, and how, as plain data that an operator takes beside `Flat`."""
+
+    group_name: str
+    rank: int
+    shard_lengths: Sequence[int]
+    exchange: str  # as asked
+    differentiable: bool
+    keeps: bool  # whether the forward keeps the rows of other ranks for the backward
+    made_by: str  # as `version_and_speeds`
+
+    def plan(self, inputs: Inputs, flat: Flat) -> ContextPlan:
+        """The plan of a call on some tensors."""
+        lengths, kv_heads = tuple(int(n) for n in self.shard_lengths), inputs.k.shape[2]
+        where = "" if inputs.cu_seqlens is None else f" of all ranks, shard_lengths={shown(lengths)}"
+        spans = documents(inputs.cu_seqlens, sum(lengths), where)
+        within = range(flat.first_head, flat.first_head + kv_heads)
+        return context_plan(flat.pattern, lengths, flat.num_heads, within, inputs.q.shape[2] // kv_heads, spans, flat.is_causal)
+
+    def chosen_exchange(self, plan: ContextPlan, inputs: Inputs) -> str:
+        """The exchange that is asked for, or that `"auto"` takes."""
+        if self.exchange != "auto":
+            return self.exchange
+        masked, speeds = inputs.key_padding_mask is not None, cost_model.speeds_of_environment()
+        return _choice(plan, inputs.q.shape[3], inputs.q.dtype, inputs.q.shape[0], masked, speeds)
+
+    def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
+        """What ranks compare; `functions`: which there are, since they cannot be compared."""
+        q, no_functions = inputs.q, {"score_mod": False, "mask_mod": False, "score_mod_learns": False, "flex": False}
+        options = {
+            "dtype": str(q.dtype),
+            "batch": q.shape[0],
+            "head_dim": q.shape[3],
+            "scale": flat.scale,
+            "dropout_p": flat.dropout_p,
+            "masked": inputs.key_padding_mask is not None,
+            "exchange": self.exchange,
+            "differentiable": self.differentiable,
+            "speeds": cost_model.speeds_of_environment() if self.exchange == "auto" else None,
+            **no_functions,
+            **functions,
+        }
+        return _fields(plan, tuple(options.items()))
+
+    def transport(self, plan: ContextPlan, fields: Fields, device: torch.device, number: int, *, backward: bool) -> GroupTransport:
+        """The transport of one direction of the call of a number."""
+        call = f"{'the backward of ' if backward else ''}call {number} over this mesh, with {plan.pattern}"
+        return GroupTransport(process_group(self.group_name), device, fields.tag(number, backward=backward), call)
+
+
+@answers_while_traced
+def version_and_speeds(exchange: str) -> str:
+    """What the sizes of a call's outputs depend on beside its arguments; runs while a compiler traces.
+
+    As an argument of the operator it makes compilers discard graphs on disk of another version of this library, or of other speeds.
+    """
+    return f"flexdilated {__version__}" + (f", {cost_model.speeds_of_environment()}" if exchange == "auto" else "")
+
+
+@recent(size=lambda choice, plan, *sizes: plan.nbytes)
+def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost_model.Speeds) -> str:
+    """The exchange that `"auto"` takes: equal integers, and so an equal answer, on every rank."""
+    if plan.is_local:
+        return "gather"
+    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
+    budget, lse_size = cost_model.default_budget(plan, **sizes), accumulated(dtype).itemsize
+    return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
+
+
+@recent(size=lambda fields, plan, options: plan.nbytes)
+def _fields(plan: ContextPlan, options: tuple[tuple[str, object], ...]) -> Fields:
+    return Fields({"call": "dilated_attention", **plan.description, **dict(options)})

@@ -1,0 +1,85 @@
+"""The forward of one rank.
+
+"gather" and "ring" bring rows of keys and values to the ranks of the queries, all at the same time or one rank after another.
+"heads" brings the rows of heads to the ranks that compute them, and the outputs back.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexdilated.backends.piece_loop import forward
+from flexdilated.core.lse import merge_
+from flexdilated.distributed.runtime.messages import exchange_keys, exchange_outputs, exchange_queries
+from flexdilated.distributed.runtime.ring import ring
+from flexdilated.distributed.runtime.task_attention import TaskAttention
+from flexdilated.distributed.runtime.transport import Transport
+
+
+def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `lse` of this rank's shard, and the rows of other ranks that a backward needs, flat."""
+    buffers, inputs = work.buffers, work.inputs
+    received = inputs.q.new_empty(buffers.num_received)
+    if work.is_ring:
+        out, lse, partials = _ring_forward(work, transport)
+    else:
+        buffers.receive_into(received)
+        arrivals = [exchange_queries(buffers, transport), exchange_keys(buffers, transport)]
+        out, lse = forward(inputs.q, inputs.k, inputs.v, work.loop)  # while messages travel
+        for wait in arrivals:
+            wait()
+        partials = work.empty_partials()
+        work.attend(partials)
+    work.add_zero_keys(partials)
+    _merge_outputs(work, transport, out, lse, partials)
+    return out, lse, received
+
+
+def _ring_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """`out` and `lse` of the pieces, and the partial `(out, lse)` of each task."""
+    inputs, partials = work.inputs, work.empty_partials()
+    pieces: list[tuple[Tensor, Tensor]] = []
+    work.buffers.receive_into(inputs.q.new_empty(work.buffers.num_queries_received))
+    exchange_queries(work.buffers, transport)()
+
+    def attend_and_merge(source: int) -> None:
+        if source == work.rank:
+            pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
+        work.attend(partials, source)
+
+    ring(work.buffers, transport, rank=work.rank, num_ranks=work.plan.num_ranks, attend_and_merge=attend_and_merge)
+    return *pieces[0], partials
+
+
+def _merge_outputs(
+    work: TaskAttention, transport: Transport, out: Tensor, lse: Tensor, partials: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Merge the results of tasks into the outputs, here and on the ranks of the outputs."""
+    via, buffers = work.schedule.out, work.buffers
+    outs, lses = buffers.grouped(out), buffers.grouped(lse.transpose(1, 2))
+    sent = buffers.q.new_zeros(via.num_sent, buffers.batch, buffers.group, buffers.head_dim, dtype=buffers.sums)
+    sent_lse = buffers.q.new_full(sent.shape[:-1], -float("inf"), dtype=buffers.sums)
+    sent_to, lse_to = via.split(sent, sent=True), via.split(sent_lse, sent=True)
+    for task, partial in zip(work.schedule.tasks, partials):
+        task_out, task_lse = (buffers.unfolded(x, task) for x in partial)
+        at = 0
+        for each in task.outputs:
+            span, index = slice(at, at + each.rows), each.row_index.read()
+            at = span.stop
+            part, part_lse = task_out[:, :, span], task_lse[:, :, span]
+            if each.is_local:
+                _merge_at(outs, lses, (slice(None), index, task.heads), part, part_lse)
+            else:
+                _merge_at(sent_to[each.rank], lse_to[each.rank], index, part.movedim(0, 2), part_lse.movedim(0, 2))
+    if not via:
+        return
+    arrived, arrived_lse = exchange_outputs(buffers, transport, sent, sent_lse, back=False)
+    for peer, place in via.receives.items():  # one after another: several peers may send outputs of one row
+        tokens, heads = via.rows(peer)
+        _merge_at(outs.transpose(0, 1), lses.transpose(0, 1), (tokens, slice(None), heads), arrived[place], arrived_lse[place])
+
+
+def _merge_at(out: Tensor, lse: Tensor, index: object, part: Tensor, part_lse: Tensor) -> None:
+    rows, rows_lse = out[index], lse[index]  # type: ignore[index]
+    merge_(rows, rows_lse, part, part_lse)
+    out[index], lse[index] = rows, rows_lse  # type: ignore[index]

@@ -1,0 +1,113 @@
+"""Where rows are: tokens of a shard, or places in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexdilated.distributed.planner.message_rows import messages
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.spans import Integers
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """`(lanes, rows)` integers: a first one per lane, plus a common step per row, or else a list that several lanes share.
+
+    Full tables would hold the rows of all ranks for a ring, and many heads have equal rows.
+    """
+
+    first: Tensor  # (lanes, 1) int32
+    step: int
+    rows: int
+    lists: Tensor | None = None  # (kinds, rows) int32, added to `first`; None: there is a common step
+    kind: Tensor | None = None  # (lanes,) int32, the list of each lane; None: there is one list
+
+    @classmethod
+    def strided(cls, step: int, first: Integers, rows: int, device: torch.device) -> RowIndex:
+        """`first, first + step, ...` of each lane, below 2 ** 31."""
+        return cls(as_int32(first, device)[:, None], step, rows)
+
+    @classmethod
+    def from_lists(cls, lists: Integers, kind: Integers, begin: Integers | int, device: torch.device) -> RowIndex:
+        """`begin` of each lane plus one of the lists `(kinds, rows)`; all below 2 ** 31."""
+        first, rows = lists[:, 0], lists.shape[1]
+        steps = lists[:, 1:] - lists[:, :-1]
+        step = int(steps.flat[0]) if steps.size else 1
+        begins = as_int32(first[kind] + begin, device)[:, None]
+        if (steps == step).all():
+            return cls(begins, step, rows)
+        listed = as_int32(lists - first[:, None], device)
+        return cls(begins, step, rows, listed, as_int32(kind, device) if len(lists) > 1 else None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in (self.first, self.lists, self.kind) if table is not None)
+
+    def read(self) -> Tensor:
+        """The integers as one table."""
+        if self.lists is None:
+            return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
+        return self.first + (self.lists if self.kind is None else self.lists[self.kind])
+
+
+def as_int32(values: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class RowExchange:
+    """The rows of one kind that one rank sends and receives, in the order in which they travel: by peer, head and token."""
+
+    sends: dict[int, slice]  # the rows of each peer among all rows sent
+    receives: dict[int, slice]
+    # The rows in this rank's shard, by peer: it sends them, or receives them if they are outputs. Heads `(h, 1)` with their tokens,
+    # counted from the first of the shard, in blocks of heads.
+    local: dict[int, tuple[tuple[Tensor, RowIndex], ...]]
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives)
+
+    @property
+    def num_sent(self) -> int:
+        return max((place.stop for place in self.sends.values()), default=0)
+
+    @property
+    def num_received(self) -> int:
+        return max((place.stop for place in self.receives.values()), default=0)
+
+    def split(self, message: Tensor, *, sent: bool) -> dict[int, Tensor]:
+        """The part of each peer in a tensor of all rows sent, or received."""
+        return {peer: message[place] for peer, place in (self.sends if sent else self.receives).items()}
+
+    def rows(self, peer: int) -> tuple[Tensor, Tensor]:
+        """`(E,)` int32 tokens and heads of the rows in this rank's shard that it exchanges with a peer."""
+        blocks = [(tokens.read(), heads) for heads, tokens in self.local[peer]]
+        tokens, heads = zip(*((table.flatten(), heads.expand_as(table).flatten()) for table, heads in blocks))
+        return torch.cat(tokens), torch.cat(heads)
+
+
+def row_exchange(
+    plan: ContextPlan, exchange: str, kind: str, rank: int, device: torch.device, remote: Mapping[int, int]
+) -> RowExchange:
+    """What a rank exchanges of one kind; `remote`: the number of rows in the shard of each peer."""
+    local, here = {}, {}
+    for message in messages(plan, exchange, kind, rank, sent=kind != "out"):
+        here[message.peer] = message.num_rows
+        local[message.peer] = tuple(
+            (as_int32(heads, device)[:, None], RowIndex.from_lists(tokens, which, -plan.borders[rank], device))
+            for heads, tokens, which in message.blocks()
+        )
+    sends, receives = (remote, here) if kind == "out" else (here, remote)
+    return RowExchange(_places(sends), _places(receives), local)
+
+
+def _places(counts: Mapping[int, int]) -> dict[int, slice]:
+    """The rows of each peer, one peer after another."""
+    ends = list(accumulate(counts.values(), initial=0))
+    return {peer: slice(first, end) for peer, first, end in zip(counts, ends, ends[1:])}

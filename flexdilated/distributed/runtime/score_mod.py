@@ -1,0 +1,258 @@
+"""Users' score and mask functions over shards, and FlexAttention: rows travel by operations that autograd differentiates.
+
+Either rows of keys and values come to the ranks of the queries ("gather"), or rows of heads to the ranks that compute them, and
+their outputs back ("heads"). Autograd sees the tensors between the messages. So tensors that the functions hold get gradients: on
+each rank, those of the pairs that it scores. The sum over the ranks is the whole gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends import modified_scores
+from flexdilated.backends.combine import Part, Scattered, mix
+from flexdilated.backends.flex import engine as flex
+from flexdilated.backends.flex.rows import Lanes, attend_rows
+from flexdilated.backends.kernel import draws_of_its_own, spread
+from flexdilated.core.call import Call
+from flexdilated.core.checks import call_mod, first_pair, refuse_zero_keys
+from flexdilated.core.custom_op import GRADIENT_MESSAGE, Inputs
+from flexdilated.core.hardware import without_autocast
+from flexdilated.core.pieces import plan_pieces
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.tasks import local_pieces
+from flexdilated.distributed.runtime.buffers import Buffers, Gradients
+from flexdilated.distributed.runtime.messages import (
+    exchange_keys,
+    exchange_outputs,
+    exchange_queries,
+    return_key_gradients,
+    return_query_gradients,
+)
+from flexdilated.distributed.runtime.schedule import ScheduledTask, schedule
+from flexdilated.distributed.runtime.transport import Transport
+
+Open = Callable[[bool], Transport]  # of the forward, or of its backward (True)
+
+
+def refuse_shifted(plan: ContextPlan, is_modified: bool) -> None:
+    """Refuse torchscale's shifted positions, and its zero keys beside functions, equally on all ranks.
+
+    Raises:
+        NotImplementedError: If the plan has any.
+    """
+    if plan.pattern.zero_padding:
+        pieces = plan_pieces(plan.pattern, plan.documents, plan.num_heads, plan.is_causal, plan.within)
+        if is_modified and not all(piece.holds_tokens_alone for piece in pieces):
+            refuse_zero_keys(plan.num_tokens)
+        flex.refuse_shifted(plan.pattern, pieces, plan.num_tokens)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    plan: ContextPlan,
+    exchange: str,
+    rank: int,
+    seed: int | None,
+    transport: Open,
+) -> tuple[Tensor, Tensor]:
+    """`out` `(B, n, H, D)` and `lse` `(B, H, n)` of this rank's shard, differentiable, also in tensors that the functions hold.
+
+    Every rank must call backward if q, k or v has a gradient on any rank. The functions get positions of the whole sequence, and
+    heads as they are numbered here.
+
+    Args:
+        q, k, v, call: The shard and the options.
+        plan: The plan of the call.
+        exchange: `"gather"` or `"heads"`.
+        rank: This rank.
+        seed: Seed of the dropout.
+        transport: Makes the transport of the forward, or of its backward (True).
+    """
+    mask, rows = call.key_padding_mask, schedule(plan, exchange, rank, q.device)
+    fetched = Buffers(Inputs(q.detach(), k.detach(), v.detach(), mask), rows, keeps=True)
+    bare = fetched.without_tokens()
+    waits: list[Callable[[], None]] = []
+    q, k, v, received, token = _Fetch.apply(q, k, v, fetched, bare, transport, waits)
+    if call.learns and call.score_mod is not None:
+        # Outputs then have a backward on every rank, also on one that computes none for others.
+        first = call_mod("score_mod", call.score_mod, *first_pair(q))
+        token = token + first.flatten()[:0].to(token.dtype) if first.requires_grad else token
+    attend_piece = flex.attend_piece if call.backend == "flex" else modified_scores.attend_piece
+    own_seed = None if seed is None else spread(seed, ((rank + 1) << 40) + plan.within.start)
+    with draws_of_its_own(own_seed, q.device), without_autocast(q.device):
+        if mask is not None:
+            # What ignored keys and values hold must not matter, and 0 times NaN would.
+            k, v = (x.masked_fill(mask[:, :, None, None], 0.0) for x in (k, v))
+        layers: list[list[Part]] = [
+            [(piece, *attend_piece(q, k, v, mask, plan.borders[rank], piece, call))] for piece in local_pieces(plan, rank)
+        ]
+        with torch.no_grad():
+            for wait in waits:
+                wait()
+        buffers = Buffers(Inputs(q, k, v, mask), rows, keeps=True)
+        buffers.receive_into(received)
+        local, sent = _tasks(buffers, call)
+        layers += local
+        via, detaches = rows.out, call.pattern.detach_weights
+        if via:
+            like = q.new_empty(buffers.batch, via.num_sent, buffers.group, buffers.head_dim)
+            out, lse = mix(sent, like, buffers.group, detach_weights=detaches)
+            out, lse, token = _Deliver.apply(out.transpose(0, 1), lse.permute(2, 0, 1), token, bare, transport)
+            for peer, place in via.receives.items():
+                layers.append([(Scattered(*via.rows(peer)), out[place].transpose(0, 1), lse[place].transpose(0, 1))])
+        out, lse = mix(layers, q, buffers.group, detach_weights=detaches)
+    tied: tuple[Tensor, Tensor] = _Tie.apply(out, lse, token)
+    return tied
+
+
+def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Part]]]:
+    """Per branch, the outputs of tasks: those of this shard, and those that are sent to other ranks."""
+    local: list[list[Part]] = [[] for _ in call.pattern.branches]
+    sent: list[list[Part]] = [[] for _ in call.pattern.branches]
+    for task in buffers.schedule.tasks:
+        out, lse = _attend_task(buffers, task, call)
+        at = 0
+        for each in task.outputs:
+            span, index = slice(at, at + each.rows), each.row_index.read()
+            at = span.stop
+            if each.is_local:
+                local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
+            else:
+                index = index + buffers.schedule.out.sends[each.rank].start
+                sent[task.task.branch].append((Scattered(index, torch.zeros_like(index)), out[:, :, span], lse[:, :, span]))
+    return local, sent
+
+
+def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tuple[Tensor, Tensor]:
+    """Out `(B, lane, row, group, D)` and lse `(B, lane, row, group)` of a task's queries."""
+    task, batch, group, device = scheduled.task, buffers.batch, buffers.group, buffers.q.device
+    k, v, hidden = buffers.keys(scheduled.keys, scheduled)
+    lanes = len(task.heads)
+    if call.backend == "flex":
+        places = Lanes(
+            torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(lanes),
+            (scheduled.heads * group + torch.arange(group, dtype=torch.int32, device=device)).repeat(batch, 1),
+            torch.from_numpy(task.tokens).to(device, torch.int32).repeat(batch),
+            task.stride,
+            task.queries[0],
+            scheduled.keys[0].first,
+        )
+        out, lse = flex.with_zero_keys(*attend_rows(buffers.queries(scheduled), k, v, hidden, places, call), task.zero_keys)
+        return buffers.unfolded(out, scheduled), buffers.unfolded(lse, scheduled)
+    q, k, v = (x.unflatten(0, (batch, lanes)) for x in (buffers.queries(scheduled), k, v))  # b lane group row d
+    hidden = None if hidden is None else hidden.view(batch, lanes, 1, 1, -1)
+    b = torch.arange(batch, device=device)[:, None, None, None, None]
+    h = (scheduled.heads.long() * group + torch.arange(group, device=device))[None, :, :, None, None]
+    first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
+    q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
+    kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
+    per_row = batch * group * k.shape[3]
+    several = max(1, modified_scores.SCORES // (per_row * q.shape[3]))
+    most = max(1, modified_scores.SCORES // (per_row * min(several, lanes)))
+    outs, lses = [], []
+    for at in range(0, lanes, several):
+        lane, parts = slice(at, at + several), []
+        for row in range(0, q.shape[3], most):
+            some = slice(row, row + most)
+            parts.append(
+                modified_scores.attend_rows(
+                    q[:, lane, :, some],
+                    k[:, lane],
+                    v[:, lane],
+                    None if hidden is None else hidden[:, lane],
+                    b,
+                    h[:, lane],
+                    q_idx[:, lane, :, some],
+                    kv_idx[:, lane],
+                    call,
+                )
+            )
+        outs.append(torch.cat([out for out, _ in parts], dim=3))
+        lses.append(torch.cat([lse for _, lse in parts], dim=3))
+    return torch.cat(outs, dim=1).transpose(2, 3), torch.cat(lses, dim=1).transpose(2, 3)
+
+
+def _return_gradients(buffers: Buffers, received: Tensor, grads: Gradients, transport: Transport) -> tuple[Tensor, ...]:
+    """Return the gradients of received rows, and add those that come to the gradients of this rank's q, k and v."""
+    buffers.receive_into(received.contiguous())
+    grads.kv_rows = {peer: grad[..., : 2 * buffers.head_dim].contiguous() for peer, grad in buffers.kv_rows.items()}
+    grads.q_rows = dict(buffers.q_rows)
+    return_key_gradients(buffers, transport, grads, list(buffers.schedule.kv.sends))()
+    return_query_gradients(buffers, transport, grads)
+    return tuple(x.to(buffers.dtype) for x in (grads.dq, grads.dk, grads.dv))
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses to be differentiated; torch's own `once_differentiable` drops that part where inputs are named."""
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(GRADIENT_MESSAGE)
+        return backward(ctx, *grads)
+
+    return refusing
+
+
+class _Fetch(torch.autograd.Function):
+    """The rows of other ranks, flat as `Buffers.receive_into` reads them, to be read after waiting; the backward returns gradients.
+
+    q, k and v pass, and so does a tensor without elements: it makes the backward run on every rank, whatever was read there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, bare: Buffers, transport: Open, waits: list[Callable[[], None]]
+    ) -> tuple[Tensor, ...]:
+        ctx.buffers, ctx.transport = bare, transport  # a backward needs no values, which a checkpoint around this would free
+        received = q.new_empty(buffers.num_received)
+        buffers.receive_into(received)
+        forward = transport(False)
+        waits += [exchange_queries(buffers, forward), exchange_keys(buffers, forward)]
+        return q.view_as(q), k.view_as(k), v.view_as(v), received, q.new_empty(0)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, received: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
+        buffers: Buffers = ctx.buffers
+        own = (x.to(buffers.sums, copy=True) for x in (dq, dk, dv))
+        return *_return_gradients(buffers, received, Gradients(buffers, *own), ctx.transport(True)), None, None, None, None
+
+
+class _Deliver(torch.autograd.Function):
+    """Send outputs and lse, `(E, B, group, D)` and `(E, B, group)`, to the ranks of their tokens; return those that arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, token: Tensor, buffers: Buffers, transport: Open) -> tuple[Tensor, ...]:
+        ctx.buffers, ctx.transport = buffers, transport
+        return *exchange_outputs(buffers, transport(False), out, lse, back=False), token.view_as(token)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
+        return *exchange_outputs(ctx.buffers, ctx.transport(True), dout, dlse, back=True), token, None, None
+
+
+class _Tie(torch.autograd.Function):
+    """Out and lse as they are; in the backward, a gradient for a tensor without elements."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)  # a checkpoint around this then computes again, with messages, on every rank
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        return dout, dlse, torch.zeros_like(token)

@@ -1,0 +1,142 @@
+"""The attention that one rank computes: pieces inside its shard, and tasks of segments that shards cut.
+
+A task's keys may come from several ranks. Each rank's keys give a partial `(out, lse)`, and partials are merged. The backward of a
+partial needs only the final `out` and `lse`. So the gradients of all partials, on whichever ranks, add up to the exact gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdilated.backends.kernel import Dropout, Options, spread
+from flexdilated.backends.piece_loop import PieceLoop
+from flexdilated.core.custom_op import Flat, Inputs
+from flexdilated.core.lse import add_zero_keys_, merge_
+from flexdilated.distributed.planner.plan import ContextPlan
+from flexdilated.distributed.planner.tasks import local_pieces
+from flexdilated.distributed.runtime.buffers import Buffers, Gradients
+from flexdilated.distributed.runtime.schedule import RowRange, schedule
+
+
+class OutputGradients(NamedTuple):
+    """What a backward needs of some rows: their gradients, and the final output and lse (or a task's own)."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class _Block(NamedTuple):
+    """Queries and keys, by row number, of one kernel call."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    is_causal: bool
+
+
+def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Iterator[_Block]:
+    """The kernel calls for some queries and keys: rectangles and, if causal, one square on the diagonal."""
+    if not is_causal:
+        yield _Block(queries, keys, False)
+        return
+    if keys[0] < min(keys[1], queries[0]):
+        yield _Block(queries, (keys[0], min(keys[1], queries[0])), False)
+    low, high = max(keys[0], queries[0]), min(keys[1], queries[1])
+    if low < high:
+        yield _Block((low, high), (low, high), True)
+        if high < queries[1]:
+            yield _Block((high, queries[1]), (low, high), False)
+
+
+class TaskAttention:
+    """One call on one rank.
+
+    Args:
+        inputs: Tensors of this rank's shard.
+        flat: Options of the call.
+        plan: The plan of the call.
+        exchange: One of `EXCHANGES`.
+        rank: This rank.
+    """
+
+    def __init__(self, inputs: Inputs, *, flat: Flat, plan: ContextPlan, exchange: str, rank: int) -> None:
+        self.inputs, self.flat, self.plan, self.rank, self.is_ring = inputs, flat, plan, rank, exchange == "ring"
+        self.schedule = schedule(plan, exchange, rank, inputs.q.device)
+        self.buffers = Buffers(inputs, self.schedule, keeps=not self.is_ring)
+        self._seed = None
+        if inputs.seed is not None:  # another one for each rank and part of the heads
+            self._seed = spread(int(inputs.seed.item()), ((rank + 1) << 40) + (plan.within.start << 24))
+        self.loop = PieceLoop(inputs, flat, local_pieces(plan, rank), self._seed)
+
+    def empty_partials(self) -> list[tuple[Tensor, Tensor]]:
+        """Per task, `(out, lse)` before any key: `(b lane) group row d` and `(b lane) group row`."""
+        found = []
+        for each in self.schedule.tasks:
+            task, buffers = each.task, self.buffers
+            shape = (buffers.batch * len(task.heads), buffers.group, task.queries[1] - task.queries[0])
+            out = buffers.q.new_zeros((*shape, buffers.head_dim), dtype=buffers.sums)
+            found.append((out, buffers.q.new_full(shape, -torch.inf, dtype=buffers.sums)))
+        return found
+
+    def keys_of(self, number: int, source: int | None) -> list[RowRange]:
+        """A task's keys in the shard of one rank; None: of all ranks."""
+        return [each for each in self.schedule.tasks[number].keys if source is None or each.rank == source]
+
+    def attend(self, partials: Sequence[tuple[Tensor, Tensor]], source: int | None = None) -> None:
+        """Attend to the keys of one rank, or of all, and merge the results into each task's partial `(out, lse)`."""
+        for number, (out, lse) in enumerate(partials):
+            keys = self.keys_of(number, source)
+            if not keys:
+                continue
+            q = self.buffers.queries(self.schedule.tasks[number])
+            for rows, _, k, v, options in self._calls(number, keys):
+                block_out, block_lse = self.loop.kernel.forward(q[:, :, rows], k, v, options)
+                merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse.to(self.buffers.sums))
+
+    def add_zero_keys(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add torchscale's zero keys. In a causal segment only the query of zeros sees them."""
+        for each, (out, lse) in zip(self.schedule.tasks, partials):
+            task = each.task
+            if self.plan.is_causal:
+                if task.queries[1] > task.rows:
+                    add_zero_keys_(out[:, :, -1:], lse[:, :, -1:], 1)
+            elif task.zero_keys + task.zero_row:
+                add_zero_keys_(out, lse, task.zero_keys + task.zero_row)
+
+    def differentiate(self, number: int, keys: Sequence[RowRange], given: OutputGradients, grads: Gradients) -> None:
+        """Add the gradients of a task and neighbouring ranges of its keys."""
+        if not keys:
+            return
+        task, sums = self.schedule.tasks[number], self.buffers.sums
+        q = self.buffers.queries(task)
+        dq = torch.zeros_like(q, dtype=sums)
+        shape = (q.shape[0], 1, keys[-1].end - keys[0].first, self.buffers.head_dim)
+        dk, dv = (q.new_zeros(shape, dtype=sums) for _ in range(2))
+        for rows, columns, k, v, options in self._calls(number, keys):
+            dlse = None if given.dlse is None else given.dlse[:, :, rows]
+            dout, out, lse = (x[:, :, rows] for x in (given.dout, given.out, given.lse))
+            terms = self.loop.kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
+            for total, term, at in zip((dq, dk, dv), terms, (rows, columns, columns)):
+                total[:, :, at] += term
+        grads.add_queries(task, self.buffers.unfolded(dq, task))
+        grads.add_keys(task, keys, dk, dv)
+
+    def _calls(self, number: int, keys: Sequence[RowRange]) -> Iterator[tuple[slice, slice, Tensor, Tensor, Options]]:
+        """The kernel calls of a task for neighbouring ranges of keys: rows of queries, rows of these keys, k, v, options."""
+        task = self.schedule.tasks[number]
+        k, v, ignored = self.buffers.keys(keys, task)
+        first, origin = keys[0].first, task.task.queries[0]
+        for place, block in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
+            columns = slice(block.keys[0] - first, block.keys[1] - first)
+            options = Options(
+                is_causal=block.is_causal, scale=self.flat.scale, ignored=None if ignored is None else ignored[:, columns]
+            )
+            if self._seed is not None:
+                ordinal = 1 + ((number * self.plan.num_ranks + keys[0].rank) * 4 + place)
+                options = options._replace(dropout=Dropout(self.flat.dropout_p, spread(self._seed, -ordinal)))
+            yield slice(block.queries[0] - origin, block.queries[1] - origin), columns, k[:, :, columns], v[:, :, columns], options
