@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexdilated.analysis.choice import MOST_TOKENS, choose_pattern
+from flexdilated.analysis.choice import choose_pattern
 from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.core.pattern import DilatedPattern
@@ -17,9 +17,7 @@ EXPLORER = "docs/explorer/index.html"
 
 
 def choose(
-    tokens: Annotated[
-        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of a sequence; of packed documents, the longest one.")
-    ],
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")],
     heads: options.HeadsOption = 12,
     kv_heads: options.KvHeadsOption = None,
     budget: Annotated[str, typer.Option(help="Largest share of the pairs of dense attention.")] = "10%",

@@ -18,15 +18,12 @@ from rich.text import Text
 from flexdilated._version import __version__
 from flexdilated.backends import Request, choose, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, device_class, is_measured
-from flexdilated.backends.flex.cost import Shape, choose_layout, fused_cost, packed_cost
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
-from flexdilated.core.pattern import DilatedPattern
 
 CALLS = ("plain", "masked", "dropout", "functions")
 HEAD_DIM = 64
-LAYOUT_TOKENS = tuple(4**i for i in range(5, 11))  # 1,024 to 1,048,576
 
 
 def doctor(
@@ -49,8 +46,6 @@ def doctor(
         console.print(_machine_table(machine))
         console.print(_engine_table(hardware))
         console.print(Text(_preference(hardware), "italic"))
-        if hardware.device_type == "cuda":
-            console.print(_layout_table())
     with Console(stderr=True).status("checking kernels") as status:
         reports = self_check(place, hardware, every=every, tell=lambda what: status.update(f"checking {what}"))
     if as_json:
@@ -197,32 +192,6 @@ def _why(reasons: dict[tuple[torch.dtype, str], str | None]) -> str:
     return "\n".join(lines)
 
 
-def _layouts() -> list[dict[str, Any]]:
-    """What the flex engine would do on a GPU with LongNet's branches, 12 heads of 64 elements in bfloat16, causal."""
-    pattern, rows = DilatedPattern.longnet(), []
-    for num_tokens in LAYOUT_TOKENS:
-        shape = Shape(batch=1, num_tokens=num_tokens, num_heads=12, num_kv_heads=12, head_dim=HEAD_DIM, element=2, is_causal=True)
-        packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
-        costs = {"packed": packed._asdict(), "fused": fused._asdict()}
-        rows.append({"tokens": num_tokens, **costs, "layout": choose_layout(pattern, shape)})
-    return rows
-
-
-def _layout_table() -> Table:
-    table = _table(
-        "backend='flex' on a GPU: one call over the raw layout (fused), or packed (LongNet, causal, 12 heads of 64, bfloat16); "
-        "estimates for the choice between these two"
-    )
-    for column in ("tokens", "tiles packed", "tiles fused", "launches packed", "MB packed", "MB fused", "choice"):
-        table.add_column(column, justify="left" if column == "choice" else "right")
-    for row in _layouts():
-        packed, fused = row["packed"], row["fused"]
-        megabytes = (packed["bytes"] // 2**20, fused["bytes"] // 2**20)
-        numbers = (row["tokens"], packed["tiles"], fused["tiles"], packed["launches"], *megabytes)
-        table.add_row(*(f"{n:,}" for n in numbers), row["layout"])
-    return table
-
-
 def _print_reports(console: Console, reports: list[Report]) -> None:
     table = _table("self-check: largest error / largest element, against the definition")
     for column in ("engine", "dtype", "cases", *QUANTITIES, "allowed", "result"):
@@ -275,7 +244,7 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
         }
         for report in reports
     ]
-    return {"machine": machine, "engines": rows, "layouts": _layouts(), "checks": checks, "passed": all_passed(reports)}
+    return {"machine": machine, "engines": rows, "checks": checks, "passed": all_passed(reports)}
 
 
 def _finite(error: float) -> float | None:

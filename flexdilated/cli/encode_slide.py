@@ -14,24 +14,15 @@ import torch
 import typer
 from torch import Tensor
 
+from flexdilated.cli import slide_options
 from flexdilated.cli.options import device_named, dtype_named, spelled, writing
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.cli.slide_options import (
-    PUBLISHED,
-    ArchOption,
-    MaxWsiSizeOption,
-    SharedCellsOption,
-    SlideNgridsOption,
-    TileSizeOption,
-    check_sizes,
-)
 from flexdilated.draw.figure import replaced
-from flexdilated.hub.gigapath import LongNetViT, create_model, load_weights
+from flexdilated.hub.gigapath import LongNetViT, create_model
 from flexdilated.hub.slides.formats import COORDINATES, DAMAGED, EMBEDDINGS, FLOATS, PIXELS, SUFFIXES, read_arrays
 from flexdilated.hub.slides.grid import why_shared
 
 OUTPUTS = (".pt", ".npz")
-COMPUTED = ("float32", "bfloat16", "float16")
 
 
 def encode_slide(
@@ -43,14 +34,10 @@ def encode_slide(
             "(1, N, C). Under coords: (N, 2) or (1, N, 2), upper left corners of the tiles in pixels.",
         ),
     ],
-    weights: Annotated[
-        Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed unless --random.")
-    ] = None,
-    random: Annotated[
-        bool, typer.Option("--random", help="Encode with random weights, to try the command: the embedding means nothing.")
-    ] = False,
-    arch: ArchOption = PUBLISHED,
-    in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
+    weights: slide_options.WeightsOption = None,
+    random: slide_options.RandomOption = False,
+    arch: slide_options.ArchOption = slide_options.PUBLISHED,
+    in_chans: slide_options.InChansOption = 1536,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -68,38 +55,28 @@ def encode_slide(
             "last_layer_embed, instead of slide_embed; they have not passed the encoder's last LayerNorm.",
         ),
     ] = False,
-    global_pool: Annotated[
-        bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
-    ] = False,
+    global_pool: slide_options.GlobalPoolOption = False,
     tile_size_level0: Annotated[
         float | None,
         typer.Option(help="Side of a tile in the pixels of the coordinates.", show_default="what the file says, else --tile-size"),
     ] = None,
-    shared_cells: SharedCellsOption = False,
-    tile_size: TileSizeOption = 256,
-    slide_ngrids: SlideNgridsOption = 1000,
-    max_wsi_size: MaxWsiSizeOption = 262144,
-    device: Annotated[
-        str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Of the computation: float32, bfloat16 or float16. What is written is float32.")
-    ] = "float32",
+    shared_cells: slide_options.SharedCellsOption = False,
+    tile_size: slide_options.TileSizeOption = 256,
+    slide_ngrids: slide_options.SlideNgridsOption = 1000,
+    max_wsi_size: slide_options.MaxWsiSizeOption = 262144,
+    device: slide_options.DeviceOption = "auto",
+    dtype: slide_options.DtypeOption = "float32",
 ) -> None:
     """Encode a slide: embeddings and coordinates of its tiles in, one embedding of the slide out, by Prov-GigaPath's encoder.
 
     The output holds slide_embed, (1, embed_dim), in float32.
     """
-    computed = dtype_named(dtype, COMPUTED)
-    sizes = {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids, "--max-wsi-size": max_wsi_size}
-    check_sizes(arch, sizes)
-    if (weights is not None) == random:
-        refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
+    computed = dtype_named(dtype, slide_options.COMPUTED)
+    slide_options.check_encoder(arch, weights, random=random)
     if tiles.suffix.lower() not in SUFFIXES:
         refuse(f"TILES must end in {', '.join(SUFFIXES)}, got '{tiles}'")
-    for option, path in (("TILES", tiles), ("--weights", weights)):
-        if path is not None and not path.is_file():
-            refuse(f"{option} must be a file that exists, got '{path}'")
+    if not tiles.is_file():
+        refuse(f"TILES must be a file that exists, got '{tiles}'")
     if output is None:
         output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
     _check_output(output, [path for path in (tiles, weights) if path is not None], overwrite=overwrite)
@@ -122,12 +99,7 @@ def encode_slide(
         )
     except (ValueError, TypeError) as error:  # what the sizes do not allow together
         refuse(error)
-    if weights is None:
-        typer.echo(
-            "WARNING: --random: the weights are RANDOM, so the embedding means nothing and differs from run to run", err=True
-        )
-    else:
-        _load(model, weights)
+    slide_options.load(model, weights)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     source = "RANDOM weights" if weights is None else f"'{weights}'"
     typer.echo(f"{x.shape[1]:,} tiles of {x.shape[2]:,} elements, '{key}' of '{tiles}'")
@@ -196,13 +168,6 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor
     if value.dtype not in dtypes:
         refuse(f"{name} must be of {spelled(*dtypes)}, got {spelled(value.dtype)}")
     return value.detach()
-
-
-def _load(model: LongNetViT, path: Path) -> None:
-    try:
-        load_weights(model, path)
-    except DAMAGED as error:
-        refuse(f"--weights must be a whole checkpoint that fits --arch and --in-chans, got '{path}': {first_line(error)}")
 
 
 def _encode(

@@ -13,32 +13,14 @@ import torch
 import torch.distributed as dist
 import typer
 
-from flexdilated.cli.options import device_named, dtype_named
-from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.cli.slide_options import (
-    PUBLISHED,
-    ArchOption,
-    CoordsOption,
-    MagnificationOption,
-    MaxWsiSizeOption,
-    OrderOption,
-    SharedCellsOption,
-    SlideNgridsOption,
-    TableOption,
-    TileOrder,
-    TileSizeLevel0Option,
-    TileSizeOption,
-    build,
-    check_sizes,
-    read_by,
-)
+from flexdilated.cli import slide_options
+from flexdilated.cli.options import device_named, device_of_rank, dtype_named
+from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slide_run import Job, collected, run
-from flexdilated.hub.gigapath import LongNetViT, load_weights
 from flexdilated.hub.slides.folder import list_slides
-from flexdilated.hub.slides.formats import DAMAGED
 from flexdilated.hub.slides.source import digest_of
 
-COMPUTED, STORED = ("float32", "bfloat16", "float16"), ("float32", "float16")
+STORED = ("float32", "float16")
 RANKS_WAIT = timedelta(days=7)  # one rank may be done long before the others; torchrun ends those of a run that lost one
 
 
@@ -59,12 +41,8 @@ def encode_slides(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to: NAME.h5 per slide.")],
-    weights: Annotated[
-        Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed unless --random.")
-    ] = None,
-    random: Annotated[
-        bool, typer.Option("--random", help="Encode with random weights, to try the command: the embeddings mean nothing.")
-    ] = False,
+    weights: slide_options.WeightsOption = None,
+    random: slide_options.RandomOption = False,
     collect: Annotated[
         Path | None, typer.Option(help="A file, .h5, in which the embeddings of all slides are joined at the end; one process.")
     ] = None,
@@ -75,25 +53,21 @@ def encode_slides(
     ] = Layers.LAST,
     tiles: Annotated[bool, typer.Option("--tiles", help="Write the tiles in their context too, with their coordinates.")] = False,
     stored: Annotated[str, typer.Option("--store", help="What is written: float32 or float16.")] = "float32",
-    coords: CoordsOption = None,
-    tile_size_level0: TileSizeLevel0Option = None,
-    magnification: MagnificationOption = 20.0,
-    shared_cells: SharedCellsOption = False,
-    table: TableOption = None,
+    coords: slide_options.CoordsOption = None,
+    tile_size_level0: slide_options.TileSizeLevel0Option = None,
+    magnification: slide_options.MagnificationOption = 20.0,
+    shared_cells: slide_options.SharedCellsOption = False,
+    table: slide_options.TableOption = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tiles of slides that are encoded together.")] = 4096,
-    arch: ArchOption = PUBLISHED,
-    in_chans: Annotated[int, typer.Option(help="Elements of a tile embedding; 1536 in the published weights.")] = 1536,
-    global_pool: Annotated[
-        bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
-    ] = False,
-    tile_size: TileSizeOption = 256,
-    slide_ngrids: SlideNgridsOption = 1000,
-    max_wsi_size: MaxWsiSizeOption = 262144,
-    order: OrderOption = TileOrder.FILE,
-    device: Annotated[
-        str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the computation: float32, bfloat16 or float16.")] = "float32",
+    arch: slide_options.ArchOption = slide_options.PUBLISHED,
+    in_chans: slide_options.InChansOption = 1536,
+    global_pool: slide_options.GlobalPoolOption = False,
+    tile_size: slide_options.TileSizeOption = 256,
+    slide_ngrids: slide_options.SlideNgridsOption = 1000,
+    max_wsi_size: slide_options.MaxWsiSizeOption = 262144,
+    order: slide_options.OrderOption = slide_options.TileOrder.FILE,
+    device: slide_options.DeviceOption = "auto",
+    dtype: slide_options.DtypeOption = "float32",
 ) -> None:
     """Encode a folder of slides: tile embeddings in, one embedding of each slide out, by Prov-GigaPath's encoder.
 
@@ -103,15 +77,11 @@ def encode_slides(
 
     Several processes: torchrun --standalone --nproc-per-node P -m flexdilated encode-slides ... gives each every P-th slide.
     """
-    computed, storage = dtype_named(dtype, COMPUTED), torch.float16 if stored == "float16" else torch.float32
+    computed, storage = dtype_named(dtype, slide_options.COMPUTED), torch.float16 if stored == "float16" else torch.float32
     if stored not in STORED:
         refuse(f"--store must be one of {', '.join(STORED)}, got '{stored}'")
-    check_sizes(arch, {"--in-chans": in_chans, "--tile-size": tile_size, "--slide-ngrids": slide_ngrids})
-    reading = read_by(coords, table, tile_size_level0, magnification, shared_cells)
-    if (weights is not None) == random:
-        refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
-    if weights is not None and not weights.is_file():
-        refuse(f"--weights must be a file that exists, got '{weights}'")
+    slide_options.check_encoder(arch, weights, random=random)
+    reading = slide_options.read_by(coords, table, tile_size_level0, magnification, shared_cells)
     if not folder.is_dir():
         refuse(f"FOLDER must be a folder that exists, got '{folder}'")
     _check_output(output, folder)
@@ -125,15 +95,16 @@ def encode_slides(
             refuse(f"--collect must end in .h5 and be in a folder that exists, got '{collect}'")
     if random and count > 1:
         refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
-    place = _device(device, count)
+    place = device_named(device, auto=["cuda", "mps"]) if count == 1 else device_of_rank(device)
     try:
         sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-        model = build(arch, in_chans, order, global_pool=global_pool, **sizes)
+        model = slide_options.build(arch, in_chans, order, global_pool=global_pool, **sizes)
         patches: list[Path] = []
         slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
         if patches and rank == 0:
             typer.echo(f"skipped {len(patches):,} files of patches, which hold coordinates and no embeddings", err=True)
-        digest = _load(model, weights)
+        slide_options.load(model, weights)
+        digest = f"random {secrets.token_hex(8)}" if weights is None else digest_of(weights)
         model = model.eval().to(place, computed)
         options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}
         settings = {
@@ -186,29 +157,3 @@ def _check_output(output: Path, folder: Path) -> None:
         refuse(f"--output must be a folder that can be written, got '{output}': {error.strerror}")
     if folder.resolve() in (output.resolve(), *output.resolve().parents):
         refuse(f"--output must be outside FOLDER, whose files are slides, got '{output}'")
-
-
-def _device(name: str, count: int) -> torch.device:
-    """The device of this process: under torchrun the CPU, or the GPU of this rank."""
-    if count == 1:
-        return device_named(name, auto=["cuda", "mps"])
-    if name not in ("auto", "cpu", "cuda"):
-        refuse(f"--device must be auto, cpu or cuda (a rank takes cuda:LOCAL_RANK) with several ranks, got '{name}'")
-    kind = device_named(name, auto=["cuda"]).type
-    if kind == "cpu":
-        return torch.device(kind)
-    device = device_named(f"{kind}:{os.environ['LOCAL_RANK']}", auto=[])
-    torch.cuda.set_device(device)
-    return device
-
-
-def _load(model: LongNetViT, path: Path | None) -> str:
-    """Load the checkpoint; its SHA-256."""
-    if path is None:
-        typer.echo("WARNING: --random: the weights are RANDOM, so the embeddings mean nothing and differ from run to run", err=True)
-        return f"random {secrets.token_hex(8)}"
-    try:
-        load_weights(model, path)
-    except DAMAGED as error:
-        refuse(f"--weights must be a whole checkpoint that fits --arch, --in-chans and --order, got '{path}': {first_line(error)}")
-    return digest_of(path)

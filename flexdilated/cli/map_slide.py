@@ -9,29 +9,12 @@ from typing import Annotated
 import torch
 import typer
 
+from flexdilated.cli import slide_options
 from flexdilated.cli.options import device_named, integers, require_matplotlib, save_picture, writing
-from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.cli.slide_options import (
-    PUBLISHED,
-    ArchOption,
-    CoordsOption,
-    MagnificationOption,
-    MaxWsiSizeOption,
-    OrderOption,
-    SharedCellsOption,
-    SlideNgridsOption,
-    TableOption,
-    TileOrder,
-    TileSizeLevel0Option,
-    TileSizeOption,
-    build,
-    check_sizes,
-    read_by,
-)
+from flexdilated.cli.refusal import refuse
 from flexdilated.draw.slide import draw_slide_map
 from flexdilated.draw.weights import PICTURE_FORMATS
-from flexdilated.hub.gigapath import load_weights
-from flexdilated.hub.slides.formats import DAMAGED, STORE_SUFFIX, SUFFIXES, SlideError, Tiles
+from flexdilated.hub.slides.formats import STORE_SUFFIX, SUFFIXES, SlideError, Tiles
 from flexdilated.hub.slides.heatmap import TABLES, tile_attention, tile_relevance, write_table
 
 
@@ -40,7 +23,7 @@ def map_slide(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv, .parquet).")
     ],
-    weights: Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth. Needed.")] = None,
+    weights: slide_options.WeightsOption = None,
     layer: Annotated[
         str | None,
         typer.Option(
@@ -63,17 +46,17 @@ def map_slide(
         str | None,
         typer.Option(help="Width,height of the slide in pixels of level 0, with --thumbnail, where the file does not say it."),
     ] = None,
-    coords: CoordsOption = None,
-    tile_size_level0: TileSizeLevel0Option = None,
-    magnification: MagnificationOption = 20.0,
-    shared_cells: SharedCellsOption = False,
-    table: TableOption = None,
-    arch: ArchOption = PUBLISHED,
-    tile_size: TileSizeOption = 256,
-    slide_ngrids: SlideNgridsOption = 1000,
-    max_wsi_size: MaxWsiSizeOption = 262144,
-    order: OrderOption = TileOrder.FILE,
-    device: Annotated[str, typer.Option(help="Where to compute, as torch spells it.")] = "auto",
+    coords: slide_options.CoordsOption = None,
+    tile_size_level0: slide_options.TileSizeLevel0Option = None,
+    magnification: slide_options.MagnificationOption = 20.0,
+    shared_cells: slide_options.SharedCellsOption = False,
+    table: slide_options.TableOption = None,
+    arch: slide_options.ArchOption = slide_options.PUBLISHED,
+    tile_size: slide_options.TileSizeOption = 256,
+    slide_ngrids: slide_options.SlideNgridsOption = 1000,
+    max_wsi_size: slide_options.MaxWsiSizeOption = 262144,
+    order: slide_options.OrderOption = slide_options.TileOrder.FILE,
+    device: slide_options.DeviceOption = "auto",
 ) -> None:
     """Draw how much of each tile of a slide reaches the class token, or a tile, through the attention of all layers.
 
@@ -83,17 +66,14 @@ def map_slide(
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
-    check_sizes(arch, {"--tile-size": tile_size, "--slide-ngrids": slide_ngrids})
-    reading = read_by(coords, table, tile_size_level0, magnification, shared_cells)
+    slide_options.check_encoder(arch, weights)
+    reading = slide_options.read_by(coords, table, tile_size_level0, magnification, shared_cells)
     if suffix in PICTURE_FORMATS:
         require_matplotlib()
     if tiles.suffix.lower() not in (*SUFFIXES, STORE_SUFFIX) or not tiles.exists():
         refuse(f"TILES must be a slide that exists and ends in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got '{tiles}'")
-    if weights is None:
-        refuse("--weights must name a checkpoint, got none")
-    for option, path in (("--weights", weights), ("--thumbnail", thumbnail)):
-        if path is not None and not path.is_file():
-            refuse(f"{option} must be a file that exists, got '{path}'")
+    if thumbnail is not None and not thumbnail.is_file():
+        refuse(f"--thumbnail must be a file that exists, got '{thumbnail}'")
     size = None if slide_size is None else integers("--slide-size", slide_size)
     if size is not None and (thumbnail is None or len(size) != 2 or min(size) < 1):
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
@@ -113,13 +93,10 @@ def map_slide(
         refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
     try:
         sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-        model = build(arch, slide.x.shape[1], order, **sizes)
+        model = slide_options.build(arch, slide.x.shape[1], order, **sizes)
     except ValueError as error:
         refuse(error)
-    try:
-        load_weights(model, weights)
-    except DAMAGED as error:
-        refuse(f"--weights must be a whole checkpoint that fits --arch and the slide, got '{weights}': {first_line(error)}")
+    slide_options.load(model, weights)
     side = slide.tile_size_level0 or tile_size_level0
     assert side is not None  # or the cells would have been refused
     try:
@@ -160,7 +137,8 @@ def map_slide(
         except (ValueError, OSError) as error:  # too many panels; a thumbnail that is no picture
             refuse(error)
         save_picture(figure, output)
-    typer.echo(f"wrote {len(columns)} maps of {len(slide.coords):,} tiles to '{output}'" + (f"; {note}" if layers is None else ""))
+    maps = f"{len(columns)} map{'s' * (len(columns) != 1)}"
+    typer.echo(f"wrote {maps} of {len(slide.coords):,} tiles to '{output}'" + (f"; {note}" if layers is None else ""))
 
 
 def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:

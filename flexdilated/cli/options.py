@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,9 +72,9 @@ DilationRatesOption = Annotated[
 PresetOption = Annotated[
     Preset | None, typer.Option(metavar="NAME", help="A published pattern instead of lengths and rates: longnet, gigapath.")
 ]
-HeadsOption = Annotated[int, typer.Option(min=1, max=MOST_HEADS, help="Query heads H.")]
+HeadsOption = Annotated[int, typer.Option(min=1, metavar="N", help="Query heads H.")]
 KvHeadsOption = Annotated[
-    int | None, typer.Option(min=1, max=MOST_HEADS, help="Key/value heads; they divide --heads.", show_default="as many as --heads")
+    int | None, typer.Option(min=1, metavar="N", help="Key/value heads; they divide --heads.", show_default="as many as --heads")
 ]
 PictureOption = Annotated[Path | None, typer.Option("--output", "-o", help="Draw a picture in this .png file.")]
 
@@ -84,11 +85,18 @@ def connection(pattern: DilatedPattern, tokens: int, kv_heads: int) -> str:
     return "connected: causal information crosses all boundaries" if why is None else why
 
 
-def kv_heads_named(heads: int, kv_heads: int | None) -> int:
+def kv_heads_named(heads: int, kv_heads: int | None, most: int = MOST_HEADS) -> int:
     """Key/value heads: as many as query heads by default."""
+    at_most("--heads", heads, most)
     if kv_heads is not None and heads % kv_heads:
         refuse(f"--kv-heads must divide --heads={heads}, got {kv_heads}")
     return heads if kv_heads is None else kv_heads
+
+
+def at_most(option: str, value: int, most: int) -> None:
+    """Refuse a number above `most`: as a range of the option, a long number would make the help too wide."""
+    if value > most:
+        refuse(f"{option} must be at most {most}, got {value}")
 
 
 def heads_in_words(heads: int, kv_heads: int) -> str:
@@ -175,6 +183,17 @@ def device_named(name: str, *, auto: Sequence[str]) -> torch.device:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch's word for a build without CUDA
         refuse(f"--device must be a device that torch can use here, got '{name}': {first_line(error)}")
+    return device
+
+
+def device_of_rank(name: str) -> torch.device:
+    """The CPU, or the GPU of this rank of torchrun."""
+    if name not in ("auto", "cpu", "cuda"):
+        refuse(f"--device must be auto, cpu or cuda (a rank takes cuda:LOCAL_RANK) with several ranks, got '{name}'")
+    if device_named(name, auto=["cuda"]).type == "cpu":
+        return torch.device("cpu")
+    device = device_named(f"cuda:{os.environ['LOCAL_RANK']}", auto=[])
+    torch.cuda.set_device(device)
     return device
 
 

@@ -55,13 +55,13 @@ Ulysses: two all-to-alls turn shards of the sequence into shards of heads and ba
 
 
 def plan(
-    tokens: Annotated[int, typer.Option(min=1, max=options.MAX_LENGTH, help="Sequence length N in tokens.")],
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Sequence length N in tokens.")],
     ranks: Annotated[
         int,
         typer.Option(
             "--context-parallel",
             min=1,
-            max=MAX_RANKS,
+            metavar="N",
             help="Ranks P that share the sequence: contiguous shards, as equal as can be.",
         ),
     ],
@@ -72,32 +72,23 @@ def plan(
     offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
     heads: options.HeadsOption = 12,
     kv_heads: options.KvHeadsOption = None,
-    head_dim: Annotated[int, typer.Option(min=1, max=4096, help="Elements per head.")] = 64,
+    head_dim: Annotated[int, typer.Option(min=1, metavar="N", help="Elements per head.")] = 64,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(options.DTYPES)}.")] = "bfloat16",
-    batch: Annotated[int, typer.Option("--batch-size", min=1, max=2**16, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Sequences.")] = 1,
     causal: options.CausalOption = False,
     document_lengths: options.DocumentLengthsOption = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
             min=0,
+            metavar="N",
             help="Bytes that the messages of an exchange may take on a rank, for the choice of auto. "
             "Default: that of exchange='auto', twice q, k, v and out of the largest shard, at least 128 MiB.",
         ),
     ] = None,
-    link_speed: Annotated[
-        float,
-        typer.Option(
-            help="GB (1e9 bytes) that a rank receives per second, for the choice of auto. "
-            "In a run FLEXDILATED_LINK_SPEED says it, in bytes."
-        ),
-    ] = SPEEDS.link / 1e9,
+    link_speed: Annotated[float, typer.Option(help="GB (1e9 bytes) that a rank receives per second.")] = SPEEDS.link / 1e9,
     compute_speed: Annotated[
-        float,
-        typer.Option(
-            help="1e12 floating-point operations that a rank computes per second, for the choice of auto. "
-            "In a run FLEXDILATED_COMPUTE_SPEED says it, in operations."
-        ),
+        float, typer.Option(help="1e12 floating-point operations that a rank computes per second.")
     ] = SPEEDS.compute / 1e12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     output: options.PictureOption = None,
@@ -106,6 +97,8 @@ def plan(
 
     Without --preset, lengths and rates the pattern is 2048,4096,8192 at 1,2,4.
 
+    Memory budget and speeds decide which exchange auto takes. In a run, FLEXDILATED_LINK_SPEED (bytes) and
+    FLEXDILATED_COMPUTE_SPEED (operations) give the speeds.
     The picture shows the bytes received per rank against the number of ranks, 1 to P.
 
     JSON keys: the options by name, batch for --batch-size, with pattern (as DilatedPattern.to_dict); shards (largest, smallest);
@@ -119,6 +112,13 @@ def plan(
     receiving, computing; auto chooses by the total).
     """
     options.check_picture(output)
+    for option, value, limit in (
+        ("--tokens", tokens, options.MAX_LENGTH),
+        ("--context-parallel", ranks, MAX_RANKS),
+        ("--head-dim", head_dim, 4096),
+        ("--batch-size", batch, 2**16),
+    ):
+        options.at_most(option, value, limit)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     options.dtype_named(dtype)
     for option, speed in (("--link-speed", link_speed), ("--compute-speed", compute_speed)):

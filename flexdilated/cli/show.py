@@ -45,16 +45,11 @@ def show(
     preset: options.PresetOption = None,
     heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,
     offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
-    heads: Annotated[int, typer.Option(min=1, max=MAX_HEADS, help="Query heads H.")] = 4,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_HEADS, help="Key/value heads, one panel each; they divide --heads.", show_default="as many as --heads"
-        ),
-    ] = None,
+    heads: options.HeadsOption = 4,
+    kv_heads: options.KvHeadsOption = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=options.MAX_LENGTH, help="Sequence length in tokens.", show_default="the longest segment"),
+        typer.Option(min=1, metavar="N", help="Sequence length in tokens.", show_default="the longest segment"),
     ] = None,
     causal: options.CausalOption = False,
     blocks: Annotated[
@@ -78,7 +73,7 @@ def show(
     options.check_picture(output)
     if block_size is not None and not blocks:
         refuse(f"--block-size must come with --blocks, got {block_size}")
-    kv_heads = options.kv_heads_named(heads, kv_heads)
+    kv_heads = options.kv_heads_named(heads, kv_heads, most=MAX_HEADS)
     pattern = options.pattern_named(
         segment_lengths,
         dilation_rates,
@@ -90,6 +85,7 @@ def show(
     )
     longest = max(pattern.segment_lengths)
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
+    options.at_most("--tokens", num_tokens, options.MAX_LENGTH)
     name, console = None if preset is None else NAMES[preset], Console()
     if blocks:
         size = BLOCK_SIZE if block_size is None else block_size

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flexdilated.cli.refusal import refuse
-from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model
+from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
+from flexdilated.hub.slides.formats import DAMAGED
 from flexdilated.hub.slides.reading import Reading
 
 PUBLISHED = "gigapath_slide_enc12l768d"
@@ -22,6 +23,19 @@ class TileOrder(str, Enum):
     HILBERT = "hilbert"
 
 
+WeightsOption = Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")]
+RandomOption = Annotated[
+    bool, typer.Option("--random", help="Encode with random weights, to try the command: embeddings mean nothing.")
+]
+InChansOption = Annotated[int, typer.Option(min=1, help="Elements of a tile embedding; 1536 in the published weights.")]
+GlobalPoolOption = Annotated[
+    bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
+]
+DeviceOption = Annotated[
+    str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
+]
+DtypeOption = Annotated[str, typer.Option(help="Of the computation: float32, bfloat16 or float16.")]
+COMPUTED = ("float32", "bfloat16", "float16")
 CoordsOption = Annotated[
     Path | None,
     typer.Option(
@@ -44,9 +58,11 @@ ArchOption = Annotated[
         help="The architecture of the weights: a name of Prov-GigaPath's or of torchscale's.", show_default="the published one"
     ),
 ]
-TileSizeOption = Annotated[int, typer.Option(help="Side of a tile at its magnification; with --max-wsi-size it sets segments.")]
-SlideNgridsOption = Annotated[int, typer.Option(help="Cells along each side of the grid of tiles.")]
-MaxWsiSizeOption = Annotated[int, typer.Option(help="Side of the largest slide in pixels, which sets the segments.")]
+TileSizeOption = Annotated[
+    int, typer.Option(min=1, help="Side of a tile at its magnification; with --max-wsi-size it sets segments.")
+]
+SlideNgridsOption = Annotated[int, typer.Option(min=1, help="Cells along each side of the grid of tiles.")]
+MaxWsiSizeOption = Annotated[int, typer.Option(min=1, help="Side of the largest slide in pixels, which sets the segments.")]
 OrderOption = Annotated[
     TileOrder, typer.Option(help="hilbert: tiles along a curve, for weights that were trained so. Published weights were not.")
 ]
@@ -64,13 +80,26 @@ def read_by(
     return Reading(coords, table, tile_size_level0, magnification, shared_cells)
 
 
-def check_sizes(arch: str, sizes: dict[str, int]) -> None:
-    """Refuse sizes of an encoder that are none."""
+def check_encoder(arch: str, weights: Path | None, *, random: bool = False) -> None:
+    """Refuse an unknown architecture, and anything but one source of weights."""
     if arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
-    for option, size in sizes.items():
-        if size < 1:
-            refuse(f"{option} must be at least 1, got {size}")
+    if (weights is not None) == random:
+        refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
+    if weights is not None and not weights.is_file():
+        refuse(f"--weights must be a file that exists, got '{weights}'")
+
+
+def load(model: LongNetViT, weights: Path | None) -> None:
+    """Load a checkpoint, or warn of random weights."""
+    if weights is None:
+        typer.echo("WARNING: --random: the weights are RANDOM, so embeddings mean nothing and differ from run to run", err=True)
+        return
+    try:
+        load_weights(model, weights)
+    except DAMAGED as error:
+        why = first_line(error)
+        refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{weights}': {why}")
 
 
 def build(arch: str, in_chans: int, order: TileOrder, **options: Any) -> LongNetViT:

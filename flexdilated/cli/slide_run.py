@@ -54,14 +54,18 @@ def run(job: Job) -> int:
             typer.echo(f"note: '{result.path}': {result.note}", err=True)
     seconds = time.perf_counter() - start
     typer.echo(
-        f"encoded {encoded:,} slides of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
+        f"encoded {_slides(encoded)} of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
         f"{tiles / seconds:,.0f} tiles/s; waited {clock.reading / seconds:.1%} for files"
     )
     skipped = len(job.slides) - len(left)
     parts = [f"{skipped:,} had files"] if skipped else []
     parts += [f"{num_failed:,} failed"] if num_failed else []
-    typer.echo(", ".join([f"wrote {encoded:,} slides to '{job.output}'", *parts]))
+    typer.echo(", ".join([f"wrote {_slides(encoded)} to '{job.output}'", *parts]))
     return SOME_FAILED if num_failed else 0
+
+
+def _slides(count: int) -> str:
+    return f"{count:,} slide{'s' * (count != 1)}"
 
 
 def collected(job: Job, path: Path) -> None:
@@ -72,7 +76,7 @@ def collected(job: Job, path: Path) -> None:
         return
     with writing_slides(path, "--collect"):
         store.collect(job.output, names, path)
-    typer.echo(f"collected {len(names):,} slides in '{path}'")
+    typer.echo(f"collected {_slides(len(names))} in '{path}'")
 
 
 def _left(job: Job) -> tuple[dict[str, Path], int]:

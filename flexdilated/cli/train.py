@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -25,6 +24,7 @@ from flexdilated.cli.options import (
     SegmentLengthsOption,
     connection,
     device_named,
+    device_of_rank,
     pattern_named,
     require_matplotlib,
 )
@@ -118,7 +118,7 @@ def train(
         require_matplotlib()  # which draws the losses at the end
         rank, context_parallel = place_of(context_parallel, timeout_seconds)
         console = Console(quiet=rank > 0)
-        place = device_named(device, auto=["cuda"]) if context_parallel == 1 else _device_of_rank(device)
+        place = device_named(device, auto=["cuda"]) if context_parallel == 1 else device_of_rank(device)
         pattern = pattern_named(
             segment_lengths,
             dilation_rates,
@@ -281,22 +281,6 @@ def _empty(folder: Path) -> None:
                 path.unlink()
     except OSError as error:
         raise UserError(f"--overwrite must be able to empty {folder}, got: {error}") from None
-
-
-def _device_of_rank(name: str) -> torch.device:
-    """The CPU, or the GPU of this rank."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError(
-            f"--device must be 'auto', 'cpu' or 'cuda' (a rank takes cuda:LOCAL_RANK) with --context-parallel, got {name}"
-        )
-    kind = device_named(name, auto=["cuda"]).type
-    if kind == "cpu":
-        return torch.device(kind)
-    local = int(os.environ["LOCAL_RANK"])
-    if local >= torch.cuda.device_count():
-        raise UserError(f"--device cuda must find a GPU for LOCAL_RANK={local}, got {torch.cuda.device_count()}; use --device cpu")
-    torch.cuda.set_device(local)
-    return torch.device(kind, local)
 
 
 def _dtype(name: str, device: torch.device) -> str:

@@ -35,11 +35,11 @@ def draw_choices(choices: Choices) -> Figure:
     rates = sorted({max(each.pattern.dilation_rates) for each in choices.tried})
     for i, rate in enumerate(rates):
         members = [each for each in choices.tried if max(each.pattern.dilation_rates) == rate]
-        style, label = min(i, len(COLORS) - 1), f"far rate {rate}" if rate > 1 else "dense"
+        shade, label = min(i, len(COLORS) - 1), f"far rate {rate}" if rate > 1 else "dense"
         if i >= len(COLORS) - 1 and len(rates) > len(COLORS):
             label = f"far rates from {rate}" if i == len(COLORS) - 1 else "_"
         x, y = [100 * each.share for each in members], [each.local for each in members]
-        axes.scatter(x, y, s=16, color=COLORS[style], marker=MARKERS[style], linewidths=0, label=label, zorder=2)
+        axes.scatter(x, y, s=16, color=COLORS[shade], marker=MARKERS[shade], linewidths=0, label=label, zorder=2)
     axes.axvline(100 * choices.budget, color=INK, linestyle="--", linewidth=1.2, label="budget", zorder=1)
     points = [(100 * each.share, max(1, each.local)) for each in choices.shown]
     styles: tuple[dict[str, Any], ...] = (

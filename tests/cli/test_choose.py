@@ -41,7 +41,7 @@ def test_budget_is_a_share_of_dense_attention(budget: str, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (("--tokens", 0), "Invalid value for '--tokens': "),
-        (("--tokens", 9, "--heads", 1025), "Invalid value for '--heads': "),
+        (("--tokens", 9, "--heads", 1025), "--heads must be at most 1024, got 1025"),
         (("--tokens", 9, "--kv-heads", 5), "--kv-heads must divide --heads=12, got 5"),
         (("--tokens", 9, "--budget", "0"), "--budget must be a share of dense attention such as 10% or 0.1, got '0'"),
         (("--tokens", 9, "--budget", "nan%"), "--budget must be a share of dense attention such as 10% or 0.1, got 'nan%'"),

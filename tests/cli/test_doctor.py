@@ -85,13 +85,6 @@ def test_doctor_checks_every_kind_of_call(report: dict[str, Any]) -> None:
             assert sum(kind in name and f"{rule} offsets" in name for name in names) == 2
 
 
-def test_doctor_tells_the_layouts_of_flex(report: dict[str, Any]) -> None:
-    layouts = {row["tokens"]: row for row in report["layouts"]}
-    assert layouts[1024]["layout"] == "fused"
-    assert layouts[1 << 20]["layout"] == "packed"
-    assert layouts[1 << 20]["fused"]["tiles"] > 5 * layouts[1 << 20]["packed"]["tiles"]
-
-
 @pytest.mark.usefixtures("no_long_cases")
 def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "DTYPES", {"float64": torch.float64})

@@ -269,8 +269,8 @@ def test_encode_slide_refuses_embeddings_that_are_not_finite(
     [
         (["--dtype=float8"], "--dtype must be one of float32, bfloat16, float16, got 'float8'"),
         (["--arch=large"], "--arch must be one of gigapath_slide_enc12l768d, "),
-        (["--tile-size=0"], "--tile-size must be at least 1, got 0"),
-        (["--slide-ngrids=-1"], "--slide-ngrids must be at least 1, got -1"),
+        (["--tile-size=0"], "Invalid value for '--tile-size': "),
+        (["--slide-ngrids=-1"], "Invalid value for '--slide-ngrids': "),
         (["--max-wsi-size=255"], "--tile-size must be in [1, 63], a quarter of --max-wsi-size=255, got 256"),
         (["--device=nothing"], "--device must be a device that torch can use here, got 'nothing'"),
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
@@ -346,7 +346,7 @@ def test_encode_slide_names_the_extra_without_h5py(tmp_path: Path, weights: Path
 
 def test_encode_slide_refuses_weights_that_do_not_fit(tmp_path: Path, slide: tuple[Tensor, Tensor], weights: Path) -> None:
     tiles = write(tmp_path / "a.pt", features=slide[0], coords=slide[1])
-    message = "--weights must be a whole checkpoint that fits --arch and --in-chans, got '"
+    message = "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '"
     whole = weights.read_bytes()
     for damaged in (b"", whole[:5], whole[: len(whole) // 2], whole[:-100], b"text " * 99, b"\x80\x02}q\x00."):
         weights.write_bytes(damaged)

@@ -446,7 +446,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path: Path, slides: object
         (["--store=float64"], "--store must be one of float32, float16, got 'float64'"),
         (["--dtype=float64"], "--dtype must be one of float32, bfloat16, float16, got 'float64'"),
         (["--arch=huge"], "--arch must be one of gigapath_slide_enc12l768d, "),
-        (["--in-chans=0"], "--in-chans must be at least 1, got 0"),
+        (["--in-chans=0"], "Invalid value for '--in-chans': "),
         (["--tile-size-level0=0"], "--tile-size-level0 must be above 0 and finite, got 0"),
         (["--magnification=inf"], "--magnification must be above 0 and finite, got inf"),
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
@@ -457,7 +457,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path: Path, slides: object
         (["--collect=x.pt"], "--collect must end in .h5 and be in a folder that exists, got 'x.pt'"),
         (["--collect=none/x.h5"], "--collect must end in .h5 and be in a folder that exists, got 'none/x.h5'"),
         (["--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
-        (["--in-chans=8"], "--weights must be a whole checkpoint that fits --arch, --in-chans and --order, got "),
+        (["--in-chans=8"], "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got "),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path: Path, slides: object, weights: Path, more: list[str], message: str) -> None:

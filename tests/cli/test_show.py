@@ -123,6 +123,8 @@ def test_show_draws_presets_at_their_published_lengths(preset: Preset, title: st
             ("--dilation-rates", "1"),
             "--segment-lengths must be given with the other of --segment-lengths and --dilation-rates, got none",
         ),
+        (("--heads", "65"), "--heads must be at most 64, got 65"),
+        (("--tokens", f"{2**40 + 1}"), "--tokens must be at most 1099511627776, got 1099511627777"),
         (("--heads", "6", "--kv-heads", "4"), "--kv-heads must divide --heads=6, got 4"),
         (("--preset", "longnet", "--dilation-rates", "1"), "--dilation-rates must not be given with --preset=longnet, got 1"),
         (("--preset", "gigapath", "--segment-lengths", "4"), "--segment-lengths must not be given with --preset=gigapath, got 4"),
@@ -139,7 +141,7 @@ def test_show_rejects_bad_input_with_one_line(arguments: tuple[str, ...], messag
     [
         ("--tokens", "x"),
         ("--tokens", "0"),
-        ("--heads", "65"),
+        ("--segment-lengths", "1"),
         ("--kv-heads", "0"),
         ("--heads", "1.5"),
         ("--preset", "bert"),

@@ -289,7 +289,7 @@ def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Pat
         (
             RANK_1,
             ["--context-parallel=2", "--device=cpu:0"],
-            "--device must be 'auto', 'cpu' or 'cuda' (a rank takes cuda:LOCAL_RANK) with --context-parallel, got cpu:0",
+            "--device must be auto, cpu or cuda (a rank takes cuda:LOCAL_RANK) with several ranks, got 'cpu:0'",
         ),
         (
             RANK_1 | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
