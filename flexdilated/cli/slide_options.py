@@ -80,10 +80,12 @@ def read_by(
     return Reading(coords, table, tile_size_level0, magnification, shared_cells)
 
 
-def check_encoder(arch: str, weights: Path | None, *, random: bool = False) -> None:
-    """Refuse an unknown architecture, and anything but one source of weights."""
+def check_encoder(arch: str, weights: Path | None, *, random: bool | None = None) -> None:
+    """Refuse an unknown architecture, and anything but one source of weights; `random` is None for a command without it."""
     if arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
+    if weights is None and random is None:
+        refuse("--weights must name a checkpoint, got none")
     if (weights is not None) == random:
         refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
     if weights is not None and not weights.is_file():

@@ -57,27 +57,6 @@ def test_documents_move_segments_against_shards() -> None:
     assert "one document" in plan(*options)[1]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            ("--document-lengths", "10,20"),
-            "--document-lengths must add up to --tokens=64, each at least 0, got 30, the least 10",
-        ),
-        (
-            ("--document-lengths", "-1,65"),
-            "--document-lengths must add up to --tokens=64, each at least 0, got 64, the least -1",
-        ),
-        (("--document-lengths", "10,54", "--batch-size", "2"), "--batch-size must be 1 with --document-lengths"),
-        (("--document-lengths", "10,x"), "--document-lengths must be integers separated by commas, got '10,x'"),
-    ],
-)
-def test_documents_that_cannot_be_are_refused(more: tuple[str, ...], message: str) -> None:
-    code, _, err = plan("--tokens", 64, "--context-parallel", 2, *more)
-    assert code == 2
-    assert message in err
-
-
 # -- the numbers --------------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +115,7 @@ def test_json_equals_the_plan(causal: str) -> None:
     assert DilatedPattern.from_dict(answer["pattern"]) == pattern
     assert answer["shards"] == {"largest": 16, "smallest": 15}
     assert answer["is_local"] is whole.is_local is False
+    assert answer["uncrossed_boundary"] == (14 if causal == "--causal" else None)
     budget = cost_model.default_budget(whole, head_dim=5, itemsize=8, batch=3)
     assert answer["memory_budget"] == budget
     assert answer["auto"] == cost_model.choose(whole, budget=budget, **keywords)
@@ -289,6 +269,10 @@ def test_plan_writes_a_png(tmp_path: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
+    (("--document-lengths", "10,20"), "--document-lengths must add up to --tokens=64, each at least 0, got 30, the least 10"),
+    (("--document-lengths", "-1,65"), "--document-lengths must add up to --tokens=64, each at least 0, got 64, the least -1"),
+    (("--document-lengths", "10,54", "--batch-size", "2"), "--batch-size must be 1 with --document-lengths"),
+    (("--document-lengths", "10,x"), "--document-lengths must be integers separated by commas, got '10,x'"),
     (("--link-speed", 0), "--link-speed must be a number above 0, got 0.0"),
     (("--compute-speed", "nan"), "--compute-speed must be a number above 0, got nan"),
     (("--tokens", 0), "Invalid value for '--tokens': "),

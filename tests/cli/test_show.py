@@ -143,6 +143,8 @@ def test_show_rejects_bad_input_with_one_line(arguments: tuple[str, ...], messag
         ("--tokens", "0"),
         ("--segment-lengths", "1"),
         ("--kv-heads", "0"),
+        ("--block-size", "0"),
+        ("--block-size", "1048577"),
         ("--heads", "1.5"),
         ("--preset", "bert"),
         ("--offsets", "random"),
@@ -154,40 +156,25 @@ def test_show_rejects_values_of_the_wrong_type_or_range(arguments: tuple[str, st
     assert arguments[0] in err
 
 
-def test_show_rejects_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    output = tmp_path / "none" / "pattern.png"
-    message = f"error: --output must be a file that can be written, got '{output}': No such file or directory\n"
-    assert show("-o", output) == (2, "", message)
-
-
-def test_show_rejects_a_folder_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["no folder", "a file as folder", "a folder as file", "a full disk"])
+def test_show_leaves_everything_as_it_was_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    output, why = {
+        "no folder": (tmp_path / "none" / "pattern.png", "No such file or directory"),
+        "a file as folder": (tmp_path / "file" / "pattern.png", "Not a directory"),
+        "a folder as file": (tmp_path / "pattern.png", "Is a directory"),
+        "a full disk": (tmp_path / "older.png", "No space left on device"),
+    }[case]
     (tmp_path / "file").write_text("")
-    code, _, err = show("-o", tmp_path / "file" / "pattern.png")
-    assert code == 2
-    assert err.endswith("Not a directory\n")
+    (tmp_path / "pattern.png").mkdir()
+    (tmp_path / "older.png").write_bytes(b"older")
+    if case == "a full disk":
+        from matplotlib.figure import Figure
 
+        def fill_the_disk(figure: Figure, file: io.BufferedWriter, **options: object) -> None:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
 
-def test_show_leaves_nothing_behind_where_it_cannot_write(tmp_path: Path) -> None:
-    output = tmp_path / "pattern.png"
-    output.mkdir()
-    code, _, err = show("-o", output)
-    assert code == 2
-    assert err == f"error: --output must be a file that can be written, got '{output}': Is a directory\n"
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_show_leaves_the_older_picture_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    def fill_the_disk(figure: Figure, file: io.BufferedWriter, **options: object) -> None:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
-    output = tmp_path / "pattern.png"
-    output.write_bytes(b"older")
-    code, _, err = show("-o", output)
-    assert code == 2
-    assert err.endswith("No space left on device\n")
-    assert list(tmp_path.iterdir()) == [output]
-    assert output.read_bytes() == b"older"
+        monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    assert show("-o", output) == (2, "", f"error: --output must be a file that can be written, got '{output}': {why}\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "pattern.png", "older.png"}
+    assert (tmp_path / "older.png").read_bytes() == b"older"

@@ -183,13 +183,6 @@ def test_show_blocks_rejects_bad_input_with_one_line(arguments: tuple[str, ...],
     assert show(*arguments) == (2, "", f"error: {message}\n")
 
 
-@pytest.mark.parametrize("size", ["0", "-5", "1048577"])
-def test_show_blocks_rejects_a_block_size_out_of_range(size: str) -> None:
-    code, out, err = show("--blocks", "--block-size", size)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: Invalid value for '--block-size': ")
-
-
 def test_show_blocks_accepts_the_limits(tmp_path: Path) -> None:
     one = ("--blocks", "--heads", 1, "-o", tmp_path / "a.png")
     lengths = ("--segment-lengths", 1, "--dilation-rates", 1)

@@ -206,9 +206,7 @@ def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["layer 1, mean of heads"]
     code, out, err = run(weights, f"--output={table}", "--tile=5")
     assert (code, err) == (0, "")
-    agreement = re.fullmatch(
-        rf"wrote 1 maps of 53 tiles to '{table}'; tiles in reverse order: rank correlation (-?\d\.\d\d)\n", out
-    )
+    agreement = re.fullmatch(rf"wrote 1 map of 53 tiles to '{table}'; tiles in reverse order: rank correlation (-?\d\.\d\d)\n", out)
     assert agreement is not None
     assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["relevance"]
     assert run(weights, f"--output={picture}")[0] == 0
@@ -310,7 +308,7 @@ def test_map_slide_needs_weights(tmp_path: Path) -> None:
         (["--output=a.png", "--magnification=0"], "--magnification must be above 0 and finite, got 0"),
         (["--output=a.png", "--slide-ngrids=5"], "outside the grid of 5 cells of 512 pixels from 0 on"),
         (["--output=a.png", "--order=hilbert"], "order must be that of the weights=None, got 'hilbert'"),
-        (["--output=a.png", "--max-wsi-size=0"], "--tile-size must be in [1, 0], a quarter of --max-wsi-size=0, got 256"),
+        (["--output=a.png", "--max-wsi-size=255"], "--tile-size must be in [1, 63], a quarter of --max-wsi-size=255, got 256"),
     ],
 )
 def test_map_slide_refuses_what_it_cannot_draw(weights: Path, more: list[str], message: str) -> None:
