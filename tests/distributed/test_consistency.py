@@ -245,6 +245,20 @@ def a_layer_left_out(rank: int, mesh: DeviceMesh, exchange: str) -> None:
         dilated_attention(*shard(rank, 2), PATTERN, mesh=mesh, exchange=exchange) if rank == 0 else first.sum().backward()
 
 
+def a_layer_left_out_in_inference(rank: int, mesh: DeviceMesh, exchange: str) -> None:
+    """Of three layers of one plan, rank 0 leaves out the second: its third pairs with the second of rank 1. No whole is made."""
+
+    def model() -> Tensor:
+        x = shard(rank, 1)[0]
+        for layer in range(3):
+            x = x if layer == 1 and rank == 0 else dilated_attention(x, x, x, PATTERN, mesh=mesh, exchange=exchange)
+        return unshard_sequence(x, mesh)
+
+    dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"(?i)timed? ?out|closed"):
+        model()
+
+
 def two_known_plans(rank: int, mesh: DeviceMesh, exchange: str) -> None:
     for scale in (0.5, 0.7):
         dilated_attention(*shard(rank, 1), PATTERN, mesh=mesh, exchange=exchange, scale=scale)
@@ -288,6 +302,7 @@ def a_kernel_that_fails_on_one_rank(rank: int, mesh: DeviceMesh, exchange: str) 
     [
         backwards_in_another_order,
         a_layer_left_out,
+        a_layer_left_out_in_inference,
         two_known_plans,
         a_new_plan_beside_a_known_one,
         a_call_that_one_rank_refuses,
@@ -499,6 +514,15 @@ def check_wholes(rank: int, mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"^ranks must agree on .*{match}"):
             call()
+    with torch.no_grad():
+        if rank == 0:  # a layer whose plan has no messages, which rank 1 leaves out
+            dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh, scale=0.9)
+        dilated_attention(*shard(rank, 1), LOCAL, mesh=mesh, scale=0.9)
+    with pytest.raises(ValueError, match=r"^ranks must agree on the number of the call over this mesh, got \d+ on rank 0 and"):
+        unshard_sequence(torch.zeros(1, 1), mesh)
+    if rank == 1:
+        with one_call(mesh.get_group()):
+            pass
     torch.testing.assert_close(unshard_sequence(x, mesh), expected, **EXACT)
     with pytest.raises(RuntimeError, match=r"^positions must be the same on all ranks, got others"):
         gather_tokens(x[..., 0], good + rank, mesh)
