@@ -190,7 +190,7 @@ def _check(layer: nn.MultiheadAttention, paths: list[str], owners: dict[int, set
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse what has taken the parameters as they are: of new ones it would reduce no gradient.
+    """Reject a model whose parameters a wrapper (DDP, FSDP) already holds: it would not reduce gradients of new ones.
 
     Raises:
         ValueError: If there is such a wrapper.

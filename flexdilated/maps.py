@@ -168,7 +168,7 @@ def _padded(pattern: DilatedPattern, length: int, rate: int) -> int:
 
 
 def _source(pattern: DilatedPattern, branch: tuple[int, int], position: int, num_tokens: int) -> int | None:
-    """The token whose query gives the output at a position; None: a query of zeros, behind the tokens of a segment."""
+    """The token whose query gives the output at a position; None for a query of zeros after the end of a segment."""
     length, rate = min(branch[0], num_tokens), branch[1]
     segment, row = divmod(position, _padded(pattern, length, rate))
     return segment * length + row if row < min(length, num_tokens - segment * length) else None

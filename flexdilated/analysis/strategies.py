@@ -179,7 +179,7 @@ def _halved(counts: Counts) -> NDArray[np.float64]:
 
 
 def memory(layer: Layer, plan: ContextPlan, buffers: Counts) -> Memory:
-    """The memory of the rank that needs most; `buffers` are the bytes of messages that each rank holds at once."""
+    """The memory of the rank that needs most; `buffers` are the bytes of messages that each rank holds at the same time."""
     tokens = _shard_sizes(plan) * layer.batch
     gradients = tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim * layer.itemsize
     tensors = gradients + tokens * layer.heads * layer.lse_size

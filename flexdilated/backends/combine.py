@@ -15,7 +15,7 @@ from flexdilated.core.pieces import Piece, box
 
 
 class Scattered(NamedTuple):
-    """Rows that no piece says: of some tokens and key/value heads, two tensors of integers that broadcast to one shape `S`.
+    """Rows by index: token numbers and key/value head numbers, two tensors of integers that broadcast to one shape `S`.
 
     Values at them are `(B, *S, group, ...)`. No row occurs twice.
     """

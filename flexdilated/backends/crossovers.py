@@ -62,7 +62,7 @@ def load(text: str) -> tuple[Crossover, ...]:
 
 
 def faster(entry: dict[str, Any]) -> str:
-    """The engine that a measurement speaks for; a null ratio says that an engine could not run."""
+    """The engine that the measurements favour; a null ratio means that an engine could not run."""
     best, least = "sdpa", ENOUGH
     for engine in CHALLENGERS:
         ratio = entry.get(f"{engine}_over_sdpa")

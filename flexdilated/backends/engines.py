@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 
 
 def _functions(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Users' functions by flex where it takes them: it compiles them, and nothing tells beforehand whether it can."""
+    """Run users' functions by flex if it can compile them; only trying it shows whether it can."""
     planned = call.cu_seqlens is not None and torch.compiler.is_compiling()  # by values that a graph has not
     if not planned and not portable.writes_onnx():
         try:

@@ -84,7 +84,7 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], t
 
 
 class InPlace(Protocol):
-    """A kernel that takes whole tensors `(B, N, H, D)` and pieces: it reads rows where they lie, and adds to what is there.
+    """A kernel that reads whole tensors `(B, N, H, D)` in place, piece by piece, and adds to the outputs.
 
     `options.ignored` is `(B, N)` here, and ignored keys and values hold what they hold.
     """

@@ -91,7 +91,7 @@ def _(num_tokens: int, *options: Any) -> list[Tensor]:
 
 
 def num_parts(pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, scores: int) -> list[int]:
-    """Per branch, the parts of its queries whose scores against all keys of their segments are at most so many at once.
+    """For each branch, in how many parts its queries must be split so that at most so many scores exist at the same time.
 
     Each answer is a graph. One holds for every number of tokens in which no branch has more parts than some power of 4, and
     for every batch up to some power of 4 where that is a symbol too.

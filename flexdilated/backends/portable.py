@@ -153,7 +153,7 @@ def _heads(flat: Flat, branch: int, within: range) -> range:
 
 
 def _always(condition: bool) -> bool:
-    """Whether a comparison holds, for all numbers that its symbols stand for; no guard is made."""
+    """Whether a comparison is true for all values of its symbols; makes no guard."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # not loaded with the package

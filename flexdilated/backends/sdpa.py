@@ -1,4 +1,4 @@
-"""The kernels behind `scaled_dot_product_attention`, called by their aten names because those return and take the lse."""
+"""The kernels of `scaled_dot_product_attention`, called by their aten names, which return and take the lse."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _cudnn_why_not(request: Request) -> str | None:
 
 
 def _is_single(q: Tensor, k: Tensor) -> bool:
-    """One query and one key, of which cuDNN has no backward."""
+    """Whether there is one query and one key: cuDNN has no backward for it."""
     return q.shape[2] == k.shape[2] == 1
 
 

@@ -213,7 +213,7 @@ def _check_finite(embeddings: dict[str, Tensor], dtype: str) -> None:
 
 
 def _check_output(output: Path, inputs: list[Path], *, overwrite: bool) -> None:
-    """Refuse, before minutes of work, what could not be written after them."""
+    """Reject, before minutes of work, what could not be written after them."""
     if output.suffix.lower() not in OUTPUTS:
         refuse(f"--output must end in {' or '.join(OUTPUTS)}, got '{output}'")
     if not output.parent.is_dir() or output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):

@@ -144,7 +144,7 @@ def encode_slides(
 
 
 def _check_output(output: Path, folder: Path) -> None:
-    """Refuse, before hours of work, what could not be written after them."""
+    """Reject, before hours of work, what could not be written after them."""
     try:
         import h5py  # noqa: F401  # an extra
     except ImportError:

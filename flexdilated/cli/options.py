@@ -1,4 +1,4 @@
-"""What several commands ask for: each option with its one spelling, what it means, and how it is refused."""
+"""Options of several commands: their spelling, meaning and errors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def kv_heads_named(heads: int, kv_heads: int | None, most: int = MOST_HEADS) -> 
 
 
 def at_most(option: str, value: int, most: int) -> None:
-    """Refuse a number above `most`: as a range of the option, a long number would make the help too wide."""
+    """Reject a number above `most`: as a range of the option, a long number would make the help too wide."""
     if value > most:
         refuse(f"{option} must be at most {most}, got {value}")
 
@@ -210,7 +210,7 @@ def spelled(*dtypes: torch.dtype) -> str:
 
 
 def check_picture(output: Path | None) -> None:
-    """Refuse a name that is not one of a picture, and any picture without matplotlib."""
+    """Reject a name that is not one of a picture, and any picture without matplotlib."""
     if output is None:
         return
     require_matplotlib()
@@ -221,7 +221,7 @@ def check_picture(output: Path | None) -> None:
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw without the extra `plot`, before any work."""
+    """Reject to draw without the extra `plot`, before any work."""
     if find_spec("matplotlib") is None:
         refuse("matplotlib must be installed for pictures, got none; pip install 'flexdilated[plot]'")
 
@@ -240,7 +240,7 @@ def print_table(console: Console, table: Table) -> None:
 
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """Refuse where the file cannot be written in the block."""
+    """Reject where the file cannot be written in the block."""
     try:
         yield
     except OSError as error:

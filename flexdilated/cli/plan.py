@@ -155,7 +155,7 @@ def plan(
 
 
 def _check_counts(layer: Layer) -> None:
-    """Refuse what would not fit 64-bit integers, or would need the memory of all pairs of too many ranks."""
+    """Reject what would not fit 64-bit integers, or would need the memory of all pairs of too many ranks."""
     largest = -(-layer.tokens // layer.ranks)
     elements = layer.tokens * (2 * layer.heads + 2 * layer.kv_heads) * layer.batch
     if 4 * elements * max(layer.head_dim, 8) * layer.itemsize >= LIMIT:

@@ -36,7 +36,7 @@ def refuse(message: object) -> NoReturn:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or its name where it says nothing."""
+    """The first line of the text of an error, or the name of its class if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

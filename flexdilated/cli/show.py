@@ -111,7 +111,7 @@ def show(
 
 
 def _tile_table(found: Sequence[HeadTiles]) -> Table:
-    """A row for heads that are alike, with the numbers of each single one of them; then the sum over all heads."""
+    """A row for heads that are equal, with the numbers of one head; then the sum over all heads."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("\nhead", no_wrap=True)
     for name in ("partial\ntiles", "full\ntiles", "density\n", "packed\ntiles", "useful\npairs", "waste,\nraw", "waste,\npacked"):

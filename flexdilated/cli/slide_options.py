@@ -1,4 +1,4 @@
-"""What the commands for many slides and for one of them ask for alike: how files are read, and which encoder it is."""
+"""Options of the commands for slides: how files are read, and which encoder is used."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_by(
 
 
 def check_encoder(arch: str, weights: Path | None, *, random: bool | None = None) -> None:
-    """Refuse an unknown architecture, and anything but one source of weights; `random` is None for a command without it."""
+    """Reject an unknown architecture, and anything but one source of weights; `random` is None for a command without it."""
     if arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
     if weights is None and random is None:

@@ -1,4 +1,4 @@
-"""The run behind `flexdilated encode-slides`: which slides are left, under a progress bar, a file each."""
+"""The run of `flexdilated encode-slides`: slides that are left, with a progress bar, one file each."""
 
 from __future__ import annotations
 

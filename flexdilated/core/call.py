@@ -23,7 +23,7 @@ EXCHANGES = ("auto", "gather", "ring", "heads")
 
 
 class Call(NamedTuple):
-    """The options of `dilated_attention`, which says what they mean, and which heads of a model the tensors hold.
+    """The options of `dilated_attention`, and which heads of a model the tensors hold.
 
     `check` gives it complete: a scale and a number of heads, and whether the score function learns. Methods and no properties: the
     compiler of torch 2.9 looks for those in the fields.
@@ -124,7 +124,7 @@ def documents(cu_seqlens: Tensor | None, num_tokens: int, where: str = "") -> tu
 
 
 def refuse_compiled_borders(call: Call, what: str) -> None:
-    """Refuse documents where a graph would be one for their borders alone.
+    """Reject documents in compiled code if the graph would be valid for their boundaries only.
 
     Raises:
         NotImplementedError: In compiled code, if a call has borders.

@@ -60,7 +60,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, 
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Refuse what can be refused before autocast; a shard of a mesh may have no tokens.
+    """Raise for tensors that are wrong before autocast; a shard of a mesh may have no tokens.
 
     Raises:
         ValueError: If a shape, a length or a probability is wrong.
@@ -93,7 +93,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def check_options(pattern: DilatedPattern, is_causal: bool, scale: float | None, dropout_p: float, dtype: torch.dtype) -> None:
-    """Refuse what no call of q in a dtype could mean; modules ask it with float64, before there is a q.
+    """Raise for options that are wrong for any q; modules call it with float64, before there is a q.
 
     Raises:
         TypeError: If one has the wrong type.
@@ -138,7 +138,7 @@ def _warn(text: str) -> None:
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:
-    """Refuse shards that torch's own context parallelism has cut and this library would read as something else.
+    """Reject shards that torch's own context parallelism has cut and this library would read as something else.
 
     Its load balancer gives a rank two chunks of a sequence, one of either half. Its context manager says so while it is open. Its
     newer function `_context_parallel_shard` says of its last call alone whether it had a balancer.
@@ -170,7 +170,7 @@ def refuse_shards_of_torch(num_ranks: int) -> None:
 
 
 def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one row and give their borders as cu_seqlens") -> None:
-    """Raise unless x is a tensor whose elements lie in strides.
+    """Raise unless x is a dense strided tensor.
 
     Raises:
         TypeError: If x is not a tensor.
@@ -185,7 +185,7 @@ def check_dense(name: str, x: Tensor, nested: str = "pack the sequences in one r
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse keys and values of another dtype than the queries.
+    """Reject keys and values of another dtype than the queries.
 
     Raises:
         TypeError: If they have one.
@@ -236,7 +236,7 @@ def _check_key_padding_mask(mask: Tensor, q: Tensor) -> None:
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
-    """What can be said without reading it; its values are checked where they are read, before any work."""
+    """Raise for a wrong shape or dtype of `cu_seqlens`; its values are checked where they are read."""
     check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
@@ -249,7 +249,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
-    """Refuse what is not a score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
+    """Raise for a wrong score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
 
     Returns:
         Whether a gradient may be asked of what the score function holds; not told of traced functions.
@@ -279,7 +279,7 @@ def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def check_seen(seen: Tensor) -> None:
-    """Refuse what a mask function gives that is no bool.
+    """Raise if a mask function returns no bool.
 
     Raises:
         TypeError: If it is not.
@@ -331,7 +331,7 @@ def call_mod(name: str, function: ScoreMod | MaskMod, *arguments: Tensor) -> Ten
 
 
 def refuse_zero_keys(num_tokens: int) -> NoReturn:
-    """Refuse torchscale's zero keys: they have no position to tell the functions."""
+    """Reject torchscale's zero keys beside functions: zero keys have no position to pass to them."""
     raise NotImplementedError(
         f"score_mod and mask_mod must come with a pattern that adds no zero keys at N={num_tokens}, got zero_padding=True: those "
         "keys have no token position; use dataclasses.replace(pattern, zero_padding=False)"

@@ -19,12 +19,12 @@ _last: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a graph that is l
 
 
 def unknown(device: torch.device) -> Tensor:
-    """What a call over ranks is given, lest compilers make it while they trace, of constants, or two of the same tensors once."""
+    """The inputs of a call over ranks as values unknown to the compiler, so that it neither runs nor merges calls while tracing."""
     return torch.empty(0, device=device)
 
 
 def refuse_regions() -> None:
-    """Refuse calls over ranks inside of `torch.compiler.nested_compile_region`, while a compiler traces.
+    """Reject calls over ranks inside of `torch.compiler.nested_compile_region`, while a compiler traces.
 
     Inductor does not order what a region calls and what is around it, and leaves out a region without a result.
 
@@ -55,7 +55,7 @@ def _is_in_region() -> bool:
 
 
 def keep_order(declared: Any) -> None:
-    """Let inductor make every call of a custom operator, whoever needs what it gives, in the order of the program.
+    """Make inductor run every call of a custom operator, used or not, in the order of the program.
 
     It orders kernels by the sizes of their tensors, which differ from rank to rank, and needs none whose output is empty. Not as an
     effect of torch's, which is a tensor more in each graph: recomputation, branches and caches do not know it, and inductor loses
@@ -69,7 +69,7 @@ def keep_order(declared: Any) -> None:
 
 
 def order_kernels() -> None:
-    """Tell inductor of these operators. Called while a compiler traces: the import is slow."""
+    """Register the operators with inductor. Called while a compiler traces: the import is slow."""
     while _unordered:
         from torch._inductor.lowering import register_lowering
 
@@ -86,7 +86,7 @@ def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _ordered_kernel() -> Any:
-    """A kernel of inductor's that runs behind the one before it of this kind, whether it is used or not."""
+    """An inductor kernel that runs after the kernel before it of this kind, whether its result is used or not."""
     from torch._inductor.dependencies import StarDep
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.virtualized import V

@@ -179,7 +179,7 @@ def operator(
 
 
 def _either(plain: Operator, reading: Operator, last: int) -> Operator:
-    """The first pair, or the second where borders of documents or a seed are given; `last` tensors precede the mask backward."""
+    """The first pair, or the second pair if documents or a seed are given; `last` tensors come before the mask in the backward."""
 
     def forward(*arguments: Any) -> Any:
         reads = arguments[4] is not None or arguments[5] is not None
@@ -193,7 +193,7 @@ def _either(plain: Operator, reading: Operator, last: int) -> Operator:
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, num_tensors: int = 6) -> None:
-    """Keep what the backward is given."""
+    """Save the inputs of the backward."""
     ctx.num_inputs, ctx.options = len(inputs), inputs[num_tensors:]
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
     ctx.set_materialize_grads(False)
@@ -219,7 +219,7 @@ def contiguous_like(x: Tensor) -> Tensor:
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy whose rows lie in one piece."""
+    """x itself, or a copy whose rows are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

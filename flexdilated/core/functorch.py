@@ -64,7 +64,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def refuse_traced_derivatives(*, of_operators: bool = True) -> None:
-    """Refuse to trace a call under torch.func, but for one `vmap`, where the compiler would not differentiate it or do so wrongly.
+    """Reject tracing under torch.func, except one `vmap`: the compiler would differentiate wrongly or not at all.
 
     Args:
         of_operators: Whether the call is an operator, into which the compiler takes no derivative; else what autograd sees through.

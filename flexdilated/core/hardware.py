@@ -83,7 +83,7 @@ class Hardware:
 
 
 def detect(device: torch.device | str) -> Hardware:
-    """The hardware behind a torch device."""
+    """The hardware of a torch device."""
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.is_available():  # fake tensors may lie on a device that is not there
         return cuda_level(torch.cuda.get_device_capability(device))

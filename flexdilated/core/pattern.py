@@ -216,7 +216,7 @@ class DilatedPattern:
         return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
 
     def check_heads(self, num_heads: int) -> None:
-        """Refuse fewer heads than `heads="grouped"` has branches: some of them would never be computed.
+        """Raise if `heads="grouped"` has more branches than heads: some branches would never be computed.
 
         Raises:
             ValueError: If there is no head, or some branch would have none.

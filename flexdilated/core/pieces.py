@@ -63,7 +63,7 @@ _Sizes = tuple[int, int, int, int]  # of `_segment_sizes`
 
 
 class _Rows(NamedTuple):
-    """Segments of one branch and offset that look alike."""
+    """Segments of one branch and offset that have the same shape."""
 
     first: int
     segments: int

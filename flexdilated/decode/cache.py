@@ -44,7 +44,7 @@ class Past(NamedTuple):
 
 
 class DilatedKVCache:
-    """The keys and values that causal dilated attention can still reach: of each branch and head, those of the current segment.
+    """A bounded key/value cache: for each branch and head, the keys and values of the current segment.
 
     The key of position `p` lies in row `(p % w) // r` of its branch, and the next segment overwrites it: `sum_i ceil(w_i / r_i)`
     rows per head (under `heads="grouped"` those of the head's own branch), allocated once, whatever the length of the context.
@@ -151,7 +151,7 @@ class DilatedKVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values lie."""
+        """The device of the keys and values."""
         return self._lengths.device
 
     @property
@@ -183,7 +183,7 @@ class DilatedKVCache:
         self._tokens = None if tokens is None or self._ranks is None else self._ranks.hashes(tokens)
 
     def _shards(self, num_tokens: int, shard_lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-        """The shard lengths of all ranks; None where every rank is given the same."""
+        """The shard lengths of all ranks, or None if every rank has the same tokens."""
         if shard_lengths is None:
             return None
         if self._ranks is None:
@@ -311,7 +311,7 @@ class DilatedKVCache:
         return Past(self.lengths, tuple(store.overwritten(positions) for store in self._stores), new, added)
 
     def _attend_one(self, q: Tensor, new: Tokens, added: Tensor, softmax: Softmax) -> Tensor:
-        """One token per sequence, stored first: its own row then needs no copy of the others to stand beside them."""
+        """Attention of one token per sequence. The token is stored first, so that no copy of the other rows is needed."""
         positions = self.new_positions(1)  # (B, 1)
         can_be_refused = self._ranks is not None and not torch.compiler.is_compiling()
         with kept_where_refused(self._stores, positions) if can_be_refused else nullcontext():
@@ -324,7 +324,7 @@ class DilatedKVCache:
         return out
 
     def _merged(self, parts: Tensor, added: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """The outputs, of which ranks have parts; and `added`, from the operator: so no tokens are counted before ranks agree."""
+        """The outputs, merged over ranks; `added` comes from the operator, so that tokens are counted only after ranks agree."""
         if self._ranks is None or self._ranks.size == 1:
             return parts, added
         tokens, self._tokens = torch.zeros_like(self._order) if self._tokens is None else self._tokens, None

@@ -66,7 +66,7 @@ class Ranks:
         return ((mixed ^ (mixed >> 29)) * 1_181_783_497_276_652_981).sum(dim=1)
 
     def lengths(self, num_tokens: int, shard_lengths: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each rank, of which this one has `num_tokens`.
+        """The number of tokens of each rank; this rank has `num_tokens`.
 
         Raises:
             TypeError: If a length is no integer.
@@ -101,7 +101,7 @@ class Ranks:
         return self.whole(new.is_marked, lengths)
 
     def deal(self, stores: Sequence[Store], new: Tokens, end: Tensor, lengths: Sequence[int]) -> None:
-        """Store of the first `end` `(B,)` tokens of a sequence in shards what lies in the segment of the last one.
+        """From the first `end` `(B,)` tokens of a sharded sequence, store the rows in the segment of the last token.
 
         `new` is this rank's shard; each row goes to the rank that it is dealt to.
         """
@@ -147,7 +147,7 @@ class Ranks:
         return self._described if softmax.sinks is None else f'{self._described[:-1]}, "sinks": true}}'
 
     def merged(self, parts: Tensor, lengths: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """The attention `(B, T, H, D)` of which every rank has a part, and its lse behind the last element of it; `lengths` again.
+        """Merge attention `(B, T, H, D)` of which every rank has a part, with its lse as the last element; `lengths` is returned.
 
         Raises:
             ValueError: If the ranks make other calls, hold caches of other lengths, add others, have reordered sequences otherwise,
@@ -157,8 +157,7 @@ class Ranks:
 
 
 def merge_parts(parts: Tensor) -> Tensor:
-    """Partial results of one softmax, `(ranks, ..., D + 1)`, the lse behind the last element: the whole, `(..., D)`; 0 where no key
-    is."""
+    """Merge partial results of one softmax, `(ranks, ..., D + 1)` with the lse last, into `(..., D)`; 0 where no key is seen."""
     out, lse = parts[..., :-1], parts[..., -1:]
     most = lse.amax(dim=0)
     weights = torch.exp(lse - most.masked_fill(most == -math.inf, 0.0)).masked_fill(lse == math.inf, 1.0)  # of a sink, which is all
@@ -210,7 +209,7 @@ def _call_of(described: str, shape: Sequence[int], scale: float | None) -> dict[
 def _swap(
     group: dist.ProcessGroup, described: str, number: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
 ) -> None:
-    """Messages that are never taken for those of another call: that of a collective would be, where it is as long."""
+    """Exchange messages whose tags cannot match those of another call."""
     device = next(iter(receives.values())).device
     tag = Fields(json.loads(described)).tag(number)
     GroupTransport(group, device, tag, f"call {number} over this mesh, of a cache").swap(sends, receives).wait()

@@ -93,7 +93,7 @@ class Store:
         self.places = self._places(rank)
 
     def _places(self, rank: int) -> list[Tensor]:
-        """Where each row of a rank lies in its segment, per branch: `(heads, rows)`.
+        """The position of each row of a rank in its segment, per branch: `(heads, rows)`.
 
         Where the rows do not divide, the last one of some ranks lies behind every segment, or behind `max_length`: no token comes.
         """
@@ -199,8 +199,7 @@ class Store:
         self.held.copy_(torch.where(is_new[:, None], positions[:, None] // self.lengths_of_segments, self.held))
 
     def put_last(self, new: Tokens, lengths: Tensor, added: Tensor) -> None:
-        """Store of the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, what lies in the segment of the last
-        one."""
+        """From the first `added` `(B,)` of T tokens, which follow `lengths` `(B,)` others, store the rows in the last segment."""
         end = lengths + added
         segments = torch.where(added[:, None] > 0, (end[:, None] - 1) // self.lengths_of_segments, self.held)  # (B, branches)
         own = self._own_rows(new)
@@ -224,7 +223,7 @@ class Store:
         )
 
     def _index(self, rows: Tensor) -> Tensor:
-        """Where rows `(..., branches)` of all ranks lie among those held; those of other ranks have the places of their neighbours.
+        """The places of rows `(..., branches)` among the stored ones; rows of other ranks get the places of their neighbours.
 
         A full sequence, to which nothing is added, stands behind the last row: its index must exist all the same.
         """

@@ -29,7 +29,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True)
 class Panel:
-    """One head, or heads that look alike."""
+    """The picture of one head, or of heads that are equal."""
 
     title: list[str]
     cells: NDArray[np.int64]  # (rows, columns), each a place in the colours
@@ -63,7 +63,7 @@ def head_panel(
     *,
     shortest: int = 1,
 ) -> Panel:
-    """The panel of heads that look alike, with segments of `shortest` tokens and more outlined."""
+    """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
     lengths = [pattern.segment_lengths[i] for i in _head_branches(pattern, heads[0], num_heads)]
     title = [_head_title(pattern, heads, num_heads), *map(_unbroken, words)]
     return Panel(title, cells, [length for length in lengths if length >= shortest])

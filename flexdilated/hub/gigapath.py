@@ -21,7 +21,7 @@ __all__ = ["ARCHITECTURES", "Architecture", "LongNetViT", "create_model", "load_
 
 
 class Architecture(NamedTuple):
-    """The sizes behind a name: elements of a token, layers, heads, `mlp_ratio`, and how many of the pattern's five branches run."""
+    """The sizes of a named model: width, layers, heads, `mlp_ratio`, and the number of branches that run."""
 
     embed_dim: int
     depth: int
@@ -128,7 +128,7 @@ def create_model(
 
 
 def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
-    """Load a checkpoint whose state dict lies under `"model"` into a model.
+    """Load a checkpoint, whose state dict is under `"model"`, into a model.
 
     What else the checkpoint says must be true of the model: under `"order"` the order of the tiles, which is None where it says
     nothing, as in the published weights; under `"pattern"` what `DilatedPattern.to_dict` gives.

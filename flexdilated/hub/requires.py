@@ -1,4 +1,4 @@
-"""Which versions of another library an adapter works with, said where its file is imported."""
+"""The versions of other libraries that an adapter works with, checked when its file is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 
 
 def require(package: str, *, at_least: str, below: str, extra: str | None = None) -> None:
-    """Refuse to go on without a package, or with a version that was never tried.
+    """Raise ImportError if a package is missing or has an untested version.
 
     Args:
         package: Its name on the package index.

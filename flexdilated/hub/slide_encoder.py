@@ -204,7 +204,7 @@ class LongNetViT(nn.Module):
     def _states(
         self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, every: bool
     ) -> Iterator[Tensor]:
-        """The tokens behind every layer, or behind the encoder."""
+        """The tokens after every layer, or after the encoder."""
         if self.mesh is not None:
             yield from self._states_of_shard(x, cells, shard_lengths, every=every)
             return
@@ -238,7 +238,7 @@ class LongNetViT(nn.Module):
         return coordinate_order(cells.flip(-1), order=self.order).permutation
 
     def _states_of_shard(self, x: Tensor, cells: Tensor, shard_lengths: Sequence[int] | None, *, every: bool) -> Iterator[Tensor]:
-        """Those of the whole slide, on every rank."""
+        """The states of the whole slide, on every rank."""
         assert self.mesh is not None
         rank, lengths = local_shard_lengths(self.mesh, x.shape[1], shard_lengths)
         tokens = self._embed(x, cells)
@@ -259,7 +259,7 @@ class LongNetViT(nn.Module):
         cu_seqlens: Tensor | None,
         shard_lengths: Sequence[int] | None,
     ) -> tuple[Tensor | None, Tensor]:
-        """The borders of packed slides and the grid cells of tiles."""
+        """The boundaries of packed slides, and the grid cells of tiles."""
         self._check(x, coords, padding_mask)
         if self.mesh is None and shard_lengths is not None:
             raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
@@ -268,7 +268,7 @@ class LongNetViT(nn.Module):
         return self._borders(x, padding_mask, cu_seqlens), self._cells(coords, padding_mask)
 
     def _borders(self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-        """The borders of packed slides, int64, checked."""
+        """The checked boundaries of packed slides, int64."""
         given = [name for name, value in (("padding_mask", padding_mask), ("cu_seqlens", cu_seqlens)) if value is not None]
         if self.mesh is not None and given:
             raise NotImplementedError(f"{given[0]} must be None with mesh, got a tensor; encode slides one by one")

@@ -1,4 +1,4 @@
-"""Put other modules in the place of some modules of a model: all of them or, when one is refused, none."""
+"""Replace modules of a model: all of them or, after an error, none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put_modules(model: nn.Module, places: Mapping[str, nn.Module]) -> None:
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Refuse a module whose call, hooks, those of its state dict too, or parametrizations a replacement would lose.
+    """Reject a module with hooks, parametrizations or a changed call, which a replacement would lose.
 
     Raises:
         ValueError: If it has any of its own.

@@ -172,7 +172,7 @@ class TorchscaleAttention(nn.Module):
         return rearrange(turned.to(x.dtype), "(b h) n d -> b n h d", h=self.num_heads)
 
     def _check_ranks(self, num_tokens: int) -> None:
-        """Refuse where torchscale's sequence parallelism would read other ranks' keys."""
+        """Reject torchscale's sequence parallelism, which would read other ranks' keys."""
         if not getattr(self.args, "seq_parallel", False) or not torch.distributed.is_available():
             return
         longest = max(self.pattern.segment_lengths)

@@ -169,7 +169,7 @@ class DilatedInnerAttention(Module):
 
 
 class DilatedVarlenAttention(DilatedInnerAttention):
-    """The same in the place of torchtitan's `VarlenAttention`, whose mask is the borders of the documents themselves."""
+    """Dilated attention in place of torchtitan's `VarlenAttention`, whose mask gives the boundaries of the documents."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -191,7 +191,7 @@ def dilated_flex(
     backend: str = "auto",
     exchange: str = "auto",
 ) -> DilatedInnerAttention.Config:
-    """Dilated attention in the place of every `FlexAttention`; the documents are those of its mask.
+    """Replace every `FlexAttention` by dilated attention; its mask gives the documents.
 
     Args:
         config: torchtitan's config of the attention.

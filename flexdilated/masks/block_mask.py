@@ -151,7 +151,7 @@ _find_large_lists = lru_cache(maxsize=2)(_find_lists.__wrapped__)
 
 
 def _by_head(parts: tuple[Tensor, ...], of_head: list[int], width: int, columns: int, device: torch.device) -> Tensor:
-    """The lists of the distinct heads as one tensor `(1, heads, ...)`; heads that are all alike share memory."""
+    """The lists of the distinct heads as one tensor `(1, heads, ...)`; equal heads share memory."""
     if parts[0].dim() == 1:
         stacked = torch.stack(parts)
     else:

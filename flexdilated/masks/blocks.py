@@ -111,7 +111,7 @@ def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, ord
 
 
 def _union(row: Tensor, first: Tensor, last: Tensor, pitch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same blocks as disjoint runs in ascending order: all rows are laid out on one line, of which each takes `pitch`."""
+    """The blocks as disjoint runs in ascending order; all rows are on one line, `pitch` numbers for each row."""
     start, order = torch.sort(row * pitch + first)
     end = torch.cummax((row * pitch + last)[order], dim=0).values
     begins = torch.ones_like(start, dtype=torch.bool)
@@ -162,7 +162,7 @@ def _completed(
     column: Tensor,
     full: Tensor,
 ) -> Iterator[int]:
-    """Blocks that are full only because a dilated branch joins the few pairs that those of rate 1 leave.
+    """Blocks that become full only because a dilated branch adds the few pairs that rate-1 branches leave.
 
     Dilated branches join positions whose distance is a multiple of a rate. What branches of rate 1 leave of a block is nothing,
     or, when all borders of the longest are borders of the others, at least a row, a column or a pair of neighbours: too much for

@@ -28,7 +28,7 @@ def ignored_keys(mask: Tensor | None) -> Tensor | None:
 
 @torch.library.custom_op("flexdilated::ignored_keys", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _ignored(mask: Tensor) -> Tensor:
-    """The bool mask that a float mask of 0 and -inf stands for."""
+    """The bool mask of a float mask of 0 and -inf."""
     ignored = mask == -math.inf
     if bool((~ignored & (mask != 0)).any()):
         raise ValueError(
@@ -39,7 +39,7 @@ def _ignored(mask: Tensor) -> Tensor:
 
 
 def refuse_float_mask(mask: Tensor) -> NoReturn:
-    """Refuse a float mask where nothing can look at its values.
+    """Reject a float mask where its values cannot be read.
 
     Raises:
         NotImplementedError: Always.

@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
             set_initial_weights(projection, "xavier_normal_", gain=gamma_init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., embed_dim)` to `(..., embed_dim)`."""
+        """`(B, N, embed_dim)` to `(B, N, embed_dim)`; arguments as for the attention."""
         return self.fc2(self.ffn_layernorm(_activation(self.fc1(x))))
 
 

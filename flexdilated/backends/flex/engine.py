@@ -42,7 +42,7 @@ def _code(function: Any) -> Hashable:
 
 @contextmanager
 def _in_their_names(call: Call) -> Iterator[None]:
-    """What the compiler says of users' functions is said in their names.
+    """Errors of the compiler about users' functions, with the names of the functions.
 
     Raises:
         NotImplementedError: If they cannot be compiled, or would be at call after call.
@@ -142,7 +142,7 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
 
 
 def refuse_shifted(pattern: DilatedPattern, pieces: Iterable[Piece], length: int) -> None:
-    """Refuse torchscale's shifted positions.
+    """Reject torchscale's shifted positions.
 
     Raises:
         NotImplementedError: If a piece has any.

@@ -58,7 +58,7 @@ def _compiled(kind: Hashable) -> Any:
 
 
 def _call_compiled(compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call that is compiled anew for each float that its functions hold: inductor has no symbols for them in these kernels."""
+    """A compiled call, compiled again for each float in its functions: inductor has no symbols for floats in these kernels."""
     from torch._dynamo import config  # not loaded with the package
 
     with config.patch(specialize_float=True, recompile_limit=GRAPHS_LIMIT):

@@ -18,7 +18,7 @@ from flexdilated.masks.blocks import BlockLists
 
 
 class Lanes(NamedTuple):
-    """Where the rows of every lane stand: its sequence, its query heads and the token of its row 0, and what all lanes share."""
+    """The rows of every lane: its sequence, its query heads, the token of its row 0, and what all lanes share."""
 
     batch: Tensor  # (lane,)
     heads: Tensor  # (lane, group)

@@ -46,7 +46,7 @@ def _groups(pieces: tuple[Piece, ...]) -> tuple[Group, ...]:
 
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces of each launch, those of the longest segments first: nothing is left to wait for them alone in the end."""
+    """The pieces of each launch, those of the longest segments first, so that no long piece is left for the end."""
     alike: dict[tuple[int, bool], list[Piece]] = {}
     for piece in pieces:
         alike.setdefault((piece.branch, piece.rows >= LEAST_DESCRIBED_ROWS), []).append(piece)

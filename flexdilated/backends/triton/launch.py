@@ -1,4 +1,4 @@
-"""Launches of the kernels: the pieces of a loop where their rows lie, and dense boxes as other kernels take them."""
+"""Launches of the kernels: pieces in place, and dense boxes as other kernels take them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def unit_of(x: Tensor) -> int:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself where its rows lie in one piece and all begin aligned, else a copy."""
+    """x itself if its rows are contiguous and aligned, else a copy."""
     unit = unit_of(x)
     steps = (x.data_ptr() // x.element_size(), *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
     if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit == 0 for step in steps):
@@ -261,7 +261,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _with_readable_mask(options: Options) -> Options:
-    """With a mask whose columns lie one behind another: the kernels count their places in 32 bits."""
+    """The arguments with a contiguous mask: kernels count its places in 32 bits."""
     if options.ignored is None or options.ignored.stride(1) == 1:
         return options
     return options._replace(ignored=options.ignored.contiguous())

@@ -107,7 +107,7 @@ def load_described(rows, g, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_seen(IGNORED, n, step, keys, real_keys, IGNORES: tl.constexpr):
-    """Which of the keys `n` may be seen, and which of those are rows of a tensor; a row of zeros behind them is never ignored."""
+    """Which of the keys `n` may be seen, and which are rows of a tensor; rows after the end are never ignored keys."""
     seen = n < keys
     if IGNORES:
         seen = seen & (tl.load(IGNORED + n.to(tl.int64) * step, mask=n < real_keys, other=0) == 0)

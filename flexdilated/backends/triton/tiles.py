@@ -12,7 +12,7 @@ from flexdilated.core.hardware import family_of
 
 
 class Tiles(NamedTuple):
-    """Queries and keys that a program takes at once, its warps, and how many tiles it loads ahead, by descriptors or pointers."""
+    """Queries and keys per tile, warps, number of stages, and whether tiles are loaded by descriptors or pointers."""
 
     queries: int
     keys: int

@@ -85,7 +85,7 @@ def encode_slides(
     storage: torch.dtype = torch.float32,
     clock: Clock | None = None,
 ) -> Iterator[EncodedSlide | FailedSlide]:
-    """Encode slides of any sizes, several in one call of the model: each gives what it gives alone.
+    """Encode slides of any sizes, several in one call of the model; each embedding equals that of the slide alone.
 
     The next pack is read while one is encoded. A slide that cannot be read or encoded becomes a `FailedSlide`, and the rest goes
     on. A pack holds slides in their order, as many as the budget takes, and at least one.
@@ -153,7 +153,7 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
 
 
 def _packs(reads: Iterator[_Read | FailedSlide], token_budget: int) -> Iterator[list[_Read | FailedSlide]]:
-    """As many slides as the budget takes; one that failed is told at once where none waits for company."""
+    """Packs of slides up to the token budget; failed slides are reported immediately."""
     pack: list[_Read | FailedSlide] = []
     filled = 0
     for read in reads:

@@ -146,7 +146,7 @@ def files_beside(path: Path, coords_folder: Path | None = None) -> list[Path]:
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
-    """What a .pt, .npz or .h5 file holds by key, in its order, and the side of a tile at level 0 where the file says it.
+    """The arrays of a .pt, .npz or .h5 file by key, in order, and the tile width at level 0 if the file has it.
 
     Only what can be used is read, the rest is None.
 
@@ -203,7 +203,7 @@ def _numbers(attributes: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _coordinates(
     path: Path, found: _Found, coords_folder: Path | None, tile_size_level0: float | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The coordinates, and what is said about them."""
+    """The coordinates and their attributes."""
     attributes = dict(found.attributes)
     own = _tensor(COORDINATES, found.arrays[COORDINATES], PIXELS) if COORDINATES in found.arrays else None
     meta = _metadata_of(path)
@@ -313,7 +313,7 @@ def _micrometres(attributes: Mapping[str, Any]) -> float | None:
 
 
 def _magnification(attributes: Mapping[str, Any]) -> float | None:
-    """At which tiles were embedded: as TRIDENT says it, or from STAMP's or Mussel's micrometres per pixel."""
+    """The magnification of the tiles: TRIDENT's attribute, or from STAMP's or Mussel's micrometres per pixel."""
     spacing = _number(attributes.get("mpp")) if "native_mpp" in attributes else None
     micrometres, pixels = _micrometres(attributes), _number(attributes.get("tile_size_px"))
     if micrometres is not None and pixels is not None:
@@ -322,13 +322,13 @@ def _magnification(attributes: Mapping[str, Any]) -> float | None:
 
 
 def _downsample(attributes: Mapping[str, Any]) -> Any:
-    """Of the level of the patches: CLAM says it, Mussel only names level 0."""
+    """The downsampling factor of the patches: from CLAM; Mussel only names level 0."""
     at_level0 = np.array_equal(np.asarray(attributes.get("patch_level", -1)), 0)
     return attributes.get("downsample", 1.0 if at_level0 else None)
 
 
 def _tile_side(attributes: Mapping[str, Any], given: float | None) -> float | None:
-    """In pixels of level 0: as TRIDENT says it, or CLAM's size at the level of the patches times its downsample.
+    """The tile width in pixels of level 0: TRIDENT's, or CLAM's width at its level times the downsampling factor.
 
     CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another. With `custom_downsample` a
     patch is that many times as wide, as TRIDENT reads it; some tools write the wide patch itself, so a side that is given counts.
@@ -345,7 +345,7 @@ def _tile_side(attributes: Mapping[str, Any], given: float | None) -> float | No
 
 
 def _slide_size(attributes: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Width and height at level 0: as TRIDENT says them, or CLAM's at the level of the patches times its downsample."""
+    """Width and height at level 0: TRIDENT's, or CLAM's at its level times the downsampling factor."""
     said: list[object] = [attributes.get(f"level0_{name}") for name in ("width", "height")]
     with suppress(TypeError, ValueError):
         if said == [None, None]:

@@ -1,4 +1,4 @@
-"""Where the tiles of a slide lie in the grid that positions are made of, and what cannot be a place."""
+"""Grid cells of the tiles of a slide, and checks of coordinates."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def neighbour_distance(coords: Tensor) -> float | None:
 
 
 def grid_step(coords: Tensor) -> int | None:
-    """The largest step of which all distances in rows and columns are multiples, or None where there are too few to tell."""
+    """The largest step that divides all distances of rows and columns, or None if there are too few tiles."""
     gaps = _gaps(coords)
     return int(np.gcd.reduce(gaps.numpy())) if len(gaps) >= FEWEST_GAPS else None
 

@@ -1,4 +1,4 @@
-"""How the slides of a folder are read: where coordinates lie, how large a tile is."""
+"""Options for reading a folder of slides: coordinates, and the width of a tile."""
 
 from __future__ import annotations
 

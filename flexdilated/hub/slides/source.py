@@ -32,7 +32,7 @@ def source_of(path: Path, beside: Sequence[Path] = ()) -> Source:
 
 
 def is_same(source: Source, path: Path, beside: Sequence[Path] = ()) -> bool:
-    """Whether the files still hold what they held, wherever they lie; `path` is read where its place or time differs."""
+    """Whether the files have the same content, at any path; `path` is read if its place or time differs."""
     try:
         size, time = _stat(path)
         if size != source.size or _digest_of_all(beside) != source.beside:

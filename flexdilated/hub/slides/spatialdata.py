@@ -66,7 +66,7 @@ def _opened(path: Path, table: str | None) -> tuple[Any, str, dict[str, Any], di
 
 
 def _tile_key(group: Any, name: str, specs: dict[str, Any]) -> str | None:
-    """Which tiles a table is of: what it says, else what its name ends in."""
+    """The tiles that a table describes: by its attributes, or by the ending of its name."""
     said = group.get("uns/spatialdata_attrs")
     regions = np.asarray(said["region"][...]).reshape(-1).tolist() if said is not None and "region" in said else []
     keys = [str(region) for region in regions if str(region) in specs]

@@ -142,7 +142,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         return self.seen
 
     def get_max_length(self) -> int:
-        """As told to the cache; -1 where nothing was."""
+        """The `max_length` of the cache; -1 without one."""
         return -1 if self.max_length is None else self.max_length
 
     get_max_cache_shape = get_max_length  # its name in older versions
@@ -272,7 +272,7 @@ def attend_padded(kv: DilatedKVCache, q: Tensor, k: Tensor, v: Tensor, real: Ten
 
 
 def check_padding(kv: DilatedKVCache, real: Tensor) -> None:
-    """Refuse padding that does not stand before all tokens of a sequence.
+    """Raise if padding is not before all tokens of a sequence.
 
     Raises:
         ValueError: If it does not; on other devices than the CPU, and compiled, an assertion there fails.

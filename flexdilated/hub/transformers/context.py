@@ -67,7 +67,7 @@ class Context:
 
 
 def context_of(module: nn.Module) -> Context | None:
-    """What `shard_context` told a module."""
+    """The context that `shard_context` gave a module."""
     return getattr(module, PLACE, None)
 
 
@@ -215,8 +215,9 @@ def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, count: Any, *, packed: bool) -> bool:
-    """Refuse shards that are not those of one sequence, in a model's first forwards with labels: a loader that knows nothing of the
-    mesh, as `Trainer`'s, gives every rank sequences of its own. Whether labels show it: ignored ones do not.
+    """Reject shards that are not of one sequence, in the first forwards with labels. Returns whether the labels could show it.
+
+    A loader that does not know the mesh, such as `Trainer`'s, gives every rank other sequences. Ignored labels show nothing.
 
     Raises:
         ValueError: If the label behind a shard is not the first of the next one, nor the end of a packed document; if ranks count
@@ -245,7 +246,7 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
 
 
 def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Give the tokens of a shard their positions in the whole sequence, and refuse what is not known of shards."""
+    """Give the tokens of a shard their positions in the whole sequence; reject arguments that do not work on shards."""
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
     context.attended, context.is_placed = set(), True

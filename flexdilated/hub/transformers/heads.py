@@ -62,7 +62,7 @@ def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_
 
 
 def sinks_here(sinks: Tensor, num_heads: int, shard: HeadShard | None) -> Tensor:
-    """Those of the `num_heads` query heads here: a parameter that tensor parallelism cut, or left whole.
+    """The sinks of the `num_heads` query heads here, from a parameter that tensor parallelism cut or left whole.
 
     Raises:
         ValueError: If there are more or fewer.

@@ -151,7 +151,7 @@ def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
 
 
 def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
-    """Refuse a layer whose keys come from other tokens, also where those are as many, or which may take them and does not say."""
+    """Reject a layer whose keys come from other tokens, or may do so."""
     says = getattr(module, "is_cross_attention", None)
     taken = uncached(_parameters)(type(module))
     # One class for both: it is told by its attribute, or by a field of its config, and that of BART by being no causal decoder.
@@ -162,7 +162,7 @@ def _refuse_other_tokens(module: nn.Module, config: Any) -> None:
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros behind the narrower ones where values have another head dim than keys, which changes no score and no output."""
+    """Pad values or keys with zeros to one head dim, which changes no score and no output."""
     more = k.shape[3] - v.shape[3]
     if more >= 0:
         return q, k, F.pad(v, (0, more)) if more else v
@@ -230,7 +230,7 @@ def _is_causal(module: nn.Module, config: Any) -> bool:
 
 
 def _num_keys(query: Tensor, key: Tensor, mask: Tensor | None, layer: DilatedCacheLayer | None) -> int:
-    """How many keys, from the first, the call is about; with a bounded cache those of its queries."""
+    """The number of keys, from the first, that a call attends to; with a bounded cache the number of its queries."""
     num_queries = query.shape[2]
     if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 0), (1, 1, num_queries)):
         if layer is None:

@@ -290,7 +290,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         start: int,
         shard_lengths: Sequence[int] | None,
     ) -> None:
-        """Positions follow from borders and padding: to be told others would move none."""
+        """Raise for `position_ids` other than those that follow from documents and padding."""
         if self.model.mesh is not None:
             rank, lengths = local_shard_lengths(self.model.mesh, tokens.shape[1], shard_lengths)
             start = sum(lengths[:rank])

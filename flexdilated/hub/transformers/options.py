@@ -1,4 +1,4 @@
-"""Options that the library hands on to its attention function: which are known, and which are refused, and why."""
+"""Options that the library passes to its attention function: known ones, rejected ones and why."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tokens_seen(key: Tensor, layer: DilatedCacheLayer | None, context: Context |
 
 
 def refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
-    """Refuse what changes the attention, or is not known not to.
+    """Raise for an option that changes the attention, or that is unknown.
 
     Args:
         options: By name, as the library hands them on.

@@ -1,4 +1,4 @@
-"""Where tokens stand in their documents, as the library's masks say it."""
+"""Positions of tokens in their documents, from the library's masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dilated_attention_positions(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """The library's mask function: no mask, but where each key and query stands in its document.
+    """The library's mask function: instead of a mask, the position of each key and query in its document.
 
     Positions count from the first real token of a row, so left padding moves no segment. The signature, and that options of other
     mask functions are dropped, are the library's.
@@ -165,7 +165,7 @@ def shifted(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *, is_causal: bool) -> None:
-    """Refuse positions that pack documents where the library does not look for any.
+    """Reject positions that pack documents where the library does not detect documents.
 
     It looks for documents in causal models that have neither a mask nor a cache.
 
