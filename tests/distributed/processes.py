@@ -221,3 +221,6 @@ def exactly(size: int) -> pytest.MarkDecorator:
 
 
 several = at_least(2)
+_sizes = [size for size in WORLD_SIZES if size > 1]
+# The middle size: for tests that need several ranks, whatever their number.
+one_size = pytest.mark.parametrize("ranks", [each_size(size) for size in _sizes[len(_sizes) // 2 :][:1]], indirect=True)

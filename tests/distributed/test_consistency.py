@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -295,29 +296,47 @@ def a_kernel_that_fails_on_one_rank(rank: int, mesh: DeviceMesh, exchange: str) 
         dilated_attention(*shard(rank, 2 + rank), PATTERN, mesh=mesh, exchange=exchange)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        backwards_in_another_order,
-        a_layer_left_out,
-        a_layer_left_out_in_inference,
-        two_known_plans,
-        a_new_plan_beside_a_known_one,
-        a_call_that_one_rank_refuses,
-        a_kernel_that_fails_on_one_rank,
-    ],
+CASES = (
+    backwards_in_another_order,
+    a_layer_left_out,
+    a_layer_left_out_in_inference,
+    two_known_plans,
+    a_new_plan_beside_a_known_one,
+    a_call_that_one_rank_refuses,
 )
-def test_calls_that_differ_end_in_the_timeout(breaking: Ranks, case: Callable[..., None]) -> None:
-    breaking.run(case, "gather")
+
+
+def all_cases(rank: int, mesh: DeviceMesh) -> None:
+    """Each case in a thread and a process group of its own: all timeouts run out together."""
+    cases = [(case, exchange) for case in CASES for exchange in ("gather", "ring", "heads")]
+    meshes = [DeviceMesh.from_group(dist.new_group(timeout=SHORT), "cpu") for _ in cases]
+    failures: list[str] = []
+
+    def run(case: Callable[..., None], exchange: str, mesh: DeviceMesh) -> None:
+        try:
+            case(rank, mesh, exchange)
+        except BaseException:
+            failures.append(f"{case.__name__}, {exchange}: {traceback.format_exc()}")
+
+    threads = [threading.Thread(target=run, args=(*case, mesh)) for case, mesh in zip(cases, meshes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["ring", "heads"])
-def test_backwards_in_another_order_end_in_the_timeout(breaking: Ranks, exchange: str) -> None:
-    breaking.run(backwards_in_another_order, exchange)
+def test_calls_that_differ_end_in_the_timeout(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        ranks.run(all_cases)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_kernel_that_fails_on_one_rank_ends_in_the_timeout(breaking: Ranks) -> None:
+    breaking.run(a_kernel_that_fails_on_one_rank, "gather")
 
 
 def check_loss(rank: int, mesh: DeviceMesh, phase: str) -> None:

@@ -24,7 +24,7 @@ from tests.distributed.cases import (
     grid,
     shards,
 )
-from tests.distributed.processes import Ranks, exactly, several
+from tests.distributed.processes import Ranks, exactly, one_size
 from tests.tolerances import EXACT, SINGLE
 
 
@@ -43,7 +43,7 @@ def check_checkpointing(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange
         assert torch.equal(a, b)
 
 
-@several
+@one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_activation_checkpointing_changes_nothing(ranks: Ranks, exchange: str, dropout_p: float) -> None:
@@ -74,7 +74,7 @@ def kept_weights(rank: int, mesh: DeviceMesh, exchange: str, is_local: bool) -> 
     return kept.permute(0, 2, 3, 1)
 
 
-@several
+@one_size
 @pytest.mark.parametrize("is_local", [False, True], ids=["cut", "local"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dropout_drops_its_share_independently_on_every_rank(ranks: Ranks, exchange: str, is_local: bool) -> None:
@@ -117,7 +117,7 @@ def kept_weights_of_dtensors(rank: int, mesh: DeviceMesh, placements: list[Place
     return (out.full_tensor() != 0).permute(0, 2, 3, 1)  # type: ignore[attr-defined]
 
 
-@several
+@one_size
 @pytest.mark.parametrize(
     "placements",
     [[Shard(0)], [Shard(2)], [Shard(0), Shard(1)], [Shard(0), Shard(2)], [Replicate(), Shard(0)]],
@@ -158,7 +158,7 @@ def directional(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) -
     return (loss(1.0) - loss(-1.0)) / (2 * step), sum((g * t).sum().item() for g, t in zip(grads, along))
 
 
-@several
+@one_size
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "ignored": 0.2}], ids=["plain", "causal_mask"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_gradients_under_dropout_are_those_of_the_same_masks(ranks: Ranks, exchange: str, options: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import DilatedPattern, attention_map
 from tests.distributed.cases import LENGTHS, ShardedCase, cut, random_case
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, one_size
 from tests.tolerances import EXACT
 
 
@@ -66,7 +66,7 @@ def check_refusals(rank: int, mesh: DeviceMesh) -> None:
     check_map(rank, mesh, case)
 
 
-@several
+@one_size
 def test_ranks_refuse_maps_together(ranks: Ranks) -> None:
     ranks.run(check_refusals)
 

@@ -22,7 +22,7 @@ from tests.distributed.cases import (
     shards,
     simple,
 )
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, one_size
 from tests.tolerances import EXACT
 
 
@@ -68,7 +68,7 @@ def check_nan(rank: int, mesh: DeviceMesh, case: ShardedCase, name: str, exchang
         torch.testing.assert_close(x[~rows], expected[key][~rows], **EXACT)
 
 
-@several
+@one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -87,7 +87,7 @@ def check_ignored(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str)
     assert_expected(case, rank, differentiate(attend, q, k, v, dout, dlse))
 
 
-@several
+@one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["whole", "causal"])
 def test_what_ignored_keys_of_any_rank_hold_has_no_effect(ranks: Ranks, options: dict[str, Any], exchange: str) -> None:

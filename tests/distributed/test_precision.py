@@ -25,7 +25,7 @@ from tests.distributed.cases import (
     results,
     shards,
 )
-from tests.distributed.processes import Ranks, several
+from tests.distributed.processes import Ranks, one_size
 from tests.tolerances import HALF_LSE, SINGLE, assert_twice_naive
 
 HALF_CASES = {  # no empty row, for plain PyTorch to compute
@@ -55,6 +55,7 @@ def naive_and_expected(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...
     return run_plain(case, dtype), run_reference(case, dtype)
 
 
+@one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", HALF_CASES)
@@ -78,6 +79,7 @@ def check_single(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str) 
     assert_expected(case, rank, actual, **SINGLE)
 
 
+@one_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_float32_equals_the_oracle(ranks: Ranks, exchange: str) -> None:
     case = replace(cut(ranks.world_size, ignored=0.2), pattern=DilatedPattern.torchscale((7, 16, 41), (1, 5, 3)))
@@ -109,7 +111,7 @@ def check_autocast(rank: int, mesh: DeviceMesh, case: ShardedCase, exchange: str
     assert exact.dtype == torch.float64
 
 
-@several
+@one_size
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_autocast_gives_the_dtypes_of_one_rank(ranks: Ranks, exchange: str, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from tests.distributed.cases import (
     shards,
     simple,
 )
-from tests.distributed.processes import Ranks
+from tests.distributed.processes import Ranks, one_size
 
 
 def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
@@ -92,6 +92,7 @@ def check_bad_input(rank: int, mesh: DeviceMesh) -> None:
     check_sound(case, rank, mesh)
 
 
+@one_size
 def test_bad_input_is_one_error_on_every_rank(ranks: Ranks) -> None:
     ranks.run(check_bad_input)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flexdilated.distributed import even_shard_lengths, shard_sequence
 from flexdilated.hub.gigapath import LongNetViT, create_model
 from flexdilated.hub.slides import EncodedSlide, FailedSlide, encode_slides
-from tests.distributed.processes import Ranks, exactly, several
+from tests.distributed.processes import Ranks, exactly, one_size
 from tests.hub.slides.tools import draw_tiles, write_trident
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
 from tests.hub.test_slide_packing import encoder_model_like
@@ -102,7 +102,7 @@ class Classifier(torch.nn.Module):
         return logits
 
 
-@several
+@one_size
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_head_behind_a_slide_over_ranks_trains_as_in_one_process(ranks: Ranks, how: str) -> None:
     ranks.run(train_head, how)
