@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated.distributed.sharding import even_shard_lengths
 from tests.compat.cases import BATCH, EMBED, HEAD_DIM, HEADS, HILBERT, TOKENS, build, inputs, only
-from tests.distributed.processes import Ranks, exactly, one_size
+from tests.distributed.processes import Ranks, exactly
 from tests.tolerances import EXACT, SINGLE
 
 WORLD_SIZE = 3
@@ -84,7 +84,6 @@ def single(rank: int, mesh: DeviceMesh) -> None:
     assert_close(actual, expected, **SINGLE)
 
 
-@one_size
 def test_ring_in_single_precision(ranks: Ranks) -> None:
     ranks.run(single)
 
@@ -109,7 +108,6 @@ def masked(rank: int, mesh: DeviceMesh) -> None:
     assert_close(differentiate(ring, x, key_padding_mask=mask), expected, **EXACT)
 
 
-@one_size
 def test_ring_with_padding_mask(ranks: Ranks) -> None:
     ranks.run(masked)
 
@@ -137,7 +135,6 @@ def dropped(rank: int, mesh: DeviceMesh) -> Tensor:
     return out.detach()
 
 
-@one_size
 def test_dropout_drops_in_training_only_and_the_same_for_all_who_read_it(ranks: Ranks) -> None:
     first, *others = ranks.run(dropped)
     for other in others:
@@ -174,7 +171,6 @@ def copied(rank: int, mesh: DeviceMesh) -> None:
                 assert_close(differentiate(twin, x), expected, **EXACT)
 
 
-@one_size
 def test_ring_modules_are_pickled_and_copied(ranks: Ranks) -> None:
     ranks.run(copied)
 
@@ -211,7 +207,6 @@ def sizes(rank: int, mesh: DeviceMesh) -> None:
     assert text == "ValueError: ring_size must be the number of ranks=3, got 5"
 
 
-@one_size
 def test_another_number_of_ranks_is_refused(ranks: Ranks) -> None:
     ranks.run(sizes)
 
