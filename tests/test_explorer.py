@@ -497,6 +497,37 @@ def test_keys_and_pointer_name_the_pair(page: Any) -> None:
     page.keyboard.press("Enter")
     page.locator("h2", has_text="One query").wait_for()
     assert page.get_by_label("Query", exact=True).input_value() == "63"
+    assert page.evaluate("document.activeElement.id") == "tab-query"
+
+
+def test_a_click_changes_the_view_as_the_page_announces(page: Any) -> None:
+    assert "A click, or Enter, opens the query in the view One query." in page.locator("#view .about").inner_text()
+    page.locator("#view canvas").first.click(position={"x": 200, "y": 200})
+    page.locator("h2", has_text="One query").wait_for()
+
+
+def test_the_slider_of_a_rate_ends_at_its_segment(page: Any) -> None:
+    slider = page.get_by_label("Dilation rate of branch 1, slider")
+    for length, last in (("12", "12"), ("64", "64"), ("4096", "64")):
+        page.get_by_label("Segment length of branch 1", exact=True).fill(length)
+        page.wait_for_function(f"document.querySelector('#branches [type=range][aria-label^=Dilation]').max === '{last}'")
+        slider.press("End")
+        page.wait_for_function(f"document.querySelector('#r0').value === '{last}'")
+        assert page.locator("#message").is_hidden()
+
+
+def test_the_view_of_layers_has_no_gap_in_place_of_its_picture(page: Any) -> None:
+    tops = []
+    for tokens in (4096, 4097):
+        opened(page, f"#w=16,1048576&r=1,16&N={tokens}&view=layers")
+        above, below = (page.locator(f"#view {part}").bounding_box() for part in (".conclusion", ".strips"))
+        tops.append(below["y"] - above["y"] - above["height"])
+    assert tops[0] > 400 > 40 > tops[1]
+
+
+def test_a_phone_shows_the_picture_before_the_controls(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator("#view canvas").first.bounding_box()["y"] < page.locator("#controls").bounding_box()["y"]
 
 
 def test_tabs_are_reached_by_arrows(page: Any) -> None:

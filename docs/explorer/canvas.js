@@ -49,7 +49,7 @@
   }
 
   // A square of cells with query rows and key columns in tokens. Gives where a point lies.
-  function square(canvas, { level, cells, palette, perCell, count, segments = [], isCausal = false }) {
+  function square(canvas, { level, cells, palette, perCell, count, columns = "key", segments = [], isCausal = false }) {
     const ratio = window.devicePixelRatio || 1;
     const room = canvas.parentElement.parentElement.clientWidth - MARGIN.left - MARGIN.right;
     // Whole device pixels per cell where there is room: all cells are equally large.
@@ -94,7 +94,7 @@
     }
     context.textBaseline = "alphabetic";
     context.textAlign = "left";
-    context.fillText("key →", MARGIN.left, 11);
+    context.fillText(`${columns} →`, MARGIN.left, 11);
     context.save();
     context.translate(11, MARGIN.top);
     context.rotate(-Math.PI / 2);

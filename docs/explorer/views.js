@@ -126,10 +126,13 @@
         <div><ul class="legend tall"></ul><h3>Heads that keep the same</h3><div class="multiples"></div></div></div>`,
     build(el, app) {
       const readout = el.querySelector(".readout");
-      readout.dataset.idle = "Point at a pair, or move with the arrow keys. A click or Enter opens the view of that query.";
+      readout.dataset.idle = "Point at a pair, or move with the arrow keys.";
       this.place = explore(el.querySelector(".stack"), readout, {
         say: (at) => this.say(at),
-        pick: ({ row }) => app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1), view: "query" }),
+        pick: ({ row }) => {
+          app.set({ query: Math.min(row * this.found.tokensPerCell, app.state.seq_len - 1), view: "query" });
+          document.getElementById("tab-query").focus(); // the canvas that had the focus is about to go
+        },
       });
       for (const input of el.querySelectorAll("[name=shade]")) input.addEventListener("change", () => app.draw());
     },
@@ -156,8 +159,8 @@
       const options = { isCausal: state.is_causal, numTokens: state.seq_len, branches, joined };
       const { level, palette, items } = shaded(this.found, options);
       el.querySelector(".about").textContent =
-        `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour tells how many branches join a pair"}` +
-        ` for head ${state.head}. Outlined squares are segments. ` +
+        `Queries down, keys across; ${joined ? "a pair is marked when any branch joins it" : "the colour shows how many branches join a pair"}` +
+        ` for head ${state.head}. Outlined squares are segments. A click, or Enter, opens the query in the view One query. ` +
         grain(this.found.tokensPerCell, state.seq_len, joined ? "having any joined pair" : "joins per pair") + ofHeads(state);
       this.place(square(el.querySelector("canvas"), {
         level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len,
@@ -461,7 +464,7 @@
         const { level, palette, items } = shaded(this.found, { isCausal: state.is_causal, numTokens: state.seq_len, joined: this.found.tokensPerCell === 1, scale: SEEN });
         if (this.found.tokensPerCell === 1) items[1][1] = "seen";
         this.place(square(el.querySelector("canvas"), {
-          level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len, labels: ["token seen", "query"],
+          level, palette, cells: this.found.cells, perCell: this.found.tokensPerCell, count: state.seq_len, columns: "token seen",
         }));
         el.querySelector(".legend").innerHTML = legend(items);
       }
