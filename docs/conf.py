@@ -79,6 +79,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "flexdilated"
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"  # else a command of several lines is copied up to its first line end
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]

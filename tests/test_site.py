@@ -72,7 +72,7 @@ def test_every_public_name_has_an_entry_in_the_reference(module: str) -> None:
 def shown_code(page: Path) -> str:
     """The Python that a reader of a page sees and copies: its cells without those that are hidden."""
     cells = re.findall(r"^```\{code-cell\} python\n((?::[^\n]*\n)*)(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return "\n".join(code for options, code in cells if "remove-" not in options and not code.startswith("%%writefile"))
+    return "\n".join(code for options, code in cells if "remove-" not in options)
 
 
 def unbound(code: str) -> set[str]:
