@@ -14,7 +14,7 @@ from flexdilated.distributed import even_shard_lengths, shard_sequence
 
 COPIES, BATCHES = 2, 2  # sequences at a time; batches of each before a step of the optimizer
 axes = init_device_mesh("cpu", (COPIES, 2), mesh_dim_names=("dp", "cp"))
-copy, mesh = axes.get_local_rank("dp"), axes["cp"]
+rank, copy, mesh = dist.get_rank(), axes.get_local_rank("dp"), axes["cp"]
 
 torch.manual_seed(0)  # the same weights on all ranks
 pattern = DilatedPattern((16, 24, 512), (1, 1, 4))
@@ -28,7 +28,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 def read(step, batch, copy):
     """Three documents in a row, of other lengths each time: tokens, labels, boundaries."""
-    if (step, batch, dist.get_rank()) == (1, 1, 0):
+    if (step, batch, rank) == (1, 1, 0):
         raise OSError("a file is damaged")
     torch.manual_seed(100 * step + 10 * batch + copy)
     cu_seqlens = F.pad(torch.randint(20, 60, (3,)).cumsum(0), (1, 0)).int()
@@ -60,12 +60,13 @@ for step in range(3):
     try:
         batches = [read(step, batch, copy) for batch in range(BATCHES)]
     except OSError as error:
-        print(f"rank {dist.get_rank()}, step {step}: {error}\n", end="", flush=True)
+        print(f"rank {rank}, step {step}: {error}\n", end="", flush=True)
     is_good = torch.tensor(int(batches is not None))
     dist.all_reduce(is_good, dist.ReduceOp.MIN)  # all ranks train on this step, or none does
     if is_good:
         train(batches)
         trained.append(step)
+dist.destroy_process_group()
 
 # -- the same training in one process ---------------------------------------------------------------------------------------------
 whole = LongNetLM(config)
@@ -80,6 +81,5 @@ for step in trained:
     optimizer.zero_grad()
 for mine, expected in zip(model.module.parameters(), whole.parameters()):
     torch.testing.assert_close(mine, expected)
-if dist.get_rank() == 0:
+if rank == 0:
     print("weights equal those of one process", flush=True)
-dist.destroy_process_group()
