@@ -327,7 +327,7 @@ def test_encoders_attend_to_no_other_packed_document(family: str) -> None:
 def test_the_page_lists_these_families() -> None:
     """One row per family in the table of what it may expect."""
     text = PAGE.read_text()
-    for heading, families in (("Runs as it is", RUNS), ("Runs with a field set", RUNS_WITH), ("Refused", REFUSED)):
+    for heading, families in (("Runs as it is", RUNS), ("Runs with a field set", RUNS_WITH), ("Raises an error", REFUSED)):
         (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE)
         rows = re.findall(r"^\|([^|]*)\|", section, flags=re.MULTILINE)[2:]  # below the head and its rule
         listed = [name.strip() for row in rows for name in row.split(",")]
