@@ -12,3 +12,18 @@ from flexdilated.nn.seq2seq import DecoderBlock as DecoderBlock
 from flexdilated.nn.seq2seq import LongNet as LongNet
 from flexdilated.nn.transformer import Block as Block
 from flexdilated.nn.transformer import FeedForward as FeedForward
+
+__all__ = [
+    "Block",
+    "CrossAttention",
+    "DecoderBlock",
+    "DilatedAttention",
+    "FeedForward",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
+    "MultiheadDilatedAttention",
+    "Rotary",
+    "Rotation",
+    "XPos",
+]

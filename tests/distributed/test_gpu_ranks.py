@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM, dilated_attention
 from flexdilated.backends import Request, why_not
 from flexdilated.backends.flex import kernel as flex
+from flexdilated.core.custom_op import Flat
 from flexdilated.core.hardware import detect
 from flexdilated.distributed import shard_sequence
 from flexdilated.distributed.planner.plan import EXCHANGES
@@ -55,13 +56,12 @@ def test_our_kernels_on_shards_give_what_one_rank_gives(exchange: str, is_causal
     request = Request(detect(DEVICE), torch.float32, case.head_dim, case.group, masked=True)
     if (reason := why_not("triton", request)) is not None:
         pytest.skip(reason)
-    share_of = test_parallel.share_of
+    attention = test_parallel.TaskAttention
 
-    def share(*arguments: Any, **options: Any) -> Any:
-        found = share_of(*arguments, **options)
-        return replace(found, flat=found.flat._replace(engine="triton"))
+    def by_triton(*arguments: Any, flat: Flat, **options: Any) -> Any:
+        return attention(*arguments, flat=flat._replace(engine="triton"), **options)
 
-    monkeypatch.setattr(test_parallel, "share_of", share)
+    monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)
     got, *_ = test_parallel.simulate(case, exchange, torch.float32, device=DEVICE)
     expected = case.expected()
     for name, value in got.items():

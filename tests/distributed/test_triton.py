@@ -11,6 +11,7 @@ import torch
 
 from flexdilated import DilatedPattern
 from flexdilated.backends.triton import engine
+from flexdilated.core.custom_op import Flat
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.backends import interpreter
 from tests.distributed import test_parallel
@@ -30,18 +31,17 @@ CASE = ShardedCase(DilatedPattern((8, 17), (1, 3)), shard_lengths=(7, 11), kv_he
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch at a time: the interpreter has one grid for all threads, which stand for ranks here."""
     interpreter.mend(monkeypatch)
-    run, share_of, one = launch._launch, test_parallel.share_of, threading.Lock()
+    run, attention, one = launch._launch, test_parallel.TaskAttention, threading.Lock()
 
     def locked(*arguments: Any) -> None:
         with one:
             run(*arguments)
 
-    def share(*arguments: Any, **options: Any) -> Any:
-        found = share_of(*arguments, **options)
-        return replace(found, flat=found.flat._replace(engine="triton"))
+    def by_triton(*arguments: Any, flat: Flat, **options: Any) -> Any:
+        return attention(*arguments, flat=flat._replace(engine="triton"), **options)
 
     monkeypatch.setattr(launch, "_launch", locked)
-    monkeypatch.setattr(test_parallel, "share_of", share)
+    monkeypatch.setattr(test_parallel, "TaskAttention", by_triton)
 
 
 @pytest.mark.slow
