@@ -36,10 +36,7 @@ MAX_RANK_PAIRS = 2**25  # that share a segment, over branches: half a minute and
 LIMIT = 2**62  # counts are 64-bit integers
 
 SPEEDS = cost_model.Speeds()
-AT_MOST = (
-    "at most: rows that several branches need are counted once for each of them, since listing all rows takes long; "
-    "auto lists those of the busiest rank, unless these are too many"
-)
+AT_MOST = "at most: rows that several branches need are counted once for each of them, since listing all rows takes long"
 EXPLANATION = f"""\
 received: bytes per rank, layer and pass; kB, MB, GB = powers of 1,000
 both: forward and backward together; messages: rows received and sent that a forward holds at once, on the rank that holds most

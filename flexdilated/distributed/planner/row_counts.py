@@ -16,7 +16,6 @@ from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import KINDS, ContextPlan
 from flexdilated.distributed.planner.spans import Integers, Spans
 
-LISTED = 1 << 22  # rows of all ranks, up to which the choice among exchanges lists them all
 MESSAGE = 1 << 12  # rows that are listed in the time that one message takes
 
 
@@ -115,7 +114,7 @@ def _most_rows(plan: ContextPlan, spans: Spans) -> Integers:
     return np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
 
 
-def counts(plan: ContextPlan, exchange: str, most: int = LISTED) -> tuple[Counts, bool]:
+def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
     """The rows that all ranks exchange, by kind, and whether they are exact: else they are at most so many.
 
     Args:

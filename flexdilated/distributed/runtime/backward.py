@@ -78,7 +78,7 @@ def _ring_backward(work: TaskAttention, of_tasks: list[OutputGradients], grads: 
         peer = (2 * work.rank - source) % work.plan.num_ranks  # for which this rank is the source in this step
         returning.append(return_key_gradients(work.buffers, transport, grads, [peer]))
 
-    ring(work.buffers, transport, rank=work.rank, num_ranks=work.plan.num_ranks, attend_and_merge=differentiate)
+    ring(work, transport, differentiate)
     returning.pop()()
 
 
@@ -128,13 +128,7 @@ def _with_own_outputs(work: TaskAttention, of_tasks: list[OutputGradients], tran
     """Replace the final output and lse by each task's own, computed again: with constant weights of branches, these are needed."""
     partials = work.empty_partials()
     if work.is_ring:
-        ring(
-            work.buffers,
-            transport,
-            rank=work.rank,
-            num_ranks=work.plan.num_ranks,
-            attend_and_merge=lambda source: work.attend(partials, source),
-        )
+        ring(work, transport, lambda source: work.attend(partials, source))
     else:
         work.attend(partials)
     work.add_zero_keys(partials)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexdilated.core.custom_op import Inputs
 from flexdilated.core.lse import accumulated
 from flexdilated.distributed.runtime.row_index import RowExchange
-from flexdilated.distributed.runtime.schedule import RowRange, Schedule, ScheduledTask
+from flexdilated.distributed.runtime.schedule import RowRange, Schedule, ScheduledTask, with_spans
 
 
 class Buffers:
@@ -150,10 +150,9 @@ class Gradients:
 
     def add_queries(self, task: ScheduledTask, dq: Tensor) -> None:
         """Add `b lane row group d`; the query of zeros, which comes last, has no gradient."""
-        at, local = 0, self.buffers.grouped(self.dq)
-        for each in task.queries:
-            rows, index = dq[:, :, at : at + each.rows], each.row_index.read()
-            at += each.rows
+        local = self.buffers.grouped(self.dq)
+        for each, span in with_spans(task.queries):
+            rows, index = dq[:, :, span], each.row_index.read()
             if each.is_local:
                 # A task meets a row once: reading, adding and writing back needs no atomic sum.
                 local[:, index, task.heads] += rows.to(local.dtype)
@@ -162,11 +161,9 @@ class Gradients:
 
     def add_keys(self, task: ScheduledTask, ranges: Sequence[RowRange], dk: Tensor, dv: Tensor) -> None:
         """Add `(b lane) 1 row d` each, of neighbouring ranges."""
-        at = 0
         dk, dv = (rearrange(x, "(b lane) 1 row d -> b lane row d", lane=len(task.task.heads)) for x in (dk, dv))
-        for each in ranges:
-            index, span = each.row_index.read(), slice(at, at + each.rows)
-            at = span.stop
+        for each, span in with_spans(ranges):
+            index = each.row_index.read()
             if each.is_local:
                 self.dk[:, index, task.heads] += dk[:, :, span]
                 self.dv[:, index, task.heads] += dv[:, :, span]

@@ -12,6 +12,7 @@ from flexdilated.backends.piece_loop import forward
 from flexdilated.core.lse import merge_
 from flexdilated.distributed.runtime.messages import exchange_keys, exchange_outputs, exchange_queries
 from flexdilated.distributed.runtime.ring import ring
+from flexdilated.distributed.runtime.schedule import with_spans
 from flexdilated.distributed.runtime.task_attention import TaskAttention
 from flexdilated.distributed.runtime.transport import Transport
 
@@ -47,7 +48,7 @@ def _ring_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, Te
             pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
         work.attend(partials, source)
 
-    ring(work.buffers, transport, rank=work.rank, num_ranks=work.plan.num_ranks, attend_and_merge=attend_and_merge)
+    ring(work, transport, attend_and_merge)
     return *pieces[0], partials
 
 
@@ -62,10 +63,8 @@ def _merge_outputs(
     sent_to, lse_to = via.split(sent, sent=True), via.split(sent_lse, sent=True)
     for task, partial in zip(work.schedule.tasks, partials):
         task_out, task_lse = (buffers.unfolded(x, task) for x in partial)
-        at = 0
-        for each in task.outputs:
-            span, index = slice(at, at + each.rows), each.row_index.read()
-            at = span.stop
+        for each, span in with_spans(task.outputs):
+            index = each.row_index.read()
             part, part_lse = task_out[:, :, span], task_lse[:, :, span]
             if each.is_local:
                 _merge_at(outs, lses, (slice(None), index, task.heads), part, part_lse)

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from flexdilated.distributed.runtime.buffers import Buffers
+from flexdilated.distributed.runtime.task_attention import TaskAttention
 from flexdilated.distributed.runtime.transport import Pending, Transport
 
 
-def ring(buffers: Buffers, transport: Transport, *, rank: int, num_ranks: int, attend_and_merge: Callable[[int], None]) -> None:
+def ring(work: TaskAttention, transport: Transport, attend_and_merge: Callable[[int], None]) -> None:
     """Call `attend_and_merge(source)` for the keys of each rank, this rank first, then `rank - 1`, `rank - 2`, and so on.
 
-    During the call the rows of the source are in `buffers.kv_rows`. Two ranks' rows are held at a time.
+    During the call the rows of the source are in `work.buffers.kv_rows`. Two ranks' rows are held at a time.
     """
-    messages = _RingMessages(buffers, transport, rank, num_ranks)
+    num_ranks, messages = work.plan.num_ranks, _RingMessages(work, transport)
     for step in range(num_ranks):
         if step + 1 < num_ranks:
             arrival = messages.send_and_receive(step + 1)
-        attend_and_merge((rank - step) % num_ranks)
+        attend_and_merge((work.rank - step) % num_ranks)
         if step + 1 < num_ranks:
             arrival.wait()
 
@@ -31,29 +31,27 @@ def ring(buffers: Buffers, transport: Transport, *, rank: int, num_ranks: int, a
 class _RingMessages:
     """The messages of each step, in three buffers: one that is sent, and two that are received in turn."""
 
-    def __init__(self, buffers: Buffers, transport: Transport, rank: int, num_ranks: int) -> None:
-        self._buffers, self._transport, self._rank, self._num_ranks = buffers, transport, rank, num_ranks
-        via = buffers.schedule.kv
+    def __init__(self, work: TaskAttention, transport: Transport) -> None:
+        self._work, self._transport = work, transport
+        via = work.schedule.kv
         self._packed = self._buffer(via.sends)  # has left when the next message is packed
         self._received = [self._buffer(via.receives) for _ in range(2)]
 
     def _buffer(self, places: Mapping[int, slice]) -> Tensor:
         longest = max((place.stop - place.start for place in places.values()), default=0)
-        return self._buffers.k.new_empty(longest, self._buffers.batch, self._buffers.kv_width)
+        buffers = self._work.buffers
+        return buffers.k.new_empty(longest, buffers.batch, buffers.kv_width)
 
     def send_and_receive(self, step: int) -> Pending:
         """Begin to send this rank's keys to `rank + step`, and to receive those of `rank - step`."""
-        via, source, target = (
-            self._buffers.schedule.kv,
-            (self._rank - step) % self._num_ranks,
-            (self._rank + step) % self._num_ranks,
-        )
+        rank, num_ranks, via = self._work.rank, self._work.plan.num_ranks, self._work.schedule.kv
+        source, target = (rank - step) % num_ranks, (rank + step) % num_ranks
         sends, receives = {}, {}
         if target in via.sends:
             place = via.sends[target]
-            sends[target] = self._buffers.kv_message(target, self._packed[: place.stop - place.start])
+            sends[target] = self._work.buffers.kv_message(target, self._packed[: place.stop - place.start])
         if source in via.receives:
             place = via.receives[source]
             receives[source] = self._received[step % 2][: place.stop - place.start]
-        self._buffers.kv_rows.update(receives)
+        self._work.buffers.kv_rows.update(receives)
         return self._transport.swap(sends, receives)

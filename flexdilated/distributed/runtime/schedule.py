@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,6 +33,14 @@ class RowRange(NamedTuple):
     @property
     def rows(self) -> int:
         return self.end - self.first
+
+
+def with_spans(ranges: Sequence[RowRange]) -> Iterator[tuple[RowRange, slice]]:
+    """Each range, and its rows among the rows of all ranges in order."""
+    end = 0
+    for each in ranges:
+        start, end = end, end + each.rows
+        yield each, slice(start, end)
 
 
 class ScheduledTask(NamedTuple):

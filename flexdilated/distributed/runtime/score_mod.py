@@ -34,7 +34,7 @@ from flexdilated.distributed.runtime.messages import (
     return_key_gradients,
     return_query_gradients,
 )
-from flexdilated.distributed.runtime.schedule import ScheduledTask, schedule
+from flexdilated.distributed.runtime.schedule import ScheduledTask, schedule, with_spans
 from flexdilated.distributed.runtime.transport import Transport
 
 Open = Callable[[bool], Transport]  # of the forward, or of its backward (True)
@@ -121,10 +121,8 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Pa
     sent: list[list[Part]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
         out, lse = _attend_task(buffers, task, call)
-        at = 0
-        for each in task.outputs:
-            span, index = slice(at, at + each.rows), each.row_index.read()
-            at = span.stop
+        for each, span in with_spans(task.outputs):
+            index = each.row_index.read()
             if each.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))
             else:
