@@ -70,6 +70,7 @@ def started(
     command = arguments(output, text, f"--context-parallel={0 if hosts else num_ranks}", *more, **changes)
     package = str(Path(flexdilated.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "TERMINAL_WIDTH": "160", "PYTHONFAULTHANDLER": "1"}
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks of a second start may read addresses of the first
     pipe = subprocess.PIPE
     process = subprocess.Popen([*launch, *program, *command], stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
