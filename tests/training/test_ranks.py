@@ -212,7 +212,8 @@ def test_killed_rank_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path: Path
 def test_process_that_is_killed_or_stopped_goes_on_exactly(tmp_path: Path, text: Path, number: int) -> None:
     run_alone(tmp_path / "whole", text, **LONG)
     command = [sys.executable, "-m", "flexdilated", *arguments(tmp_path / "parts", text, **LONG)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums in the same order
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
         signal_when_saved(process, None, number, tmp_path / "parts" / "dilated")
         assert process.wait(DEADLINE) == (130 if number == signal.SIGTERM else -signal.SIGKILL)
     run_alone(tmp_path / "parts", text, "--resume", **LONG)
