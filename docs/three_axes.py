@@ -26,17 +26,17 @@ from flexdilated.distributed import shard_sequence
 
 
 def build(config: LongNetConfig, mesh: DeviceMesh, *, compiler: str | None = "inductor") -> LongNetLM:
-    """The model over the axes `dp`, `cp` and `tp` of a mesh, each of any size: the same parameters where ranks are seeded alike.
+    """A model over the axes `dp`, `cp` and `tp` of a mesh, each of any size. Seed all ranks equally before.
 
-    With dropout the compiler must be "inductor" or None: under torch's others, for debugging, what a checkpoint computes again
-    draws other random numbers, and gradients are wrong.
+    With dropout the compiler must be "inductor" or None: under torch's debugging compilers, recomputation draws other random
+    numbers, and gradients are wrong.
     """
     model = LongNetLM(config, mesh=mesh["cp"])
     heads = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}
-    copies = mesh["dp", "cp"]._flatten("dp_cp")  # ranks that differ in their tokens alone
+    copies = mesh["dp", "cp"]._flatten("dp_cp")  # ranks with different tokens
     for i, layer in enumerate(model.layers):
         parallelize_module(layer.self_attn, mesh["tp"], {**heads, "out_proj": RowwiseParallel()})
-        layer = checkpoint_wrapper(layer)  # what a layer computes it computes again in the backward, its exchange included
+        layer = checkpoint_wrapper(layer)  # the backward recomputes the layer and its exchange
         if compiler is not None:
             layer.compile(fullgraph=True, backend=compiler)
         model.layers[i] = fully_shard(layer, mesh=copies)
@@ -44,10 +44,10 @@ def build(config: LongNetConfig, mesh: DeviceMesh, *, compiler: str | None = "in
 
 
 def accumulate(model: LongNetLM, batches: Sequence[tuple[Tensor, Tensor]], mesh: DeviceMesh) -> Tensor:
-    """The gradients of the mean loss over all tokens of some batches of tokens and labels `(B, N)`, each whole on every rank."""
+    """Accumulate gradients of the mean loss over batches of tokens and labels `(B, N)`, whole on every rank; return the loss."""
     losses = []
     for i, batch in enumerate(batches):
-        model.set_requires_gradient_sync(i == len(batches) - 1)  # gradients travel once, after the last
+        model.set_requires_gradient_sync(i == len(batches) - 1)  # one reduction, after the last batch
         tokens, labels = shard_sequence(shard_sequence(batch, mesh["dp"], dim=0), mesh["cp"])
         # Equal shards, so the mean over this rank's own tokens: FSDP2 averages the gradients over dp and cp.
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / len(batches)
@@ -57,9 +57,9 @@ def accumulate(model: LongNetLM, batches: Sequence[tuple[Tensor, Tensor]], mesh:
 
 
 def clip(model: LongNetLM, max_norm: float) -> Tensor:
-    """Scale the gradients to a norm of at most `max_norm` over all parameters; their norm before, on every rank.
+    """Scale the gradients to a norm of at most `max_norm`; return the norm before scaling, over all parameters and ranks.
 
-    `clip_grad_norm_` takes parameters of one mesh, and these are of two: those of the attention are sharded over `tp` too.
+    `clip_grad_norm_` accepts parameters of one mesh. Here the parameters of the attention are also sharded over `tp`.
     """
     meshes: dict[DeviceMesh, list[Tensor]] = {}
     for parameter in model.parameters():
@@ -73,13 +73,13 @@ def clip(model: LongNetLM, max_norm: float) -> Tensor:
 
 
 def save(model: LongNetLM, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Write the parameters and the state of the optimizer, each rank its own parts."""
+    """Write the parameters and the state of the optimizer; each rank writes its own shards."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
 def load(model: LongNetLM, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Read what `save` wrote over any other mesh, or without one."""
+    """Read what `save` wrote, also on another mesh or without one."""
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

@@ -1,4 +1,4 @@
-"""Slides to train on: yours, or made up ones, whose label far tiles tell and no mean of tiles."""
+"""Slides to train on: read from a folder, or synthetic ones whose label depends on tiles far from the class token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TILE = 256
 
 
 class Slide(NamedTuple):
-    """Embeddings `(N, C)`, corners `(N, 2)` in pixels, a label, and whose slide it is."""
+    """Embeddings `(N, C)`, upper left corners `(N, 2)` in pixels, a label and a patient."""
 
     x: Tensor
     coords: Tensor
@@ -28,7 +28,7 @@ class Slide(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Several slides as one call takes them: `(1, N, C)`, `(1, N, 2)`, borders `(S + 1,)`, labels `(S,)`."""
+    """Several slides for one call: `(1, N, C)`, `(1, N, 2)`, boundaries `(S + 1,)`, labels `(S,)`."""
 
     x: Tensor
     coords: Tensor
@@ -37,18 +37,18 @@ class Pack(NamedTuple):
 
 
 def read_slides(folder: Path, labels: Path | None = None, reading: Reading | None = None) -> tuple[list[Slide], list[str]]:
-    """The slides of a folder as `encode-slides` reads them, in memory, and the names of their classes.
+    """The slides of a folder in any format of `encode-slides`, in memory, and the names of their classes.
 
-    A slide that cannot be read is named on standard error and left out.
+    A slide that cannot be read is reported on standard error and left out.
 
     Args:
         folder: Files of CLAM, TRIDENT, slide2vec, LazySlide, or plain ones.
-        labels: A .csv of the columns `slide` (the name: the path without its ending), `label` and, where patients have several
-            slides, `patient`; slides that it lacks are left out. Default: no labels, all slides.
-        reading: Where coordinates lie, how large a tile is: as the options of `encode-slides`.
+        labels: A .csv with the columns `slide` (the path without its extension), `label` and, if patients have several slides,
+            `patient`. Slides without a row are left out. Default: no labels, all slides.
+        reading: Source of coordinates and size of a tile, as the options of `encode-slides`.
 
     Raises:
-        ValueError: If a label is of no slide, or no slide can be read.
+        ValueError: If a label has no slide, or no slide can be read.
     """
     reading = Reading() if reading is None else reading
     paths = list_slides(folder, coords_folder=reading.coords_folder)
@@ -72,7 +72,7 @@ def read_slides(folder: Path, labels: Path | None = None, reading: Reading | Non
 
 
 def read_labels(path: Path) -> dict[str, Mapping[str, str]]:
-    """The rows of a .csv by their slide, each with a label."""
+    """The rows of a .csv by slide; each has a label."""
     with path.open(newline="", encoding="utf-8-sig") as file:  # Excel begins files with a mark
         table = csv.DictReader(file)
         if not {"slide", "label"} <= set(table.fieldnames or ()):
@@ -86,9 +86,9 @@ def read_labels(path: Path) -> dict[str, Mapping[str, str]]:
 
 
 def split(slides: Sequence[Slide], seed: int = 0) -> tuple[list[Slide], list[Slide]]:
-    """Slides to train on, and a fifth of them, drawn at random, that are held out; those of one patient stay together.
+    """Slides to train on, and about a fifth of the slides held out at random. All slides of a patient are on one side.
 
-    Two slides of a patient look alike: with one on either side, the held-out one would be known.
+    Slides of one patient are similar: splitting them would make the held-out accuracy too high.
     """
     patients = sorted({slide.patient for slide in slides})
     if len(patients) < 2:
@@ -105,24 +105,24 @@ def split(slides: Sequence[Slide], seed: int = 0) -> tuple[list[Slide], list[Sli
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """The arguments of both scripts: a folder of slides, and how `encode-slides` reads it."""
-    parser.add_argument("folder", nargs="?", type=Path, help="slides, as of encode-slides; default: made up ones")
-    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, where files do not say it")
-    parser.add_argument("--coords", type=Path, help="folder of coordinates, where embeddings have none")
-    parser.add_argument("--magnification", type=float, default=20.0, help="at which tiles were embedded")
+    parser.add_argument("folder", nargs="?", type=Path, help="slides, as for encode-slides; default: synthetic slides")
+    parser.add_argument("--tile-size-level0", type=float, help="side of a tile at level 0, if files lack it")
+    parser.add_argument("--coords", type=Path, help="folder of coordinates, if files of embeddings lack them")
+    parser.add_argument("--magnification", type=float, default=20.0, help="magnification of the embedded tiles")
     parser.add_argument("--shared-cells", action="store_true", help="allow tiles that overlap")
-    parser.add_argument("--table", help="which table of a .zarr holds the embeddings")
+    parser.add_argument("--table", help="table of a .zarr that holds the embeddings")
 
 
 def reading_of(options: argparse.Namespace) -> Reading:
-    """What `add_folder` was given."""
+    """The options of `add_folder` as a `Reading`."""
     return Reading(options.coords, options.table, options.tile_size_level0, options.magnification, options.shared_cells)
 
 
 def make_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:
-    """Slides on a grid of `side` x `side` tiles with holes, whose rows follow one another.
+    """Slides on a grid of `side` x `side` tiles with holes, in row-major order.
 
-    One tile in the lower half is marked. The label is whether it lies in the right half: embeddings say nothing of places, so a
-    mean of them holds nothing of the label, and the tile lies far from the class token, which stands before the first row.
+    One tile in the lower half is marked. The label is whether it is in the right half. Embeddings do not depend on places, so
+    their mean has no information about the label. The tile is far from the class token, which is before the first row.
     """
     generator = torch.Generator().manual_seed(seed)
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))  # row, column
@@ -138,7 +138,7 @@ def make_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:
 
 
 def packs(slides: Sequence[Slide], token_budget: int) -> Iterator[Pack]:
-    """The slides in their order, as many in a pack as the budget takes, and at least one."""
+    """Packs of consecutive slides with at most `token_budget` tiles, or one slide."""
     pack: list[Slide] = []
     for slide in slides:
         if pack and sum(len(held.x) for held in pack) + len(slide.x) > token_budget:
@@ -150,13 +150,13 @@ def packs(slides: Sequence[Slide], token_budget: int) -> Iterator[Pack]:
 
 
 def _packed(slides: Sequence[Slide]) -> Pack:
-    borders = torch.tensor([0, *(len(slide.x) for slide in slides)]).cumsum(0)
+    cu_seqlens = torch.tensor([0, *(len(slide.x) for slide in slides)]).cumsum(0)
     x, coords = torch.cat([slide.x for slide in slides])[None], torch.cat([slide.coords for slide in slides])[None]
-    return Pack(x, coords, borders, torch.tensor([slide.label for slide in slides]))
+    return Pack(x, coords, cu_seqlens, torch.tensor([slide.label for slide in slides]))
 
 
 def make_smooth_slides(count: int, *, side: int = 12, seed: int = 0) -> list[Slide]:
-    """Slides whose tiles look like their neighbours: waves over the slide, and a little noise; there is no label."""
+    """Slides without labels whose neighbouring tiles are similar: waves over the slide, and a little noise."""
     generator = torch.Generator().manual_seed(seed)
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     slides = []

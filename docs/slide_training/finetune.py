@@ -22,7 +22,7 @@ Tune = Literal["head", "lora", "all"]
 
 
 class SlideClassifier(nn.Module):
-    """`head(norm(encoder(slide)))`. Training drops elements in the encoder only where it is tuned."""
+    """`head(encoder(slide))`. Dropout in the encoder is active only if the encoder is tuned."""
 
     def __init__(self, encoder: LongNetViT, num_classes: int, *, tune: Tune) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class SlideClassifier(nn.Module):
 
             projections = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
             inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=projections), encoder)
-        # Activations of a layer are computed again in the backward: memory for one layer instead of all.
+        # The backward recomputes a layer's activations: memory for one layer instead of all.
         for layer in encoder.encoder.layers if tune != "head" else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.encoder, self.head = encoder, nn.Linear(encoder.embed_dim, num_classes)
@@ -63,7 +63,7 @@ def fit(
     accumulate: int = 1,
     seed: int = 0,
 ) -> list[float]:
-    """Train, and give the mean loss of every epoch. A step sees `accumulate` packs, each slide with the same weight."""
+    """Train; return the mean loss of every epoch. A step has `accumulate` packs, and each slide has the same weight."""
     generator = torch.Generator().manual_seed(seed)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=learning_rate, weight_decay=0.01)
@@ -92,7 +92,7 @@ def fit(
 
 @torch.inference_mode()
 def accuracy(model: SlideClassifier, slides: Sequence[Slide], token_budget: int = 2048) -> float:
-    """The share of slides whose label is found."""
+    """The share of slides that are classified correctly."""
     was_training = model.training
     model.eval()
     right = sum(int((model(pack).argmax(-1) == pack.labels).sum()) for pack in packs(slides, token_budget))
@@ -101,29 +101,31 @@ def accuracy(model: SlideClassifier, slides: Sequence[Slide], token_budget: int 
 
 
 def save(model: SlideClassifier, classes: Sequence[str], arch: str, path: Path) -> None:
-    """What `load` reads."""
+    """Write a classifier for `load`."""
     sizes = {"classes": list(classes), "tune": model.tune, "arch": arch, "in_chans": model.encoder.in_chans}
     torch.save({"model": model.state_dict(), **sizes}, path)
 
 
 def load(path: Path) -> tuple[SlideClassifier, list[str]]:
     """A classifier in evaluation mode, and the names of its classes."""
-    said = torch.load(path, weights_only=True)
-    model = SlideClassifier(create_model(None, said["arch"], said["in_chans"]), len(said["classes"]), tune=said["tune"])
-    model.load_state_dict(said["model"])
-    return model.eval(), said["classes"]
+    saved = torch.load(path, weights_only=True)
+    model = SlideClassifier(create_model(None, saved["arch"], saved["in_chans"]), len(saved["classes"]), tune=saved["tune"])
+    model.load_state_dict(saved["model"])
+    return model.eval(), saved["classes"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_folder(parser)
-    parser.add_argument("--labels", type=Path, help="a .csv of the columns slide and label, and patient where they have several")
+    parser.add_argument(
+        "--labels", type=Path, help="a .csv with the columns slide, label and, if patients have several slides, patient"
+    )
     parser.add_argument("--weights", help="a checkpoint; default: random weights")
     parser.add_argument("--arch", default="gigapath_slide_enc12l768d")
     parser.add_argument("--tune", choices=["head", "lora", "all"], default="lora")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--token-budget", type=int, default=2048, help="most tiles of slides in a pack")
+    parser.add_argument("--token-budget", type=int, default=2048, help="maximum number of tiles in a pack")
     parser.add_argument("--accumulate", type=int, default=1, help="packs in a step")
     parser.add_argument("--output", type=Path, help="where to write the classifier")
     options = parser.parse_args()

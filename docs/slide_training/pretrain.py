@@ -14,7 +14,7 @@ from flexdilated.hub.gigapath import LongNetViT, create_model
 
 
 class MaskedTiles(nn.Module):
-    """Predicts the embeddings of hidden tiles from those around them: `decoder(encoder(tiles, hidden ones replaced by a token))`.
+    """Predicts the embeddings of hidden tiles from the other tiles; a learned token replaces hidden tiles in the encoder's input.
 
     Source: masked image modeling as in SimMIM, arXiv 2111.09886, on tile embeddings.
     """
@@ -35,7 +35,7 @@ class MaskedTiles(nn.Module):
 
 
 def hide(num_tiles: int, share: float, generator: torch.Generator) -> Tensor:
-    """Which tiles are hidden, `(N,)` bool: that share of them, and at least one, or there would be nothing to predict."""
+    """A random mask of hidden tiles, `(N,)` bool: `share` of the tiles, and at least one."""
     hidden = torch.zeros(num_tiles, dtype=torch.bool)
     hidden[torch.randperm(num_tiles, generator=generator)[: max(1, round(share * num_tiles))]] = True
     return hidden
@@ -51,7 +51,7 @@ def pretrain(
     hidden: float = 0.5,
     seed: int = 0,
 ) -> list[float]:
-    """Train, and give the mean loss of every epoch."""
+    """Train; return the mean loss of every epoch."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.05)
     losses = []
@@ -70,7 +70,7 @@ def pretrain(
 
 
 def save(encoder: LongNetViT, path: Path) -> None:
-    """A checkpoint, which says the pattern and the order that it was trained under, and loads under those alone."""
+    """Write a checkpoint with its pattern and order of tiles; it loads only with the same pattern and order."""
     torch.save({"model": encoder.state_dict(), "order": encoder.order, "pattern": encoder.pattern.to_dict()}, path)
 
 
