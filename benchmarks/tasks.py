@@ -1,194 +1,209 @@
-"""Accuracy of small causal models on five tasks: dense attention, a sliding window, and dilated patterns at equal pairs per token.
+"""Accuracy of small causal models on four tasks: dense attention, a sliding window, and dilated patterns at equal cost.
 
-    python -m benchmarks.tasks            # what is not yet kept in benchmarks/results/tasks.json, about half an hour on two cores
-    python -m benchmarks.tasks --quick    # whether it runs, in a minute; keeps nothing
+    python -m benchmarks.tasks            # runs that benchmarks/results/tasks.json lacks, two at a time, a core each
+    python -m benchmarks.tasks --quick    # a few steps of each task, in a minute; keeps nothing
 
-All models have 3 layers and 8 heads and see 512 tokens. Each sparse kind of attention scores about 24 pairs per token and head,
-dense attention 256. A token is embedded beside the token before it, so that every kind starts with the same local skill. There
-is no other position than the causal mask.
+All models have 3 layers and 8 heads. Each sparse kind of attention scores about 25 pairs per token and head, dense attention 256
+of 512 tokens. The causal mask is the only information about positions. All models begin with three skills, without which they
+need many more steps: a token sees the token before it, heads look for keys after a token like the query's, and copy what they find.
+The tasks therefore compare what a kind can reach in few steps of training. All kinds of one seed train on the same sequences.
 
-- bigrams: letters follow a table that is drawn for each sequence; predict the next letter.
-- topic: one of 16 topics is named 8 times among the first 32 tokens; answer with it at questions in the second half.
-- recall: pairs of a key and a value, then a key that occurred 184 to 500 tokens before; answer with its value.
-- copy: a random string of 32 letters comes again 128 to 256 tokens later; predict its letters.
-- text: predict the next byte of Python's own sources, on files that were held out.
+- bigrams: every sequence has its own random table of letter pairs; predict the next letter.
+- topic: half of the first 64 of 1,024 tokens name one of 16 topics; answer with it at questions anywhere after.
+- recall: 8 pairs of a key and a value, then 64 questions, a key each, 184 to 511 tokens later; answer with its value.
+- copy: a string of 32 distinct letters repeats 128 to 256 tokens later; predict each next letter of the repetition.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
-from collections.abc import Callable, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.environment import commit, describe
+from benchmarks.environment import provenance
 from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.training.corpus import load_corpus
+from flexdilated.draw.pattern import multiplicity
 
 RESULTS = Path(__file__).parent / "results" / "tasks.json"
-TOKENS, HEADS, LAYERS, WIDTH = 512, 8, 3, 64
+HEADS, LAYERS, VOCABULARY = 8, 3, 40
+PART = 24  # the width of an embedding
+WIDTH = 3 * PART
+TOKEN, PREVIOUS, FOUND = slice(0, PART), slice(PART, 2 * PART), slice(2 * PART, 3 * PART)
+LEARNING_RATE, EVALUATED = 5e-3, 32
 IGNORED = -100
-BOUNDARY = TOKENS // 2
+BLOCK = 32  # queries that `sliding_window` computes together
 
 
 class Kind(NamedTuple):
-    """One kind of attention: a dilated pattern, a sliding window of so many tokens, or both in one softmax."""
+    """One kind of attention: a dilated pattern, a sliding window of `window` tokens, or both in one softmax."""
 
     pattern: DilatedPattern | None = None
     window: int = 0
 
+    def multiplicity(self, num_tokens: int) -> NDArray[np.int64]:
+        """How often head h of query i scores key j, `(H, N, N)`: the `m` in `softmax(score + log m)`."""
+        shape = (HEADS, num_tokens, num_tokens)
+        found = (
+            np.zeros(shape, dtype=np.int64) if self.pattern is None else multiplicity(self.pattern, *shape[1::-1], is_causal=True)
+        )
+        distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
+        return found + ((distance >= 0) & (distance < self.window))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One softmax over the keys of the pattern and of the window; `(B, N, H, D)`, as q, k and v."""
-        if not self.window:
-            assert self.pattern is not None
-            return dilated_attention(q, k, v, self.pattern, is_causal=True)
-        out, lse = windowed(q, k, v, self.window)
+        """Causal attention by `multiplicity`, `(B, N, H, D)`."""
         if self.pattern is None:
-            return out
+            return sliding_window(q, k, v, self.window)[0]
+        if not self.window:
+            return dilated_attention(q, k, v, self.pattern, is_causal=True)
+        near, near_lse = sliding_window(q, k, v, self.window)
         far, far_lse = dilated_attention(q, k, v, self.pattern, is_causal=True, return_lse=True)
-        weight = torch.sigmoid(far_lse - lse).transpose(1, 2)[..., None]
-        return out + weight * (far - out)
-
-    def pairs_per_token(self) -> float:
-        """Scored pairs per token and head, the mean over both; a pair that two branches join counts twice."""
-        near = sum(min(self.window, n + 1) for n in range(TOKENS)) / TOKENS
-        return near + (self.pattern.count_pairs(TOKENS, HEADS, is_causal=True) / (HEADS * TOKENS) if self.pattern else 0)
+        return torch.lerp(near, far, torch.sigmoid(far_lse - near_lse).transpose(1, 2)[..., None])
 
 
-def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Attention to the `window` tokens up to each query: `out` `(B, N, H, D)` and `lse` `(B, H, N)`.
+def sliding_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Attention to the `window` tokens that end at the query: `out` `(B, N, H, D)` and `lse` `(B, H, N)`.
 
-    Blocks of `window` queries score the keys of their own block and of the block before.
+    Blocks of `BLOCK` queries score the keys of their own block and of the block before; `window` is at most `BLOCK + 1`.
     """
-    num_tokens, more = q.shape[1], -q.shape[1] % window
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).unflatten(1, (-1, window)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
-    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (B, H, blocks, 2 window, D)
-    distance = window + torch.arange(window)[:, None] - torch.arange(2 * window)
+    num_tokens, more = q.shape[1], -q.shape[1] % BLOCK
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).unflatten(1, (-1, BLOCK)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (B, H, blocks, 2 BLOCK, D)
+    distance = BLOCK + torch.arange(BLOCK)[:, None] - torch.arange(2 * BLOCK)
     hidden = ((distance < 0) | (distance >= window)).repeat(q.shape[2], 1, 1)
-    hidden[0, :, :window] = True
+    hidden[0, :, :BLOCK] = True
     scores = (q @ k.transpose(3, 4) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
     out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
     return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], lse.flatten(2)[..., :num_tokens]
 
 
-def nested(longest: int) -> DilatedPattern:
-    return DilatedPattern((32, 128, longest), (1, 4, 8))
-
-
-# The topic is named before a boundary of `nested` and asked for behind it.
 KINDS = {
-    "dense": Kind(DilatedPattern((TOKENS,), (1,))),
+    "dense": Kind(DilatedPattern((1024,), (1,))),
     "sliding window": Kind(window=25),
-    "segments": Kind(DilatedPattern((48,), (1,))),
-    "two local branches": Kind(DilatedPattern((20, 28), (1, 1))),
-    "nested": Kind(nested(BOUNDARY)),
-    "connected": Kind(DilatedPattern((32, 144, 384), (1, 4, 8))),
-    "local + far": Kind(DilatedPattern((16, TOKENS), (1, 4))),
-    "window + far": Kind(DilatedPattern((TOKENS,), (4,)), window=8),
-    "window + nested": Kind(DilatedPattern((128, TOKENS), (4, 8)), window=16),
-    "grouped heads": Kind(DilatedPattern.grouped((64, TOKENS), (1, 4))),
+    "segments": Kind(DilatedPattern((49,), (1,))),
+    "two local branches": Kind(DilatedPattern((19, 29), (1, 1))),
+    "nested": Kind(DilatedPattern((32, 128, 512), (1, 4, 8))),
+    "connected": Kind(DilatedPattern((32, 144, 512), (1, 4, 8))),
+    "window + nested": Kind(DilatedPattern((128, 512), (4, 8)), window=17),
+    "local + far": Kind(DilatedPattern((18, 512), (1, 4))),
+    "window + far": Kind(DilatedPattern((512,), (4,)), window=9),
+    "grouped heads": Kind(DilatedPattern.grouped((64, 512), (1, 4))),
 }
-FEW = ("dense", "sliding window", "nested", "local + far", "window + far", "grouped heads")
-STEPS = {"bigrams": 200, "topic": 200, "text": 200, "recall": 400, "copy": 400}
-SHOWN = {"bigrams": tuple(KINDS), "topic": tuple(KINDS), "text": tuple(KINDS), "recall": FEW, "copy": FEW[:4]}
-BATCH, RATE, EVALUATED = 4, 3e-3, 16
+#: Pairs of kinds of equal cost that differ in the near keys alone: connected segments, and a sliding window.
+LOCAL_OR_WINDOW = (("two local branches", "sliding window"), ("connected", "window + nested"), ("local + far", "window + far"))
 
 
 class Batch(NamedTuple):
-    """`tokens` `(B, N)`; `targets` `(B, N)`, what follows or is asked for, `IGNORED` elsewhere."""
+    """`tokens` `(B, N)`, and the `targets` `(B, N)` at the same positions, `IGNORED` where nothing is asked."""
 
     tokens: Tensor
     targets: Tensor
 
 
-def draw_bigrams(batch: int, generator: torch.Generator) -> Batch:
+def draw_bigrams(batch: int, tokens: int, generator: torch.Generator) -> Batch:
     letters = 16
-    table = torch.softmax(3.0 * torch.randn(batch, letters, letters, generator=generator), dim=-1)
-    tokens = torch.zeros(batch, TOKENS + 1, dtype=torch.long)
-    rows = torch.arange(batch)
-    for n in range(TOKENS):
-        tokens[:, n + 1] = torch.multinomial(table[rows, tokens[:, n]], 1, generator=generator)[:, 0]
-    return Batch(tokens[:, :-1], tokens[:, 1:])
+    total = torch.softmax(3.0 * torch.randn(batch, letters, letters, generator=generator), dim=-1).cumsum(-1)
+    drawn = torch.rand(batch, tokens, 1, generator=generator)
+    rows, found = torch.arange(batch), torch.zeros(batch, tokens + 1, dtype=torch.long)
+    for n in range(tokens):
+        found[:, n + 1] = (drawn[:, n] > total[rows, found[:, n]]).sum(-1).clamp(max=letters - 1)
+    return Batch(found[:, :-1], found[:, 1:])
 
 
-def draw_topic(batch: int, generator: torch.Generator) -> Batch:
-    topics, question = 16, 32
-    tokens = torch.randint(topics, question, (batch, TOKENS), generator=generator)
-    topic = torch.randint(topics, (batch,), generator=generator)
+def draw_topic(batch: int, tokens: int, generator: torch.Generator) -> Batch:
+    """Topics 0 to 15, a blank, 16, and the question, 17."""
+    topics, blank, question, named = 16, 16, 17, 64
+    found = torch.full((batch, tokens), blank)
+    targets = torch.full_like(found, IGNORED)
     for row in range(batch):
-        tokens[row, torch.randperm(32, generator=generator)[:8]] = topic[row]
-    targets = torch.full_like(tokens, IGNORED)
-    asked = BOUNDARY + torch.randperm(TOKENS - BOUNDARY, generator=generator)[:32]
-    tokens[:, asked] = question
-    targets[:, asked] = topic[:, None]
-    return Batch(tokens, targets)
+        topic = int(torch.randint(topics, (), generator=generator))
+        found[row, torch.randperm(named, generator=generator)[: named // 2]] = topic
+        asked = named + torch.randperm(tokens - named, generator=generator)[: tokens // 4]
+        found[row, asked], targets[row, asked] = question, topic
+    return Batch(found, targets)
 
 
-def draw_recall(batch: int, generator: torch.Generator) -> Batch:
-    """Keys 0 to 15 and values 16 to 31 among noise from 32 on; each key is told once and asked once, its token alone."""
-    keys, values, noise = 16, 16, 8
-    tokens = keys + values + torch.randint(noise, (batch, TOKENS), generator=generator)
-    targets = torch.full_like(tokens, IGNORED)
+def draw_recall(batch: int, tokens: int, generator: torch.Generator) -> Batch:
+    """Keys 0 to 15, values 16 to 31, noise 32 to 39."""
+    size, keys, first = 16, 8, 164
+    found = 2 * size + torch.randint(8, (batch, tokens), generator=generator)
+    targets = torch.full_like(found, IGNORED)
     for row in range(batch):
-        told = 2 * torch.randperm(82, generator=generator)[:keys]  # pairs of tokens below 164
-        asked = 348 + torch.randperm(TOKENS - 348, generator=generator)[:keys]  # 184 to 511 tokens later
-        value = keys + torch.randint(values, (keys,), generator=generator)
-        tokens[row, told], tokens[row, told + 1] = torch.arange(keys), value
-        tokens[row, asked], targets[row, asked] = torch.arange(keys), value
-    return Batch(tokens, targets)
+        place = 2 * torch.randperm(first // 2, generator=generator)[:keys]
+        key = torch.randperm(size, generator=generator)[:keys]
+        value = size + torch.randperm(size, generator=generator)[:keys]
+        asked = first + 184 + torch.randperm(tokens - first - 184, generator=generator)[:64].reshape(-1, keys)
+        found[row, place], found[row, place + 1] = key, value
+        found[row, asked], targets[row, asked] = key, value
+    return Batch(found, targets)
 
 
-def draw_copy(batch: int, generator: torch.Generator) -> Batch:
-    letters, length = 16, 32
-    tokens = torch.randint(letters, (batch, TOKENS), generator=generator)
-    targets = torch.full_like(tokens, IGNORED)
+def draw_copy(batch: int, tokens: int, generator: torch.Generator) -> Batch:
+    """Letters 0 to 31, noise 32 to 39."""
+    length = 32
+    found = length + torch.randint(8, (batch, tokens), generator=generator)
+    targets = torch.full_like(found, IGNORED)
     for row in range(batch):
-        first = int(torch.randint(TOKENS - 256 - length, (1,), generator=generator))
-        again = first + int(torch.randint(128, 257, (1,), generator=generator))
-        tokens[row, again : again + length] = tokens[row, first : first + length]
-        # The first two letters say where the string begins.
-        targets[row, again + 2 : again + length - 1] = tokens[row, again + 3 : again + length]
-    return Batch(tokens, targets)
+        first = int(torch.randint(tokens - 256 - length + 1, (), generator=generator))
+        again = first + int(torch.randint(128, 257, (), generator=generator))
+        string = torch.randperm(length, generator=generator)
+        found[row, first : first + length] = found[row, again : again + length] = string
+        targets[row, again : again + length - 1] = string[1:]
+    return Batch(found, targets)
 
 
-class Text:
-    """Windows of Python's sources; `held_out` takes them from other files."""
+class Task(NamedTuple):
+    """Sequences of `tokens` tokens, `steps` steps of `batch` sequences, and the kinds of attention that are run."""
 
-    def __init__(self, *, held_out: bool) -> None:
-        corpus = load_corpus([], TOKENS)
-        self.bytes = corpus.held_out if held_out else corpus.train
-
-    def __call__(self, batch: int, generator: torch.Generator) -> Batch:
-        starts = torch.randint(self.bytes.numel() - TOKENS - 1, (batch,), generator=generator)
-        rows = torch.stack([self.bytes[start : start + TOKENS + 1] for start in starts.tolist()]).long()
-        return Batch(rows[:, :-1], rows[:, 1:])
+    draw: Callable[[int, int, torch.Generator], Batch]
+    tokens: int
+    steps: int
+    batch: int
+    kinds: tuple[str, ...]
 
 
-TASKS: dict[str, Callable[[int, torch.Generator], Batch]] = {
-    "bigrams": draw_bigrams,
-    "topic": draw_topic,
-    "recall": draw_recall,
-    "copy": draw_copy,
+FAR = ("dense", "sliding window", "nested", "connected", "window + nested", "local + far", "window + far", "grouped heads")
+TASKS = {
+    "bigrams": Task(draw_bigrams, 512, 200, 2, tuple(KINDS)),
+    "topic": Task(draw_topic, 1024, 100, 4, FAR),
+    "recall": Task(draw_recall, 512, 200, 2, FAR),
+    "copy": Task(draw_copy, 512, 150, 2, FAR),
 }
-VOCABULARY = 256
 
 
 class Layer(nn.Module):
-    """Attention of a kind, and a feed-forward of four times the width; norms before each."""
+    """Attention and a feed-forward of twice the width, each after a norm and with a residual connection.
+
+    Initially a query matches its token with the previous tokens of keys, and a value is the token of a key plus what it found.
+    """
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.ffn_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.ffn = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.ffn = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        match, copy = torch.randn(2, WIDTH, PART) * torch.tensor([0.3, WIDTH**-0.5])[:, None, None]
+        with torch.no_grad():
+            for parameter in (*self.qkv.parameters(), *self.out.parameters(), *self.ffn[2].parameters()):
+                parameter.mul_(0.1)
+            q, k, v = self.qkv.weight.unflatten(0, (3, WIDTH))
+            q[:, TOKEN] += match
+            k[:, PREVIOUS] += match
+            v[:, TOKEN] += copy
+            v[:, FOUND] += copy
+            self.out.weight[FOUND] += copy.T
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
@@ -197,85 +212,109 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Logits `(B, N, V)` of the token that is asked for."""
+    """Tokens `(B, N)` to logits `(B, N, V)`; the parts of the width are a token, the token before, and what attention found."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.token, self.before = nn.Embedding(VOCABULARY, WIDTH // 2), nn.Embedding(VOCABULARY, WIDTH // 2)
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, PART)
+        self.layers = nn.Sequential(*(Layer(kind) for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, PART)
+        with torch.no_grad():
+            self.head.weight.mul_(0.1)[:, FOUND] += torch.eye(PART)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = torch.cat((self.token(tokens), self.before(F.pad(tokens[:, :-1], (1, 0)))), dim=-1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        token = self.embedding(tokens)
+        x = self.layers(torch.cat((token, F.pad(token[:, :-1], (0, 0, 1, 0)), torch.zeros_like(token)), dim=-1))
+        return F.linear(self.head(self.norm(x)), self.embedding.weight) * PART**-0.5
 
 
-def run(task: str, kind: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train one model and measure it on sequences of a seed of their own."""
-    start = time.monotonic()
-    draw, fresh = (Text(held_out=False), Text(held_out=True)) if task == "text" else (TASKS[task], TASKS[task])
+def settings(task: str, kind: str, seed: int, steps: int | None = None) -> dict[str, Any]:
+    """What identifies a run; a kept run with other settings is run again."""
+    _, tokens, planned, batch, _ = TASKS[task]
+    pattern, window = KINDS[kind]
+    attention = {"branches": [list(b) for b in pattern.branches] if pattern else [], "window": window}
+    return {"task": task, "kind": kind, "seed": seed, "tokens": tokens, "steps": steps or planned, "batch": batch, **attention}
+
+
+def run(task: str, kind: str, seed: int, steps: int | None = None) -> dict[str, Any]:
+    """Train one model on one core, and measure it on sequences of another seed, the same for all models."""
+    torch.set_num_threads(1)
+    about = settings(task, kind, seed, steps)
+    draw, tokens, _, batch, _ = TASKS[task]
+    steps = about["steps"]
     torch.manual_seed(seed)
     model = Model(KINDS[kind])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for _ in range(steps):
-        tokens, targets = draw(BATCH, generator)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-    right, asked, losses = 0, 0, 0.0
-    generator = torch.Generator().manual_seed(1)  # of the measurement, the same for all
-    with torch.no_grad():
-        for _ in range(EVALUATED):
-            tokens, targets = fresh(BATCH, generator)
-            logits, is_asked = model(tokens), targets != IGNORED
-            right += int((logits.argmax(-1) == targets)[is_asked].sum())
-            losses += float(F.cross_entropy(logits[is_asked], targets[is_asked], reduction="sum"))
-            asked += int(is_asked.sum())
-    return {
-        "task": task,
-        "kind": kind,
-        "seed": seed,
-        "steps": steps,
-        "accuracy": round(right / asked, 4),
-        "loss": round(losses / asked, 4),
-        "seconds": round(time.monotonic() - start, 1),
-        "commit": commit(),
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    data = draw(batch * steps, tokens, torch.Generator().manual_seed(1000 + seed))
+    losses = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is not connected")  # some patterns are here to show what that costs
+        for step in range(steps):
+            rows, targets = (x[step * batch : (step + 1) * batch] for x in data)
+            loss = F.cross_entropy(model(rows).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        rows, targets = draw(EVALUATED, tokens, torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits = torch.cat([model(some) for some in rows.split(4)])
+    asked = targets != IGNORED
+    found = {
+        "accuracy": round((logits.argmax(-1) == targets)[asked].float().mean().item(), 4),
+        "loss": round(F.cross_entropy(logits[asked], targets[asked]).item(), 4),
+        "curve": [round(float(part.mean()), 3) for part in np.array_split(losses, min(steps, 10))],
     }
+    return about | found
+
+
+def results(cells: Sequence[tuple[str, str, int]], workers: int) -> Iterator[dict[str, Any]]:
+    """Runs of task, kind and seed as they finish, in `workers` processes."""
+    if workers == 1:
+        yield from (run(*cell) for cell in cells)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from (done.result() for done in as_completed([pool.submit(run, *cell) for cell in cells]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is not yet kept: the first seed of every cell, then the second."""
+    """Run what is not yet kept: the first seed of every task and kind, then the second, then the third."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a few steps of each task; keeps nothing")
-    parser.add_argument("--task", choices=list(STEPS), nargs="+", default=list(STEPS), help="which tasks; default: all")
+    parser.add_argument("--quick", action="store_true", help="two steps of each task; keeps nothing")
+    parser.add_argument("--task", choices=list(TASKS), nargs="+", default=list(TASKS), help="default: all")
+    parser.add_argument("--kind", choices=list(KINDS), nargs="+", default=list(KINDS), help="default: all that a task has")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind on each task")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="models that train at the same time")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the results")
     options = parser.parse_args(arguments)
     if options.quick:
         for task in options.task:
-            print(run(task, "local + far", 0, 2))
+            for kind in options.kind:
+                if kind in TASKS[task].kinds:
+                    print(run(task, kind, 0, 2), flush=True)
         return 0
-    report = json.loads(options.output.read_text()) if options.output.exists() else {"runs": []}
-    report["command"] = "python -m benchmarks.tasks"
-    report["machine"] = {**describe(), "processor": platform.processor() or platform.machine()}
-    report["pairs per token and head"] = {name: round(kind.pairs_per_token(), 1) for name, kind in KINDS.items()}
-    for seed in range(options.seeds):
-        for task in options.task:
-            for kind in SHOWN[task]:
-                cell = {"task": task, "kind": kind, "seed": seed, "steps": STEPS[task]}
-                if any(cell.items() <= each.items() for each in report["runs"]):
-                    continue
-                found = run(task, kind, seed, STEPS[task])
-                report["runs"].append(found)
-                options.output.write_text(json.dumps(report, indent=1) + "\n")
-                print(f"{task:8} {kind:18} seed {seed}: {found['accuracy']:.3f}, {found['seconds']:.0f} s", flush=True)
+    report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {"runs": []}
+    wanted = [
+        cell
+        for seed in range(options.seeds)
+        for task in options.task
+        for kind in TASKS[task].kinds
+        if kind in options.kind
+        for cell in [settings(task, kind, seed)]
+        if not any(cell.items() <= each.items() for each in report["runs"])
+    ]
+    about = provenance("tasks", "cpu", [])
+    about = {name: about[name] for name in ("command", "hardware", "date", "python", "torch", "commit")}
+    report["pairs per token and head"] = {
+        name: round(float(kind.multiplicity(512).sum()) / HEADS / 512, 2) for name, kind in KINDS.items()
+    }
+    for found in results([(cell["task"], cell["kind"], cell["seed"]) for cell in wanted], options.workers):
+        report["runs"].append(found | about)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{found['task']:8} {found['kind']:18} seed {found['seed']}: {found['accuracy']:.3f}", flush=True)
     return 0
 
 
