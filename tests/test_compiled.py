@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import (
-    DilatedAttention,
     DilatedPattern,
     LongNet,
     LongNetConfig,
@@ -23,7 +22,6 @@ from flexdilated import (
     dilated_attention,
 )
 from flexdilated.backends import crossovers
-from flexdilated.hub.encoder import LongNetEncoder
 from tests.cases import Case, calls, differentiate
 from tests.tolerances import EXACT, SINGLE
 
@@ -69,19 +67,16 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mask": lambda n: {"key_padding_mask": padding(n)},
     "documents": lambda n: {"cu_seqlens": torch.tensor([0, 5, n])},
     "lse": lambda n: {"return_lse": True, "is_causal": True},
-    "negative_scale": lambda n: {"scale": -0.7},
     "dropout": lambda n: {"dropout_p": 0.4},
 }
 # Calls whose graph holds for one length.
 FIXED: dict[str, Callable[[int], dict[str, Any]]] = {
-    "score_mod": lambda n: {"score_mod": relative, "is_causal": True, "return_lse": True},
     "mask_mod": lambda n: {"mask_mod": thirds, "key_padding_mask": padding(n)},
     "both": lambda n: {"score_mod": relative, "mask_mod": thirds, "dropout_p": 0.4},
 }
 MODES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "train": (contextlib.nullcontext, torch.float32),
     "half_train": (contextlib.nullcontext, torch.bfloat16),
-    "no_grad": (torch.no_grad, torch.float32),
     "half": (torch.no_grad, torch.bfloat16),
     "inference": (torch.inference_mode, torch.float16),
 }
@@ -107,7 +102,6 @@ def outputs_and_gradients(function: Callable[..., Any], x: tuple[Tensor, ...], o
 GRID = [
     *((call, "train") for call in CALLS if call != "causal"),
     ("causal", "half_train"),
-    ("dropout", "no_grad"),
     ("mask", "half"),
     ("lse", "inference"),
 ]
@@ -134,7 +128,7 @@ def test_compiled_attention_equals_eager_for_every_length_in_two_graphs(call: st
 
 
 ONE_BRANCH = DilatedPattern((13,), (3,))
-FIXED_GRID = [("both", "train"), ("score_mod", "half_train"), ("mask_mod", "inference")]
+FIXED_GRID = [("both", "train"), ("mask_mod", "inference")]
 
 
 @pytest.mark.parametrize(("call", "mode"), FIXED_GRID, ids=lambda name: name)
@@ -166,7 +160,7 @@ def test_numbers_may_change_from_call_to_call(name: str) -> None:
             torch.testing.assert_close(a, e, **SINGLE)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     case=calls(),
     backend=st.sampled_from(("eager", "aot_eager")),
@@ -209,10 +203,7 @@ def language_model(position: str) -> LongNetLM:
 
 # Per module: how it is built, and how it is called with embeddings `(2, N, WIDTH)`.
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
-    "attention": (lambda: DilatedAttention(PATTERN), lambda f, x: f(*x.unflatten(-1, (3, 2, 4)).unbind(2))),
     "multihead": (lambda: multihead(num_kv_heads=2), lambda f, x: f(x, x, x, padding(x.shape[1]))[0]),
-    "dropout": (lambda: multihead(dropout_p=0.4), lambda f, x: f(x, x, x, is_causal=True)[0]),
-    "encoder": (lambda: LongNetEncoder(WIDTH, 1, HEADS, PATTERN), lambda f, x: f(x, key_padding_mask=padding(x.shape[1]))),
     "longnet": (lambda: LongNet(WIDTH, HEADS, 1, 1, FFN, (5, 13), (1, 3)), lambda f, x: f(x, x * 0.5)),
     "rotary": (lambda: language_model("rotary"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
     "xpos": (lambda: language_model("xpos"), lambda f, x: f((x[..., 0] * 100).long() % VOCAB)),
@@ -225,9 +216,8 @@ def seeded(call: Callable[..., Any], *x: Any) -> Any:
 
 
 MODULE_GRID = [
-    *((name, "train") for name in MODULES if name not in ("attention", "rotary")),
-    ("rotary", "no_grad"),
-    ("multihead", "inference"),
+    *((name, "train") for name in MODULES if name != "rotary"),
+    ("rotary", "inference"),
 ]
 
 
@@ -235,7 +225,7 @@ MODULE_GRID = [
 def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, mode: str) -> None:
     build, call = MODULES[name]
     dtype = torch.bfloat16 if mode == "inference" else torch.float32
-    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
+    context = torch.inference_mode if mode == "inference" else contextlib.nullcontext
     module = build().to(dtype).train(mode == "train")
     graphs, counts = CompileCounterWithBackend("aot_eager"), []
     compiled = torch.compile(module, fullgraph=True, backend=graphs)
@@ -252,22 +242,15 @@ def test_compiled_module_equals_eager_for_every_length_in_two_graphs(name: str, 
     assert len(set(counts[1:])) == 1
 
 
-@pytest.mark.parametrize(("name", "mode"), [("score_mod", "inference"), ("mask_mod", "train")])
-def test_compiled_module_under_functions_equals_eager(name: str, mode: str) -> None:
-    dtype = torch.bfloat16 if mode == "inference" else torch.float32
-    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
-    module = MultiheadDilatedAttention(WIDTH, HEADS, ONE_BRANCH, dropout_p=0.4, dtype=dtype).train(mode == "train")
+def test_a_compiled_module_under_a_function_equals_eager() -> None:
+    module = MultiheadDilatedAttention(WIDTH, HEADS, ONE_BRANCH, dropout_p=0.4)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
-    options: dict[str, Any] = {"score_mod": relative} if name == "score_mod" else {"mask_mod": thirds}
-    call = lambda f, x: f(x, x, x, is_causal=True, **options)[0]  # noqa: E731
-    x = draw(2, 26, WIDTH, dtype=dtype)
-    with context():
-        actual, expected = (seeded(call, f, x) for f in (compiled, module))
-        torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
-        if torch.is_grad_enabled():
-            grads = (torch.autograd.grad(out.square().mean(), list(module.parameters())) for out in (actual, expected))
-            for a, e in zip(*grads, strict=True):
-                torch.testing.assert_close(a, e, **SINGLE)
+    x, found = draw(2, 26, WIDTH), []
+    for call in (compiled, module):
+        out = seeded(lambda x, call=call: call(x, x, x, is_causal=True, score_mod=relative)[0], x)
+        found.append([out, *torch.autograd.grad(out.square().mean(), list(module.parameters()))])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, **SINGLE)
 
 
 @pytest.mark.sweep  # of inductor, which test_longnet.py shows in training

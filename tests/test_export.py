@@ -77,8 +77,7 @@ class Unprojected(nn.Module):
         return dilated_attention(q, q, q, PATTERN, is_causal=True)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_one_program_holds_where_the_fastest_engine_changes_with_the_length(
     dtype: torch.dtype, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +130,7 @@ def test_no_operator_takes_a_dtype() -> None:
     assert [str(schema) for schema in schemas if "ScalarType" in str(schema)] == []
 
 
-@pytest.mark.parametrize(("name", "strict"), [("function", False), ("layer", True), ("model", True)])
+@pytest.mark.parametrize(("name", "strict"), [("layer", False), ("model", True)])
 def test_a_program_holds_the_operator_and_serves_every_shape(name: str, strict: bool) -> None:
     model = build(name)
     program = export(name, model, strict=strict)
@@ -161,20 +160,13 @@ def test_another_process_loads_a_program_after_importing_this_library(tmp_path: 
 # -- the portable form --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["function", "model"])
-def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape(name: str) -> None:
+@pytest.mark.parametrize(("name", "strict"), [("model", False), ("layer", True)])
+def test_a_portable_program_holds_no_operator_of_ours_and_serves_every_shape(name: str, strict: bool) -> None:
     model = build(name)
-    program = portable(export(name, model))
+    program = portable(export(name, model, strict=strict))
     assert not operators(program)
     assert {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")} == {"aten"}
     assert_serves_every_shape(program.module(), name, model)
-
-
-def test_a_portable_program_of_a_strict_export_is_the_same() -> None:
-    model = build("layer")
-    program = portable(export("layer", model, strict=True))
-    assert not operators(program)
-    assert_serves_every_shape(program.module(), "layer", model)
 
 
 # A segment longer than `max` is one segment, of as many tokens as there are; also where torchscale's positions would shift later.
@@ -262,18 +254,9 @@ def test_users_functions_are_portable_for_a_static_length() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["function", "model"])
-def test_a_trace_serves_every_shape(name: str) -> None:
-    model = build(name)
-    assert_serves_every_shape(torch.jit.trace(model, (draw(name),)), name, model)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*is deprecated:DeprecationWarning")
-def test_another_process_loads_a_trace_after_importing_this_library(tmp_path: Path) -> None:
-    torch.jit.save(torch.jit.trace(build("function"), (draw("function"),)), tmp_path / "model.pt")
-    refused = python(refused_before_import("torch.jit.load('model.pt')"), tmp_path)
-    assert "Unknown builtin op: flexdilated::mixture" in refused
+def test_a_trace_serves_every_shape() -> None:
+    model = build("function")
+    assert_serves_every_shape(torch.jit.trace(model, (draw("function"),)), "function", model)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")

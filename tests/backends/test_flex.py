@@ -363,7 +363,7 @@ def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, kind: object, want_lse: bool,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "what"),
-    [(None, "plain"), ("packed", "padding"), ("packed", "functions"), ("fused", "padding"), ("fused", "functions")],
+    [(None, "plain"), ("packed", "padding"), ("packed", "functions"), ("fused", "functions")],
 )
 def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a layout, both layouts, masks and functions, down to the operator; on a CPU only the fused one runs."""
@@ -374,15 +374,15 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
     monkeypatch.setitem(BACKENDS, "flex", lambda request: None)
     if layout is not None:
         monkeypatch.setattr(flexdilated.backends.flex.engine, "choose_layout", lambda pattern, shape: layout)
-    model = MultiheadDilatedAttention(32, 4, DilatedPattern((32, 64, 128), (1, 2, 4)), is_causal=True, backend="flex")
-    table = torch.randn(4, 300, requires_grad=True)
+    model = MultiheadDilatedAttention(32, 2, DilatedPattern((32, 64), (1, 2)), is_causal=True, backend="flex")
+    table = torch.randn(2, 200, requires_grad=True)
     options: dict[str, Any] = {}
     if what == "padding":
-        options["key_padding_mask"] = torch.rand(2, 150) < 0.3
+        options["key_padding_mask"] = torch.rand(2, 100) < 0.3
     elif what == "functions":
-        options["score_mod"] = lambda s, b, h, i, j: s + table[h, i - j + 150]
+        options["score_mod"] = lambda s, b, h, i, j: s + table[h, i - j + 100]
         options["mask_mod"] = lambda b, h, i, j: (i + j) % 3 > 0
-    x = torch.randn(2, 150, 32)
+    x = torch.randn(2, 100, 32)
     found = []
     for module, backend in ((torch.compile(model, fullgraph=True, backend="aot_eager"), "flex"), (model, "sdpa")):
         model.attention.backend = backend

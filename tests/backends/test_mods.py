@@ -532,9 +532,10 @@ def test_grouped_branches_compile_for_any_number_of_heads() -> None:
     def attend(q: Tensor) -> Tensor:
         return dilated_attention(q, q, q, pattern, score_mod=lambda s, b, h, i, j: s + 0.1 * h, backend="sdpa")
 
-    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for heads in (4, 7):
         q = torch.randn(1, 40, heads, 16, dtype=torch.float64)
+        torch._dynamo.mark_dynamic(q, 2)
         torch.testing.assert_close(compiled(q), attend(q), **EXACT)
 
 

@@ -304,7 +304,7 @@ def _forget_graphs() -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 def test_layers_compiled_one_by_one_have_numbers_of_their_own() -> None:
-    for slope in (0.1, 0.4, 0.9):
+    for slope in (0.1, 0.4):
         module = Sloped(slope, DilatedPattern((N,), (2,)))
         assert_compiled_equals_eager(torch.compile(module, backend="aot_eager"), module)
 
@@ -314,7 +314,7 @@ def test_layers_compiled_one_by_one_have_numbers_of_their_own() -> None:
 def test_a_number_of_a_compiled_module_may_change() -> None:
     module = Sloped(0.1, DilatedPattern((N,), (2,)))
     compiled = torch.compile(module, backend="aot_eager")
-    for module.slope in (0.1, 0.4, 0.9):
+    for module.slope in (0.1, 0.4):
         assert_compiled_equals_eager(compiled, module)
 
 
@@ -323,7 +323,7 @@ def test_a_number_of_a_compiled_module_may_change() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own, at a break
 @pytest.mark.usefixtures("_forget_graphs")
 def test_dynamic_shapes_compile_where_the_graph_may_break() -> None:
-    module = Sloped(0.3, DilatedPattern((20, N), (1, 2)))
+    module = Sloped(0.3, DilatedPattern((N,), (2,)))
     compiled = torch.compile(module, backend="eager", dynamic=True)
     assert_compiled_equals_eager(compiled, module)
 

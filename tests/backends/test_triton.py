@@ -59,7 +59,6 @@ CASES = {
     "negative_scale": Case(replace(PATTERN, detach_weights=True), kv_heads=1, group=2, head_dim=16, scale=-0.4, is_causal=True),
     "head_dim_1": Case(PATTERN, kv_heads=1, head_dim=1),
     "head_dim_48": Case(PATTERN, kv_heads=2, head_dim=48, is_causal=True),
-    "head_dim_80": Case(PATTERN, kv_heads=1, head_dim=80, ignored=0.2),
     "strided": Case(PATTERN, batch=2, kv_heads=2, head_dim=24, strided=True, is_causal=True),
     "one_token": Case(PATTERN, num_tokens=1, kv_heads=2, head_dim=16),
 }
@@ -152,7 +151,7 @@ def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:
     assume(sum(ceil_div(case.num_tokens, length) for length in case.pattern.segment_lengths) < 10)  # a program for each segment
@@ -402,13 +401,12 @@ def tables(patch: pytest.MonkeyPatch) -> list[bool]:
 BORDERS = (0, 3, 3, 10, 23)
 MANY = {
     **{name: replace(CASES[name], batch=1, num_tokens=23, borders=BORDERS) for name in ("grouped_heads", "mask", "shifted")},
-    "detached": replace(CASES["negative_scale"], num_tokens=23, borders=BORDERS),
     "zero_keys": replace(CASES["zero_keys"], num_tokens=18, borders=(0, 5, 18)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "described"), [*((name, False) for name in MANY), ("grouped_heads", True), ("mask", True)])
+@pytest.mark.parametrize(("name", "described"), [*((name, False) for name in MANY), ("grouped_heads", True)])
 def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
     name: str, described: bool, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
