@@ -21,7 +21,7 @@ from flexdilated.hub.slides.heatmap import TABLES, tile_attention, tile_relevanc
 def map_slide(
     tiles: Annotated[Path, typer.Argument(metavar="TILES", help="A slide, in a format that encode-slides reads.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv, .parquet).")
+        Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv).")
     ],
     weights: slide_options.WeightsOption = None,
     layer: Annotated[

@@ -11,7 +11,7 @@ import typer
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
 from flexdilated.hub.slides.formats import DAMAGED
-from flexdilated.hub.slides.reading import Reading
+from flexdilated.hub.slides.grid import Reading
 
 PUBLISHED = "gigapath_slide_enc12l768d"
 

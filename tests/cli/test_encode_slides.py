@@ -82,7 +82,7 @@ def run(folder: Path, weights: Path | None = None, *more: object) -> tuple[int, 
 def read(path: Path) -> dict[str, Any]:
     with h5py.File(path) as file:
         found: dict[str, Any] = {key: file[key][()] for key in ("embeddings", "num_tiles")}
-        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files", "file_digests", "coords_digests")}
+        found |= {key: [text.decode() for text in file[key][:]] for key in ("names", "files", "file_digests")}
         found["tiles"] = {name: {key: group[key][()] for key in group} for name, group in file.get("tiles", {}).items()}
         return {**found, **{key: json.loads(file.attrs[key]) for key in ("settings", "versions")}}
 
@@ -376,7 +376,7 @@ def test_a_slide_is_known_by_what_its_files_hold_not_by_where_and_when(
     for i, name in enumerate("ab"):
         WRITERS["clam_pt"](tmp_path / "slides", name, *draw_tiles(53, seed=i))
     assert run(tmp_path, weights, f"--coords={tmp_path / 'patches'}")[0] == 0
-    assert len(set(read(tmp_path / "out.h5")["coords_digests"])) == 2
+    assert len(set(read(tmp_path / "out.h5")["file_digests"])) == 2
     # Copied to another disk, as for a job of a cluster: the times are others, and the folder is given by a relative path.
     shutil.copytree(tmp_path / "slides", tmp_path / "scratch" / "slides", copy_function=shutil.copyfile)
     (tmp_path / "patches").rename(tmp_path / "moved")

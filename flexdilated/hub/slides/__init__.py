@@ -8,9 +8,9 @@ from flexdilated.hub.slides.folder import list_slides as list_slides
 from flexdilated.hub.slides.formats import SlideError as SlideError
 from flexdilated.hub.slides.formats import Tiles as Tiles
 from flexdilated.hub.slides.formats import read_tiles as read_tiles
+from flexdilated.hub.slides.grid import Reading as Reading
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
 from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
 from flexdilated.hub.slides.heatmap import tile_relevance as tile_relevance
 from flexdilated.hub.slides.heatmap import write_table as write_table
-from flexdilated.hub.slides.reading import Reading as Reading
 from flexdilated.hub.slides.source import Source as Source

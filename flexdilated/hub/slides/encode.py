@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from flexdilated.distributed.mesh import group_of
 from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles
-from flexdilated.hub.slides.grid import grid_step
-from flexdilated.hub.slides.reading import Reading
+from flexdilated.hub.slides.grid import Reading, grid_step
 from flexdilated.hub.slides.source import Source, source_of
 
 SPARSE = 1.5  # sides of a tile between neighbours, from which a note asks whether the size of a tile is right
@@ -148,7 +147,7 @@ def _read(model: LongNetViT, name: str, path: Path, reading: Reading) -> _Read |
     assert side is not None  # or there would be no cells
     step = grid_step(found.coords)
     if step is not None and step > SPARSE * side:
-        note = f"neighbours are {step:g} apart: is a tile {side:g} pixels wide at level 0?"
+        note = f"neighbours are {step} apart: is a tile {side:g} pixels wide at level 0?"
     return _Read(name, path, found, cells, source, note)
 
 
@@ -194,23 +193,17 @@ def _too_few(slide: _Read, ranks: int) -> str:
 def _encoded(
     model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool, storage: torch.dtype
 ) -> list[EncodedSlide | FailedSlide]:
-    """One result per slide; where memory does not hold them together, by halves."""
+    """One result per slide."""
     if not pack:
         return []
-    message = None
     try:
         layers, last = _forward(model, pack, all_layers, tiles)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        message = str(error).strip().splitlines()[0]
-        is_memory = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or "memory" in message
-        if not is_memory or model.mesh is not None:  # other ranks wait
+    except (MemoryError, RuntimeError) as error:  # torch's own for a GPU is a RuntimeError
+        if "memory" not in str(error) or model.mesh is not None:  # other ranks wait
             raise
-    if message is not None:  # outside the handler, whose traceback holds the tensors
-        if len(pack) == 1:
-            size = len(pack[0].cells)
-            return [FailedSlide(pack[0].name, pack[0].path, f"needs more memory than there is for {size:,} tiles: {message}")]
-        half = len(pack) // 2
-        return [result for part in (pack[:half], pack[half:]) for result in _encoded(model, part, all_layers, tiles, storage)]
+        count, message = sum(len(slide.cells) for slide in pack), str(error).strip().splitlines()[0]
+        reason = f"needs more memory than there is for the {count:,} tiles of its pack: {message}; lower --token-budget"
+        return [FailedSlide(slide.name, slide.path, reason) for slide in pack]
     results: list[EncodedSlide | FailedSlide] = []
     borders = [0, *torch.tensor([len(slide.cells) for slide in pack]).cumsum(0).tolist()]
     for i, (slide, (start, end)) in enumerate(zip(pack, pairwise(borders))):
@@ -243,14 +236,12 @@ def _forward(model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool
         x, coords = x[:, own], coords[:, own]
     x, coords = x.to(weight.device), coords.to(weight.device)
     borders = torch.tensor([0, *sizes]).cumsum(0) if len(pack) > 1 else None
-    options: dict[str, Any] = {"cu_seqlens": borders, "shard_lengths": shards}
     pooled = []
-    if all_layers:
-        for state in model.hidden_states(x, coords, **options):
+    for state in model.hidden_states(x, coords, cu_seqlens=borders, shard_lengths=shards):
+        if all_layers:
             pooled.append(model.pool(state, cu_seqlens=borders))
-        last = model.encoder.layer_norm(state)
-    else:
-        (last,) = model(x, coords, return_tokens=True, **options)
+    last = model.encoder.layer_norm(state)
+    if not all_layers:
         pooled.append(model.pool(last, cu_seqlens=borders))
     if not tiles:
         return torch.stack(pooled, dim=1), None

@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from flexdilated.hub.slides.formats import COORDINATES, EMBEDDINGS, INDEX, STORE_SUFFIX, SUFFIXES
 
 # Folders in which CLAM, Mussel and TRIDENT keep one slide in two formats, or as two encoders embedded it.
 COPIES = re.compile(r"(h5|pt)(_files)?|features_.*")
+NO_SLIDES = (".parts", ".coordinates.npz", INDEX, ".slide.pt", ".slide.npz")
 
 
 def list_slides(
@@ -28,48 +30,44 @@ def list_slides(
         without_embeddings: Receives the .h5 files of patches that were left out.
 
     Raises:
-        ValueError: If two files are of one slide, a name is no UTF-8 or leads back to a folder above, or there is none.
+        ValueError: If two files are of one slide, a folder cannot be read or links to one above it, or there is no slide.
     """
     found: dict[str, Path] = {}
     slides: dict[str, Path] = {}  # by the name without folders that tell copies of one slide apart
-    for path in sorted(_files(folder, (), None if coords_folder is None else coords_folder.resolve())):
-        relative = path.relative_to(folder).with_suffix("")
-        name = relative.as_posix()
+    for path in sorted(_files(folder, coords_folder)):
         if _is_patches(path):
             if without_embeddings is not None:
                 without_embeddings.append(path)
             continue
-        slide = "/".join(part for i, part in enumerate(relative.parts, 1) if i == len(relative.parts) or not COPIES.fullmatch(part))
+        relative = path.relative_to(folder).with_suffix("")
+        slide = "/".join((*(part for part in relative.parts[:-1] if not COPIES.fullmatch(part)), relative.name))
         if slide in slides:
             raise ValueError(
                 f"FOLDER must hold one file of each slide, got '{slides[slide]}' and '{path}'; give the folder of one of them"
             )
-        slides[slide] = path
-        if any("\ud800" <= letter <= "\udfff" for letter in str(path.absolute())):  # as Python reads other bytes
-            raise ValueError(f"FOLDER must hold slides whose names are UTF-8, got {os.fsencode(path.absolute())!r}")
-        found[name] = path
+        slides[slide] = found[relative.as_posix()] = path
     if not found:
         raise ValueError(f"FOLDER must hold slides, which end in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got none in '{folder}'")
     return dict(sorted(found.items()))
 
 
-def _files(folder: Path, above: tuple[Path, ...], left_out: Path | None) -> Iterator[Path]:
-    above = (*above, folder.resolve())
-    try:
-        inside = list(folder.iterdir())
-    except OSError as error:
-        raise ValueError(f"FOLDER must hold folders that can be read, got '{folder}': {error.strerror}") from None
-    for path in inside:
-        suffix = path.suffix.lower()
-        if path.name.startswith(".") or path.name.endswith((".parts", ".coordinates.npz", INDEX, ".slide.pt", ".slide.npz")):
-            continue
-        if suffix == STORE_SUFFIX or (suffix in SUFFIXES and not path.is_dir()):
-            yield path
-        elif path.is_dir():
-            if (target := path.resolve()) in above:
-                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{path}'")
-            if target != left_out:
-                yield from _files(path, above, left_out)
+def _files(folder: Path, coords_folder: Path | None) -> Iterator[Path]:
+    def fail(error: OSError) -> NoReturn:
+        raise ValueError(f"FOLDER must hold folders that can be read, got '{error.filename}': {error.strerror}")
+
+    for at, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        stores = [name for name in folders if name.lower().endswith(STORE_SUFFIX)]
+        yield from (
+            Path(at, name)
+            for name in (*stores, *files)
+            if not name.startswith(".") and not name.endswith(NO_SLIDES) and Path(name).suffix.lower() in (*SUFFIXES, STORE_SUFFIX)
+        )
+        inner = [name for name in folders if name not in stores and not name.startswith(".") and not name.endswith(NO_SLIDES)]
+        above = {parent.resolve() for parent in (Path(at), *Path(at).parents)}
+        for name in inner:
+            if Path(at, name).resolve() in above:
+                raise ValueError(f"FOLDER must hold no link to a folder above it, got '{Path(at, name)}'")
+        folders[:] = [name for name in inner if coords_folder is None or Path(at, name).resolve() != coords_folder.resolve()]
 
 
 def _is_patches(path: Path) -> bool:

@@ -116,10 +116,9 @@ def read_tiles(
             raise SlideError(f"must hold one of {', '.join(EMBEDDINGS)}, got {', '.join(map(str, found.arrays)) or 'nothing'}")
         x = _tensor(keys[0], found.arrays[keys[0]], FLOATS)
         coords, attributes = _coordinates(path, found, coords_folder, tile_size_level0)
-        micrometres = _micrometres(attributes)
-        side = _tile_side(attributes, tile_size_level0) if micrometres is None else tile_size_level0
+        side, micrometres = _tile_side(attributes, tile_size_level0), _micrometres(attributes)
         if micrometres is not None:
-            side = side or _number(attributes.get("tile_size_px")) or micrometres
+            side = tile_size_level0 or _number(attributes.get("tile_size_px")) or micrometres
             coords = (coords.double() * (side / micrometres)).round()
         tiles = _checked(x, coords, side, _magnification(attributes))
         is_level0 = micrometres is None or tile_size_level0 is not None
@@ -154,39 +153,35 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
         ImportError: If the file needs a library that is not installed.
         OSError: If it is damaged, like the others of `DAMAGED`.
     """
-    found = _open(path, named_only=True)
+    found = _open(path)
     return dict(found.arrays), _tile_side(found.attributes, None)
 
 
-def _load(path: Path, *, mmap: bool = False) -> Any:
+def _load(path: Path) -> Any:
     """What torch.save wrote of tensors and, as TRIDENT does, of arrays; nothing else is unpickled."""
     try:
         with torch.serialization.safe_globals(ARRAYS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice is to trust the file
             raise TypeError(f"it holds {held[1]}, where tensors must be") from None
         raise
 
 
-def _open(path: Path, *, named_only: bool = False) -> _Found:
-    """A file's arrays and attributes; `named_only`: neither a bare tensor as embeddings nor slide2vec's tables of coordinates."""
-    wanted = (*EMBEDDINGS, COORDINATES) if named_only else (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y", "arr_0")
+def _open(path: Path) -> _Found:
+    """A file's arrays and attributes; a bare tensor is embeddings."""
+    wanted = (*EMBEDDINGS, COORDINATES, "tile_index", "x", "y", "arr_0")
     if path.suffix.lower() == ".pt":
         loaded = _load(path)
-        if not named_only and isinstance(loaded, (Tensor, np.ndarray)):
+        if isinstance(loaded, (Tensor, np.ndarray)):
             return _Found({"features": loaded}, {})
         if not isinstance(loaded, dict):
             raise TypeError(f"it holds a {type(loaded).__name__} where a dict must be")
         return _Found(loaded, {})
     if path.suffix.lower() == ".npz":
         # np.load leaves a file that it opened itself open where it is damaged.
-        with path.open("rb") as opened:
-            archive = np.load(opened, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise TypeError("it holds a single array")
-            with archive:
-                return _Found({key: archive[key] if key in wanted else None for key in archive.files}, {})
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            return _Found({key: archive[key] if key in wanted else None for key in archive.files}, {})
     import h5py  # an extra
 
     with h5py.File(path, "r") as file:
@@ -217,18 +212,21 @@ def _coordinates(
             tried = "" if coords_folder is None else f", nor has '{coords_folder}' a file of that name"
             raise SlideError(f"holds no {COORDINATES}{tried}; give the folder of files that do, as CLAM's patches, as --coords")
         return own, attributes
-    try:
-        other = _open(beside)
-        if COORDINATES not in other.arrays:
-            raise SlideError(f"must have {COORDINATES} in '{beside}', got {', '.join(map(str, other.arrays)) or 'nothing'}")
-    except SlideError:
-        raise
-    except DAMAGED as error:
-        raise SlideError(f"must have a whole file of coordinates, got '{beside}': {_first_line(error)}") from None
+    other = _open_beside(beside)
+    if COORDINATES not in other.arrays:
+        raise SlideError(f"must have {COORDINATES} in '{beside}', got {', '.join(map(str, other.arrays)) or 'nothing'}")
     coords = _tensor(COORDINATES, other.arrays[COORDINATES], PIXELS)
     if own is not None and not torch.equal(_squeezed(own).double(), _squeezed(coords).double()):
         raise SlideError(f"must have the coordinates of '{beside}', got others")
     return coords, {**other.attributes, **attributes}
+
+
+def _open_beside(path: Path) -> _Found:
+    """A file of coordinates beside that of the embeddings."""
+    try:
+        return _open(path)
+    except DAMAGED as error:
+        raise SlideError(f"must have a whole file of coordinates, got '{path}': {_first_line(error)}") from None
 
 
 def _beside(path: Path, coords_folder: Path | None) -> Path | None:
@@ -266,16 +264,11 @@ def _table_of(meta: Path, said: Mapping[str, Any], coords_folder: Path | None) -
 def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tuple[Tensor, dict[str, Any]]:
     said = _read_metadata(meta)
     table = _table_of(meta, said, coords_folder)
-    try:
-        arrays = _open(table).arrays
-        coords = torch.stack([_tensor(axis, arrays[axis], PIXELS).reshape(-1).double() for axis in ("x", "y")], dim=-1)
-        index = np.asarray(arrays["tile_index"]).reshape(-1) if "tile_index" in arrays else np.arange(len(coords))
-        if len(index) != len(coords):
-            raise SlideError(f"must have a tile_index for each of {len(coords)} tiles in '{table.name}', got {len(index)}")
-    except SlideError:
-        raise
-    except DAMAGED as error:
-        raise SlideError(f"must have a whole file of coordinates, got '{table}': {_first_line(error)}") from None
+    arrays = _open_beside(table).arrays
+    coords = torch.stack([_tensor(axis, arrays.get(axis), PIXELS).reshape(-1).double() for axis in ("x", "y")], dim=-1)
+    index = np.asarray(arrays.get("tile_index", np.arange(len(coords)))).reshape(-1)
+    if len(index) != len(coords):
+        raise SlideError(f"must have a tile_index for each of {len(coords)} tiles in '{table.name}', got {len(index)}")
     if "tile_index" in found.arrays:
         row_of = {int(tile): row for row, tile in enumerate(index)}
         rows = [row_of.get(int(tile)) for tile in np.asarray(found.arrays["tile_index"]).reshape(-1)]
@@ -289,10 +282,7 @@ def _of_slide2vec(meta: Path, found: _Found, coords_folder: Path | None) -> tupl
 
 def _of_slideflow(index: Path, tile_size_level0: float | None) -> Tensor:
     """Corners of tiles, of the centres that slideflow keeps: the corner plus half a side, rounded down."""
-    try:
-        centres = _tensor("arr_0", _open(index).arrays.get("arr_0"), PIXELS)
-    except DAMAGED as error:
-        raise SlideError(f"must have a whole file of coordinates, got '{index}': {_first_line(error)}") from None
+    centres = _tensor("arr_0", _open_beside(index).arrays.get("arr_0"), PIXELS)
     if tile_size_level0 is None:
         raise SlideError(f"has the centres of its tiles in '{index.name}', not their size; give it as --tile-size-level0")
     return centres - int(tile_size_level0 / 2)

@@ -1,12 +1,15 @@
-"""Grid cells of the tiles of a slide, and checks of coordinates."""
+"""Grid cells of the tiles of a slide, and checks of coordinates; how slides are read."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from flexdilated.hub.slides.formats import SlideError, Tiles
+from flexdilated.hub.slides.formats import SlideError, Tiles, files_beside, read_tiles
 
 FEWEST_GAPS = 8  # of tiles that are scattered at random, so many are all even in one of 256 slides
 MAGNIFICATION_ERROR = 0.1  # relative: 0.47 micrometres per pixel are called 20 as 0.5 are
@@ -85,37 +88,60 @@ def why_shared(coords: Tensor, side: float) -> str | None:
     return told + _remedy(coords, side)
 
 
-def neighbour_distance(coords: Tensor) -> float | None:
-    """The most frequent distance between neighbours in a row or a column, or None where no two tiles share one."""
-    steps, counts = _gaps(coords).unique(return_counts=True)
-    return float(steps[counts.argmax()]) if len(steps) else None
-
-
 def grid_step(coords: Tensor) -> int | None:
-    """The largest step that divides all distances of rows and columns, or None if there are too few tiles."""
-    gaps = _gaps(coords)
-    return int(np.gcd.reduce(gaps.numpy())) if len(gaps) >= FEWEST_GAPS else None
-
-
-def _gaps(coords: Tensor) -> Tensor:
-    """Distances between a tile and the next one in its row or column."""
+    """The largest step that divides all distances of neighbours in rows and columns, or None if there are too few of them."""
     gaps = []
     for along, across in ((0, 1), (1, 0)):
         order = coords[:, along].argsort(stable=True)
-        order = order[coords[order, across].argsort(stable=True)]
-        ordered = coords[order]
-        steps = ordered.diff(dim=0)
-        gaps.append(steps[(steps[:, across] == 0) & (steps[:, along] > 0), along])
-    return torch.cat(gaps)
+        steps = coords[order[coords[order, across].argsort(stable=True)]].diff(dim=0)
+        gaps += steps[(steps[:, across] == 0) & (steps[:, along] > 0), along].tolist()
+    return math.gcd(*gaps) if len(gaps) >= FEWEST_GAPS else None
 
 
 def _remedy(coords: Tensor, side: float) -> str:
-    step = neighbour_distance(coords)
+    step = grid_step(coords)
     if step is None or step >= side:
         return "tiles of several pieces of tissue overlap (--shared-cells allows that), or these are pixels of another level"
     if step == 1:
-        return "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them by the side of a tile"
+        return "neighbours are 1 apart: if these are numbers of tiles, not pixels of level 0, multiply them by the side of a tile"
     return (
-        f"neighbours are {step:g} apart: if these are pixels of level 0, a tile is {step:g} wide (--tile-size-level0) or tiles "
+        f"neighbours are {step} apart: if these are pixels of level 0, a tile is {step} wide (--tile-size-level0) or tiles "
         "overlap (--shared-cells); if they are pixels of another level, multiply them by its downsample"
     )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How slides are read: the arguments of `read_tiles` and `grid_cells`."""
+
+    coords_folder: Path | None = None
+    table: str | None = None
+    tile_size_level0: float | None = None
+    magnification: float | None = 20.0
+    shared_cells: bool = False
+
+    def coords_of(self, name: str) -> Path | None:
+        """The folder of coordinates of a slide: in `coords_folder` the one called as the slide's own, where there is one."""
+        folder = self.coords_folder
+        nested = None if folder is None else folder / Path(name).parent
+        return nested if nested is not None and nested.is_dir() else folder
+
+    def read(self, name: str, path: Path, *, slide_ngrids: int = 1000) -> tuple[Tiles, Tensor]:
+        """The tiles of the slide of this name, and their cells in the grid.
+
+        Raises:
+            SlideError: As `read_tiles` and `grid_cells`.
+        """
+        tiles = read_tiles(path, coords_folder=self.coords_of(name), table=self.table, tile_size_level0=self.tile_size_level0)
+        cells = grid_cells(
+            tiles,
+            tile_size_level0=self.tile_size_level0,
+            magnification=self.magnification,
+            slide_ngrids=slide_ngrids,
+            shared_cells=self.shared_cells,
+        )
+        return tiles, cells
+
+    def files_beside(self, name: str, path: Path) -> list[Path]:
+        """The files of coordinates and metadata that `read` takes beside `path`."""
+        return files_beside(path, self.coords_of(name))

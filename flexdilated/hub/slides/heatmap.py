@@ -7,12 +7,11 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexdilated.attention import dilated_attention
 from flexdilated.core.lse import accumulated
@@ -22,7 +21,7 @@ from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.maps import attention_map
 from flexdilated.ordering import coordinate_order
 
-TABLES = (".csv", ".parquet", ".geojson")
+TABLES = (".csv", ".geojson")
 
 
 @torch.no_grad()
@@ -49,19 +48,13 @@ def tile_relevance(model: LongNetViT, x: Tensor, coords: Tensor, *, tile: int | 
         NotImplementedError: If the model has a mesh.
     """
     places, query = _asked(model, x, coords, tile)
-    inputs: list[Tensor] = []
-    with ExitStack() as stack:
-        for block in model.encoder.layers:
-            attention: Any = block.self_attn
-            stack.callback(attention.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0])).remove)
-        model(x[None], coords[None])
+    blocks = list(model.encoder.layers)
+    inputs = _inputs(model, blocks, x, coords)
     rows = torch.zeros(2, 1 + len(x), dtype=accumulated(x.dtype), device=x.device)  # with the scores, and with scores of 0
     rows[:, query] = 1.0
-    for block in reversed(model.encoder.layers):
-        attention = block.self_attn
-        hidden = inputs.pop()
-        q, k = (p(hidden).unflatten(-1, (-1, attention.head_dim)).to(rows.dtype) for p in (attention.q_proj, attention.k_proj))
-        rows = (rows + _times_attention(rows, q, k, attention.attention.pattern)) / 2
+    for block in reversed(blocks):
+        q, k = (y.to(rows.dtype) for y in _projected(block, inputs.pop()))
+        rows = (rows + _times_attention(rows, q, k, model.pattern)) / 2
     actual, equal = rows[:, 1:][:, places]
     return torch.where(equal > 0, actual / equal, 0.0)
 
@@ -109,22 +102,30 @@ def tile_attention(
     places, query = _asked(model, x, coords, tile)
     blocks = model.encoder.layers
     chosen = [len(blocks) - 1] if layers is None else list(layers)
-    if (
-        not chosen
-        or any(not is_integer(layer) or not 0 <= layer < len(blocks) for layer in chosen)
-        or chosen != sorted(set(chosen))
-    ):
+    if not chosen or chosen != [layer for layer in range(len(blocks)) if layer in chosen]:
         raise ValueError(f"layers must be ascending integers in [0, depth={len(blocks)}), got {chosen}")
-    weights: list[Tensor] = []
-    with ExitStack() as stack:
-        for layer in chosen:
-            attention = blocks[layer].self_attn
-            caught: dict[str, Tensor] = {}
-            for name in ("q_proj", "k_proj"):
-                hook = partial(_catch, name, caught, attention, query, weights)
-                stack.callback(getattr(attention, name).register_forward_hook(hook).remove)
-        model(x[None], coords[None])
+    inputs = _inputs(model, [blocks[layer] for layer in chosen], x, coords)
+    projected = (_projected(blocks[layer], hidden) for layer, hidden in zip(chosen, inputs))
+    weights = [attention_map(q, k, model.pattern, queries=query)[0, :, 0] for q, k in projected]
     return torch.stack([rows[:, 1:][:, places] for rows in weights])
+
+
+def _inputs(model: LongNetViT, blocks: Sequence[Any], x: Tensor, coords: Tensor) -> list[Tensor]:
+    """What the attention of each block is given, `(1, 1 + N, embed_dim)`."""
+    inputs: list[Tensor] = []
+    with ExitStack() as stack:
+        for block in blocks:
+            handle = block.self_attn.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+            stack.callback(handle.remove)
+        model(x[None], coords[None])
+    return inputs
+
+
+def _projected(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, `(1, 1 + N, H, D)`."""
+    attention = block.self_attn
+    q, k = (projection(hidden).unflatten(-1, (-1, attention.head_dim)) for projection in (attention.q_proj, attention.k_proj))
+    return q, k
 
 
 def _asked(model: LongNetViT, x: Tensor, coords: Tensor, tile: int | None) -> tuple[Tensor, int]:
@@ -141,24 +142,13 @@ def _asked(model: LongNetViT, x: Tensor, coords: Tensor, tile: int | None) -> tu
     return places, 0 if tile is None else 1 + int(places[tile])
 
 
-def _catch(
-    name: str, caught: dict[str, Tensor], attention: Any, query: int, weights: list[Tensor], _: nn.Module, __: object, out: Tensor
-) -> None:
-    """Keep a projection's output; where both are there, only the weights."""
-    caught[name] = out
-    if len(caught) == 2:
-        q, k = (caught[key].unflatten(-1, (-1, attention.head_dim)) for key in ("q_proj", "k_proj"))
-        weights.append(attention_map(q, k, attention.attention.pattern, queries=query)[0, :, 0])
-        caught.clear()
-
-
 def write_table(
     path: Path, coords: Tensor, tile_size: float, columns: Mapping[str, Tensor], *, tile_ids: Tensor | None = None
 ) -> None:
     """Numbers of tiles as a file that viewers of slides read.
 
-    `.geojson`: QuPath's tiles, squares in pixels of level 0 with a measurement per column. `.csv`, `.parquet`: `tile_id`, `x`, `y`
-    and a column each, as LazySlide's tables of tiles have them.
+    `.geojson`: QuPath's tiles, squares in pixels of level 0 with a measurement per column. `.csv`: `tile_id`, `x`, `y` and a
+    column each, as LazySlide's tables of tiles have them.
 
     Args:
         path: Ends in one of `TABLES`.
@@ -168,37 +158,25 @@ def write_table(
         tile_ids: `(N,)` integers. Default: from 0 on.
 
     Raises:
-        ValueError: If the ending is another, a shape is, or a number is not finite, which JSON cannot hold.
-        ImportError: If pyarrow is needed and not installed.
+        ValueError: If the ending or a shape is another, or a number is not finite, which JSON cannot hold.
         OSError: If it cannot be written.
     """
     if path.suffix.lower() not in TABLES:
         raise ValueError(f"table must end in {', '.join(TABLES)}, got '{path}'")
-    if coords.dim() != 2 or coords.shape[1] != 2 or not columns:
-        raise ValueError(f"coords must be (N, 2) and columns some, got {tuple(coords.shape)} and {len(columns)}")
     ids = torch.arange(len(coords)) if tile_ids is None else tile_ids
     for name, column in {"tile_ids": ids, **columns}.items():
         if column.shape != coords.shape[:1] or not bool(column.isfinite().all()):
             raise ValueError(f"{name} must be (N,) finite numbers for N={len(coords)}, got {tuple(column.shape)}")
     rows = zip(ids.tolist(), coords.tolist(), zip(*(column.tolist() for column in columns.values())))
     with replaced(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         if path.suffix.lower() == ".geojson":
-            text = io.TextIOWrapper(file, encoding="utf-8", write_through=True)
             text.writelines(_features(rows, tile_size, list(columns)))
-            text.detach()
-        elif path.suffix.lower() == ".csv":
-            text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        else:
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(["tile_id", "x", "y", *columns])
             writer.writerows([tile, *corner, *values] for tile, corner, values in rows)
-            text.detach()
-        else:
-            import pyarrow  # an extra
-            import pyarrow.parquet
-
-            places = {"tile_id": ids.tolist(), "x": coords[:, 0].tolist(), "y": coords[:, 1].tolist()}
-            values = {name: column.cpu().numpy() for name, column in columns.items()}
-            pyarrow.parquet.write_table(pyarrow.table({**places, **values}), file)
+        text.detach()
 
 
 def _features(rows: Iterator[Any], side: float, names: Sequence[str]) -> Iterator[str]:

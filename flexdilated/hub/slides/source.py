@@ -9,62 +9,53 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A file, or a folder that is one slide: its absolute path, bytes, time of the last change in nanoseconds, and SHA-256.
+    """A slide's file, or folder, by its absolute path.
 
-    `beside` is that of the files of coordinates and metadata beside it, empty where there are none.
+    Of it and the files beside it that hold coordinates and metadata: bytes, time of the last change in nanoseconds, and SHA-256.
     """
 
     file: str
     size: int
     time: int
     digest: str
-    beside: str = ""
 
 
 def source_of(path: Path, beside: Sequence[Path] = ()) -> Source:
-    """What a file, and those beside it that belong to it, hold now.
+    """What a slide's file, and those beside it that belong to it, hold now.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If one cannot be read.
     """
-    size, time = _stat(path)
-    return Source(str(path.absolute()), size, time, digest_of(path), _digest_of_all(beside))
+    return Source(str(path.absolute()), *_stat((path, *beside)), digest_of(path, *beside))
 
 
 def is_same(source: Source, path: Path, beside: Sequence[Path] = ()) -> bool:
-    """Whether the files have the same content, at any path; `path` is read if its place or time differs."""
+    """Whether the files have the same content, at any path; they are read if the place or the time differs."""
     try:
-        size, time = _stat(path)
-        if size != source.size or _digest_of_all(beside) != source.beside:
-            return False
-        return (str(path.absolute()), time) == (source.file, source.time) or digest_of(path) == source.digest
+        size, time = _stat((path, *beside))
+        is_untouched = (str(path.absolute()), time) == (source.file, source.time)
+        return size == source.size and (is_untouched or digest_of(path, *beside) == source.digest)
     except OSError:
         return False
 
 
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file; of a folder, of the names and digests in it."""
-    digest = hashlib.sha256()
-    if path.is_dir():
-        for inner in _within(path):
-            digest.update(f"{inner.relative_to(path).as_posix()}\0{digest_of(inner)}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def digest_of(*paths: Path) -> str:
+    """SHA-256 of a file; of a folder or several files, that of the digests of all files in them."""
+    digests = []
+    for path in _files(paths):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+        digests.append(digest.hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _digest_of_all(paths: Sequence[Path]) -> str:
-    """Of one file its own, of several that of theirs."""
-    digests = [digest_of(path) for path in paths]
-    return "".join(digests) if len(digests) < 2 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """Files, and of folders those inside, in the order of their names."""
+    return [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if not file.is_dir()]
 
 
-def _within(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    found = [inner.stat() for inner in (_within(path) if path.is_dir() else [path])]
+def _stat(paths: Sequence[Path]) -> tuple[int, int]:
+    found = [file.stat() for file in _files(paths)]
     return sum(each.st_size for each in found), max((each.st_mtime_ns for each in found), default=0)

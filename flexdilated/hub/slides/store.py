@@ -15,8 +15,8 @@ from flexdilated.hub.slides.encode import EncodedSlide
 from flexdilated.hub.slides.source import Source
 
 FORMAT = "flexdilated slide 1"
-SOURCE = ("file", "file_size", "file_time", "file_digest", "coords_digest")  # attributes, as `Source` has them
-COLUMNS = ("name", "file", "file_digest", "coords_digest")  # of the joined file, a text per slide
+SOURCE = ("file", "file_size", "file_time", "file_digest")  # attributes, as `Source` has them
+COLUMNS = ("name", "file", "file_digest")  # of the joined file, a text per slide
 
 
 class StoreError(ValueError):
@@ -69,15 +69,16 @@ def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
             raise StoreError(
                 f"--output must hold slides of the same settings, got '{path}' of {told}; use --overwrite or another folder"
             )
-        return Source(*(_plain(file.attrs[key]) for key in SOURCE))
+        source, size, time, digest = (file.attrs[key] for key in SOURCE)
+        return Source(source, int(size), int(time), digest)
 
 
 def collect(output: Path, names: list[str], path: Path) -> None:
     """Join the files of some slides, at least one, in the file `path`, in their order.
 
-    It holds `embeddings` `(S, ...)`, `num_tiles` `(S,)`, the texts `names`, `files`, `file_digests` and `coords_digests`, where
-    there are tiles a group `tiles/NAME` of `embeddings` and `coords` (a `/` in a name is `%2F`), and the attributes `settings` and
-    `versions` of the first slide.
+    It holds `embeddings` `(S, ...)`, `num_tiles` `(S,)`, the texts `names`, `files` and `file_digests`, where there are tiles a
+    group `tiles/NAME` of `embeddings` and `coords` (a `/` in a name is `%2F`), and the attributes `settings` and `versions` of the
+    first slide.
 
     Raises:
         StoreError: If `encode-slides` did not write one of them.
@@ -119,8 +120,3 @@ def _opened(path: Path) -> Iterator[Any]:
         if error.errno is not None:
             raise
     raise StoreError(f"--output must hold files that encode-slides wrote, got '{path}'; use --overwrite or another folder")
-
-
-def _plain(value: Any) -> Any:
-    """A text or an integer of Python."""
-    return value if isinstance(value, str) else int(value)

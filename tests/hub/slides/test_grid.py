@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.hub.slides import SlideError, Tiles, grid_cells
-from flexdilated.hub.slides.grid import neighbour_distance
+from flexdilated.hub.slides.grid import grid_step
 from tests.hub.slides.tools import SIDE, draw_tiles
 
 
@@ -49,7 +49,7 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
 @pytest.mark.parametrize(
     ("coords", "options", "message"),
     [
-        ("tile numbers", {}, "neighbours are 1 apart, so these are numbers of tiles, not pixels of level 0: multiply them"),
+        ("tile numbers", {}, "neighbours are 1 apart: if these are numbers of tiles, not pixels of level 0, multiply them"),
         ("another level", {}, "neighbours are 128 apart: if these are pixels of level 0, a tile is 128 wide (--tile-size-level0)"),
         ("another level", {}, "if they are pixels of another level, multiply them by its downsample"),
         (
@@ -100,7 +100,7 @@ def test_tiles_that_reach_over_the_border_of_the_slide_are_accepted() -> None:
     assert len(grid_cells(slide(places)._replace(slide_size=(6 * SIDE, 18 * SIDE)))) == 2
 
 
-def test_neighbour_distance_is_the_most_frequent_one() -> None:
+def test_the_step_of_the_grid_divides_all_distances() -> None:
     _, regular = draw_tiles(200)
-    assert neighbour_distance(regular) == SIDE
-    assert neighbour_distance(torch.tensor([[0, 0], [3, 5]])) is None
+    assert grid_step(regular) == SIDE
+    assert grid_step(regular[:3]) is None
