@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flexdilated.attention import dilated_attention
 from flexdilated.core.hardware import holds_values
@@ -18,7 +21,7 @@ from flexdilated.ordering import Order
 
 __all__ = ["TimmAttention", "attention_classes"]
 
-# Where timm's versions keep the classes that `TimmAttention` follows.
+# Where timm's versions keep the classes that `TimmAttention` was compared with.
 CLASSES = (
     ("timm.layers.attention", "Attention"),
     ("timm.layers.attention", "AttentionRope"),
@@ -27,11 +30,7 @@ CLASSES = (
     ("timm.models.vision_transformer_relpos", "RelPosAttention"),
     ("timm.models.beit", "Attention"),
 )
-# What they hold and what they are called with, as of timm 1.0.31: another version may compute what is not followed here.
-PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop", "rel_pos"}
-TENSORS = {"q_bias", "k_bias", "v_bias", "relative_position_bias_table", "relative_position_index"}
 HIDDEN = -1e4  # softmax makes 0 of such a number; timm adds the lowest one of the dtype
-ARGUMENTS = {"self", "x", "rope", "attn_mask", "is_causal", "shared_rel_pos", "shared_rel_pos_bias"}
 
 
 def attention_classes() -> tuple[type[nn.Module], ...]:
@@ -43,15 +42,15 @@ def attention_classes() -> tuple[type[nn.Module], ...]:
 class TimmAttention(nn.Module):
     """The call of timm's `Attention`, `AttentionRope`, `EvaAttention`, `RelPosAttention` or BEiT's, on the submodules of one.
 
-    The parameters, their names in the state dict, hooks on the submodules and an optimizer stay as they are. Under a pattern that
-    keeps everything it computes what the module did. Tokens are counted as the model lays them out, class and register tokens
+    timm's own forward runs, with this library's attention where it calls `F.scaled_dot_product_attention`. The parameters, their
+    names in the state dict, hooks on the submodules and an optimizer stay as they are. Under a pattern that keeps everything it
+    computes what the module did. Tokens are counted as the model lays them out, class and register tokens
     first: to the pattern these are tokens like all others, at the first positions. Tables of relative positions, a layer's own or
-    shared by the model's layers, are added to the scores of the pairs that the pattern keeps. What timm calls of its attention to
-    fill, reset or resize a model (`reinit_non_persistent_buffers`, `init_weights`, `set_input_size`) works as before.
-    Source: timm 1.0.31, layers/attention.py, models/eva.py, models/vision_transformer_relpos.py and models/beit.py.
+    shared by the model's layers, are added to the scores of the pairs that the pattern keeps. timm's methods of the module
+    (`reinit_non_persistent_buffers`, `init_weights`, `set_input_size`) work as before. Compared with timm 1.0.31.
 
     Args:
-        module: The module whose projections, norms, gate and dropout are taken over.
+        module: The module whose state is taken over.
         pattern: Which positions attend to which.
         dropout_p: Probability of dropping an attention weight in training. Default: the module's own.
         is_causal: Whether queries see only keys at their own position and before, whatever a call says.
@@ -61,8 +60,8 @@ class TimmAttention(nn.Module):
         order_start: How many tokens, class and register tokens, stand before those of the order and stay there.
 
     Raises:
-        ValueError: If the module is none of these, is of a version with other parts or arguments, or has hooks of its own,
-            the pattern has more groups of heads than it has key/value heads, or `order_start` is below 0.
+        ValueError: If the module is none of these or has hooks of its own, the pattern has more groups of heads than it has
+            key/value heads, or `order_start` is below 0.
         TypeError: If the order is no `Order`.
     """
 
@@ -78,46 +77,37 @@ class TimmAttention(nn.Module):
         order_start: int = 0,
     ) -> None:
         super().__init__()
-        _check(module)
+        known, kind = attention_classes(), type(module)
+        if not isinstance(module, known) or not any(kind.forward is cls.forward for cls in known):
+            raise ValueError(f"module must have the forward of timm's attention, got that of {kind.__module__}.{kind.__qualname__}")
+        check_unhooked(module)
         if order is not None and not isinstance(order, Order):
             raise TypeError(f"order must be an Order of flexdilated.ordering, got {type(order).__name__}")
         if order_start < 0:
             raise ValueError(f"order_start must be at least 0, got {order_start}")
-        source: Any = module
-        dropout_p = source.attn_drop.p if dropout_p is None else dropout_p
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-        self.pattern, self.dropout_p, self.is_causal, self.backend = pattern, dropout_p, is_causal, backend
-        self.num_heads = source.num_heads
-        self.num_kv_heads = getattr(source, "num_kv_heads", source.num_heads)
-        pattern.check_heads(self.num_kv_heads)
-        self.arguments = tuple(inspect.signature(type(module).forward).parameters)[2:]  # after self and x
-        self.num_prefix_tokens = getattr(source, "num_prefix_tokens", 0)  # which are not turned
-        self.rotate_half = getattr(source, "rotate_half", False)
+        # Parameters, buffers, submodules, mode and sizes: all that the module is, in dicts of its own.
+        self.__dict__ |= {name: x.copy() if isinstance(x, (dict, set)) else x for name, x in vars(module).items()}
+        part: Any = self
+        self.kind, self.dropout_p = kind, part.attn_drop.p if dropout_p is None else dropout_p
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {self.dropout_p}")
+        self.pattern, self.is_causal, self.backend = pattern, is_causal, backend
+        pattern.check_heads(getattr(part, "num_kv_heads", part.num_heads))
         # A scale of one's own acts in timm's own product only.
-        self.scale: float | None = None if source.fused_attn else source.scale
-        # In timm's order, in which an optimizer lists the parameters.
-        for name, bias in module.named_parameters(recurse=False):
-            self.register_parameter(name, bias)
-        for name, buffer in module.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-        for name, part in module.named_children():
-            self.add_module(name, part)
-        # What timm's own methods, borrowed below, and its functions for models read.
-        self.kind = type(module)
-        self.window_size = getattr(source, "window_size", None)
-        self.num_relative_distance = getattr(source, "num_relative_distance", None)
-        for name in {"rel_pos"} | TENSORS:
-            if getattr(source, name, self) is None:
-                setattr(self, name, None)
+        self.own_scale: float | None = None if part.fused_attn else part.scale
+        self.fused_attn = True  # or timm would multiply by itself
+        self.takes_mask = "attn_mask" in inspect.signature(kind.forward).parameters  # or it makes one of relative positions
         self.order = order
         if order is not None:  # as buffers, they follow the module to its device; they are no part of its state
             front = torch.arange(order_start, device=order.permutation.device)
             self.order = Order(*(torch.cat([front, places + order_start]) for places in order))
             for name, places in zip(Order._fields, self.order):
                 self.register_buffer(name, places.clone(), persistent=False)
-        # The mode of this module alone: its submodules keep theirs.
-        self.training = module.training
+
+    def __getattr__(self, name: str) -> Any:
+        """timm's own methods, on this module."""
+        method = getattr(self.__dict__.get("kind"), name, None)
+        return partial(method, self) if inspect.isfunction(method) else super().__getattr__(name)
 
     def forward(self, x: Tensor, *inputs: Tensor | bool | None, **options: Tensor | bool | None) -> Tensor:
         """`(B, N, dim)` from tokens of that shape; the arguments are those of the module that was taken over.
@@ -132,121 +122,86 @@ class TimmAttention(nn.Module):
         a key is seen, or numbers to add, 0 or at most -1e4. The outputs of padded patches mean nothing.
 
         Raises:
-            NotImplementedError: If the mask hides other pairs than those of padded tokens (compiled, an assertion fails).
+            NotImplementedError: If the mask hides other pairs than those of padded tokens (compiled, an assertion fails), or timm
+                computes attention otherwise.
             ValueError: If there are other tokens than the order, or a table of relative positions, has.
             TypeError: If an argument is unknown or comes twice.
         """
-        names = self.arguments
-        given = dict(zip(names, inputs))
-        if len(inputs) > len(names) or not options.keys() <= set(names) - given.keys():
-            raise TypeError(f"arguments must be x, {', '.join(names)}, each once, got {len(inputs) + 1} and {sorted(options)}")
-        given |= options
-        mask = given.get("attn_mask")
-        padding = _ignored_keys(mask).expand(x.shape[:2]) if isinstance(mask, Tensor) else None
+        if self.order is not None and x.shape[1] != self.order.permutation.shape[0]:
+            raise ValueError(f"x must hold the {self.order.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
+        mode = ReplacedAttention(self._attend)
+        with mode:
+            out: Tensor = self.kind.forward(self, x, *inputs, **options)
+        if mode.calls != 1:
+            raise NotImplementedError(
+                f"{self.kind.__qualname__} must call F.scaled_dot_product_attention once, got {mode.calls} calls; use timm 1.0.31"
+            )
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """timm's call of `F.scaled_dot_product_attention`: heads before tokens, `dropout_p` that of its own module."""
         part: Any = self
-        gate = getattr(part, "gate", None)
-        gate = None if gate is None else gate(x).sigmoid()
-        q, k, v = self._project(x)  # (B, N, H, D)
-        if hasattr(part, "q_norm"):
-            q, k = part.q_norm(q), part.k_norm(k)
-        rope = given.get("rope")
-        if isinstance(rope, Tensor):
-            q, k = self._turn(q, rope).type_as(v), self._turn(k, rope).type_as(v)
+        group = getattr(part, "num_kv_groups", 1)  # timm repeats a key/value head for each query head that reads it
+        q, k, v = (y.transpose(1, 2) for y in (q, k[:, ::group], v[:, ::group]))
+        padding = bias = None
+        if attn_mask is not None and self.takes_mask:
+            padding = _ignored_keys(attn_mask).expand(q.shape[:2])
+        elif attn_mask is not None:
+            bias = attn_mask.reshape(-1, *attn_mask.shape[-2:])  # (H, N, N)
+            if bias.shape[-1] != q.shape[1]:
+                raise ValueError(f"x must hold the {bias.shape[-1]} tokens of the table of relative positions, got {q.shape[1]}")
         if self.order is not None:
-            if part.permutation.shape[0] != x.shape[1]:
-                raise ValueError(f"x must hold the {part.permutation.shape[0]} tokens of the order, got {x.shape[1]}")
-            q, k, v = (y.index_select(1, part.permutation) for y in (q, k, v))
-            padding = None if padding is None else padding.index_select(1, part.permutation)
-        bias = self._relative(given, x.shape[1])
+            places = part.permutation
+            q, k, v = (y.index_select(1, places) for y in (q, k, v))
+            padding = None if padding is None else padding.index_select(1, places)
+            bias = None if bias is None else bias[:, places][:, :, places]
         out = dilated_attention(
             q,
             k,
             v,
             self.pattern,
-            is_causal=self.is_causal or bool(given.get("is_causal", False)),
-            scale=self.scale,
+            is_causal=self.is_causal or is_causal,
+            scale=self.own_scale,
             dropout_p=self.dropout_p if self.training else 0.0,
             key_padding_mask=padding,
             score_mod=None if bias is None else lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx],
             backend=self.backend,
-        ).flatten(2)
-        out = out.index_select(1, part.inverse) if self.order is not None else out
-        out = part.norm(out) if hasattr(part, "norm") else out
-        return part.proj_drop(part.proj(out if gate is None else out * gate))
-
-    def reset_parameters(self) -> None:
-        """The initial values that timm gives a module of this kind."""
-        self._borrow("reset_parameters")
+        )
+        return (out.index_select(1, part.inverse) if self.order is not None else out).transpose(1, 2)
 
     def init_non_persistent_buffers(self) -> None:
         """Fill what no state dict holds: timm calls it after `to_empty`."""
-        self._borrow("init_non_persistent_buffers")
+        if hasattr(self.kind, "init_non_persistent_buffers"):
+            self.kind.init_non_persistent_buffers(self)
         if self.order is not None:
             with torch.no_grad():
                 for name, places in zip(Order._fields, self.order):
                     self.get_buffer(name).copy_(places)
 
-    def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Resize the table of relative positions to a grid of `window_size` tokens, as timm does.
-
-        Raises:
-            ValueError: If there is an order, which is that of another grid.
-        """
-        if self.order is not None and self.window_size is not None and tuple(window_size) != tuple(self.window_size):
-            raise ValueError(f"window_size must stay {tuple(self.window_size)} with an order of its tokens, got {window_size}")
-        self._borrow("set_window_size", window_size)
-
-    def _init_buffers(self) -> None:
-        self._borrow("_init_buffers")
-
-    def _borrow(self, name: str, *arguments: Any) -> None:
-        """A method of the class that was taken over, on what was taken over, where it has one."""
-        method = getattr(self.kind, name, None)
-        if method is not None:
-            method(self, *arguments)
-
     def extra_repr(self) -> str:
         return f"{self.pattern}, dropout_p={self.dropout_p}, is_causal={self.is_causal}, backend={self.backend!r}"
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        part: Any = self
-        if getattr(part, "qkv", None) is None:
-            q, k, v = part.q_proj(x), part.k_proj(x), part.v_proj(x)
-        else:
-            qkv = part.qkv(x)
-            if getattr(part, "q_bias", None) is not None:
-                qkv = qkv + torch.cat([part.q_bias, part.k_bias, part.v_bias])
-            q, k, v = qkv.chunk(3, dim=-1)
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        return tuple(rearrange(y, "b n (h d) -> b n h d", h=h) for y, h in zip((q, k, v), heads))
 
-    def _relative(self, given: dict[str, Tensor | bool | None], num_tokens: int) -> Tensor | None:
-        """`(H, N, N)` what the relative position of a query and a key adds to their score, in the order of the pattern, or None."""
-        part: Any = self
-        bias: Tensor | None = None
-        if getattr(part, "rel_pos", None) is not None:
-            bias = part.rel_pos.get_bias()[0]  # which takes the place of a shared one
-        else:
-            for shared in (given.get("shared_rel_pos"), given.get("shared_rel_pos_bias")):
-                if isinstance(shared, Tensor):
-                    bias = shared.reshape(-1, *shared.shape[-2:])
-            if getattr(part, "relative_position_bias_table", None) is not None:
-                own = rearrange(part.relative_position_bias_table[part.relative_position_index], "q k h -> h q k")
-                bias = own if bias is None else own + bias
-        if bias is None:
-            return None
-        if bias.shape[-1] != num_tokens:
-            raise ValueError(f"x must hold the {bias.shape[-1]} tokens of the table of relative positions, got {num_tokens}")
-        return bias[:, part.permutation][:, :, part.permutation] if self.order is not None else bias
+class ReplacedAttention(TorchFunctionMode):
+    """Where it is active, `attend` is called in place of `F.scaled_dot_product_attention`, `calls` times so far."""
 
-    def _turn(self, x: Tensor, rope: Tensor) -> Tensor:
-        """q or k `(B, N, H, D)` by timm's rotary positions, which take heads before tokens."""
-        from timm.layers import apply_rot_embed_cat  # optional
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend, self.calls = attend, 0
 
-        first, rest = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        half = {"half": True} if self.rotate_half else {}
-        turned = apply_rot_embed_cat(rearrange(rest, "b n h d -> b h n d"), rope, **half)
-        return torch.cat([first, rearrange(turned, "b h n d -> b n h d")], dim=1)
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.attend(*args, **(kwargs or {}))
 
 
 def _ignored_keys(mask: Tensor) -> Tensor:
@@ -264,18 +219,3 @@ def _ignored_keys(mask: Tensor) -> Tensor:
     elif holds_values(mask) and not bool(is_padding):
         raise NotImplementedError(message.format("another mask"))
     return padding[:, 0, 0]
-
-
-def _check(module: nn.Module) -> None:
-    known, kind = attention_classes(), type(module)
-    if not isinstance(module, known) or not any(kind.forward is cls.forward for cls in known):
-        raise ValueError(f"module must have the forward of timm's attention, got that of {kind.__module__}.{kind.__qualname__}")
-    check_unhooked(module)
-    parts = {name for name, _ in module.named_children()}
-    tensors = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
-    arguments = set(inspect.signature(kind.forward).parameters)
-    unknown = (parts - PARTS) | (tensors - TENSORS) | (arguments - ARGUMENTS)
-    if unknown or not {"attn_drop", "proj", "proj_drop"} <= parts or ("q_norm" in parts) != ("k_norm" in parts):
-        raise ValueError(
-            f"module must have the parts and arguments of timm 1.0.31, got others: {sorted(unknown or parts)}; use that version"
-        )
