@@ -13,9 +13,9 @@ Source: the library's documentation of `AttentionInterface` and `AttentionMaskIn
 
 from __future__ import annotations
 
-from flexdilated.hub.transformers.installed import check_installed
+from flexdilated.hub.requires import require
 
-check_installed()  # before anything of the library is imported
+require("transformers", at_least="5.12", extra="transformers")  # as pyproject.toml says, before anything of it is imported
 
 # ruff: noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM

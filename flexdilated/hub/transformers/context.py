@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 
 from flexdilated.core.call import EXCHANGES
 from flexdilated.distributed.consistency import MOST_ITEMS, Fields, compare, one_call
@@ -30,35 +29,40 @@ HIDDEN = (
     "the labels between shards are all ignored, so ranks cannot tell by them whether they hold shards of one sequence; "
     "cut one batch of all ranks by flexdilated.distributed.shard_sequence"
 )
-# Model types, of version 5.23, whose causal language models compute a loss without `num_items_in_batch`.
-OWN_LOSS = {"cpmant", "gemma4_assistant", "gemma4_unified_assistant", "xlm", "xlnet"}
-# Model types whose positions follow from the padding.
-PADDED_POSITIONS = {
-    "camembert",
-    "data2vec-text",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-}
-CAUSAL_MODELS = {
-    name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
-}
+# Families, each with a `ForCausalLM`, of which shards gave the logits and losses of the whole; gpt2's is `GPT2LMHeadModel`.
+FAMILIES = (
+    *("Arcee", "Cohere", "DeepseekV3", "DiffLlama", "Ernie4_5", "Exaone4", "GPTNeoX", "Gemma", "Gemma2", "Gemma3", "Glm", "Glm4"),
+    *(
+        "GptOss",
+        "Granite",
+        "Helium",
+        "HunYuanDenseV1",
+        "Llama",
+        "LongNet",
+        "Mistral",
+        "Mixtral",
+        "Nemotron",
+        "Olmo",
+        "Olmo2",
+        "Phi",
+    ),
+    *("Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
+)
+MODELS = {"GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in FAMILIES)}
 
 
 class Context:
     """The mesh over which a model's tokens are sharded, how rows travel on it, and what a forward has met.
 
-    `attended`: layers that have attended, by index. `is_placed`: whether its tokens have their positions. `compared`: where the
-    labels of neighbours have been, in training and in evaluation, whose loaders are not the same. `has_warned`: whether it has been
-    said that they show nothing. `given`: what the forward was given that its layers must hand on to their attention.
+    `attended`: layers that have attended, by index. `compared`: where the labels of neighbours have been, in training and in
+    evaluation, whose loaders are not the same. `has_warned`: whether it has been said that they show nothing. `given`: what the
+    forward was given that its layers must hand on to their attention.
     """
 
     def __init__(self, mesh: DeviceMesh, exchange: str) -> None:
         self.mesh, self.exchange = mesh, exchange
         self.attended: set[int] = set()
-        self.is_placed = self.has_warned = False
+        self.has_warned = False
         self.compared: set[bool] = set()
         self.given: tuple[str, ...] = ()
 
@@ -83,11 +87,6 @@ def context_mesh(model: nn.Module) -> DeviceMesh:
     return context.mesh
 
 
-def _check_exchange(exchange: object) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
-
-
 def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "auto") -> PreTrainedModel:
     """Shard the tokens of a model over the ranks of a mesh, in place: each rank gives contiguous tokens, and gets their logits.
 
@@ -99,7 +98,7 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
     Every rank must run every forward and backward.
 
     Args:
-        model: A decoder of the library with a dilated pattern, or `LongNetForCausalLM`.
+        model: With a dilated pattern, of one of the `ForCausalLM` classes in `docs/transformers.md`, or `LongNetForCausalLM`.
         mesh: A 1-D `DeviceMesh`, or one axis of a larger one, whose ranks hold the sequence in their order.
         exchange: How keys and values travel, as in `flexdilated.dilated_attention`.
 
@@ -111,11 +110,11 @@ def shard_context(model: PreTrainedModel, mesh: DeviceMesh, *, exchange: str = "
     Raises:
         TypeError: If the mesh is no `DeviceMesh`, or the model none of the library's.
         ValueError: If the mesh has other than one dim, or the exchange is unknown.
-        NotImplementedError: If the model generates nothing, has several parts, has another attention, counts tokens or labels by
-            itself, or mixes tokens in another way too: by convolutions, by losses of its experts, or by rotary positions that
-            depend on the longest one.
+        NotImplementedError: If shards of the model's class were not compared with the whole, it has another attention, or its
+            rotary positions depend on the longest one.
     """
-    _check_exchange(exchange)
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, got {exchange!r}")
     group_of(mesh)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
@@ -139,47 +138,14 @@ def _check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if hasattr(model, PLACE):
         raise ValueError(f"model must be without a mesh, got {name} with one")
-    parts = [part for part in config.sub_configs if isinstance(getattr(config, part, None), PreTrainedConfig)]
-    if parts:
-        raise NotImplementedError(f"model must have one part to be sharded, got {name} of {sorted(parts)}")
+    if MODELS.isdisjoint(base.__name__ for base in type(model).__mro__):
+        raise NotImplementedError(f"model must be one of {', '.join(sorted(MODELS))} to be sharded, got {name}")
     if config._attn_implementation != NAME or getattr(config, "dilated_pattern", None) is None:
         raise NotImplementedError(f"model must have a dilated_pattern and {NAME!r} attention, got {config._attn_implementation!r}")
-    if any(isinstance(module, LongNetLM) for module in model.modules()):
-        return
-    if not model.can_generate():
-        raise NotImplementedError(f"model must be a decoder that generates, with its head, got {name}")
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise NotImplementedError(f"model must be a decoder that takes position_ids, got {name}")
-    mixing = next((child for child in model.modules() if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
-    if mixing is not None:
-        raise NotImplementedError(f"model must mix tokens by attention alone, got {name} with {type(mixing).__name__}")
-    own_loss = config.model_type in OWN_LOSS or CAUSAL_MODELS.isdisjoint(base.__name__ for base in type(model).__mro__)
-    if own_loss:
-        raise NotImplementedError(
-            f"model must give its loss_function all arguments over a mesh, got {name}, whose loss knows a shard's labels only"
-        )
-    if getattr(config, "attn_temperature_tuning", False):  # of Llama 4
-        raise NotImplementedError(
-            f"config.attn_temperature_tuning must be False over a mesh, got {name}, whose layers count the tokens of a shard"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError("config.output_router_logits must be False over a mesh, got True: its loss is no sum over tokens")
-    if config.model_type in PADDED_POSITIONS:
-        raise NotImplementedError(
-            f"model must count positions from 0 over a mesh, got {name}, whose positions depend on its padding"
-        )
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if rope in ("dynamic", "longrope"):
-            raise NotImplementedError(f"rope_type must not depend on the longest position over a mesh, got {rope!r}")
-
-
-def _ropes(parameters: Any) -> list[str]:
-    """The kinds of rotary positions in a config's field, which may have one for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return []
-    if "rope_type" in parameters:
-        return [parameters["rope_type"]]
-    return [kind for value in parameters.values() for kind in _ropes(value)]
+    parameters = getattr(config, "rope_parameters", None) or {}  # some have them for each kind of layer
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise NotImplementedError(f"rope_type must not depend on the longest position over a mesh, got {rope['rope_type']!r}")
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +155,6 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
-    context.is_placed = False
     if given.get("output_router_logits") or getattr(module.config, "output_router_logits", False):
         raise NotImplementedError(f"output_router_logits must be False {SHARDED}, got True: its loss is no sum over tokens")
     kept, has_cache = given.get("logits_to_keep", 0), given.get("use_cache") or given.get("past_key_values") is not None
@@ -249,7 +214,7 @@ def _place_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Give the tokens of a shard their positions in the whole sequence; reject arguments that do not work on shards."""
     given = _by_name(module, args, kwargs)
     context: Context = getattr(module, PLACE)
-    context.attended, context.is_placed = set(), True
+    context.attended = set()
     context.given = tuple(name for name in ("cu_seq_lens_q", "shard_lengths") if given.get(name) is not None)
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.pieces import uncached
+from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
-from flexdilated.hub.transformers.context import context_of
-from flexdilated.hub.transformers.decoding import decode
+from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
-from flexdilated.hub.transformers.options import refuse_options, tokens_seen
 from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
 from flexdilated.hub.transformers.positions import borders_of, first_real, refuse_documents, shifted
+from flexdilated.masks import dilated_score_mod
+
+# Options of a call that change what is computed, and what to say when one is set.
+REFUSED = {
+    "softcap": "dilated attention does not cap its scores",
+    "sliding_window": "the pattern says what is seen; set config.sliding_window above the longest sequence",
+    "sinks": "dilated attention has one sink for each head, called s_aux, and none for each token",
+    "position_bias": "dilated attention takes no bias of scores",
+    "indices": "the pattern says what is seen",
+    "block_indices": "the pattern says what is seen",
+    "cache": "dilated attention has no paged cache; use a dynamic or static one",
+    "block_table": "dilated attention has no paged cache; use a dynamic or static one",
+    "output_attentions": "dilated attention never forms its weights; flexdilated.attention_map gives those of chosen queries",
+}
+
+# Options that leave the attention as it is, or are read here. Models hand on whatever they were called with.
+KNOWN = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "shard_lengths",
+    "shift_labels",
+    "token_type_ids",
+    "use_cache",
+}
 
 
 def dilated_attention_forward(
@@ -73,7 +111,7 @@ def dilated_attention_forward(
             nothing says whether it is causal; or if it holds some of the heads, and nothing says which.
     """
     layer, context = layer_of(key), context_of(module)
-    refuse_options(options, tokens_seen(key, layer, context, options))
+    _refuse_options(options, _tokens_seen(key, layer, context, options))
     config: Any = module.config
     refuse_crossing(config)
     if not torch.compiler.is_compiling():
@@ -126,10 +164,6 @@ def dilated_attention_forward(
         else:
             out = _attend_whole(q, k, v, attention_mask, borders, call, sinks)
     else:
-        if not context.is_placed:  # OPT's head calls the decoder inside of its base model
-            raise NotImplementedError(
-                "model must call its base model to be sharded, got one that calls a part of it: nothing placed its tokens"
-            )
         if dropped := [name for name in context.given if options.get(name) is None]:
             raise NotImplementedError(
                 f"{dropped[0]} must be None over a mesh with layers that do not hand it on to their attention, got it, and "
@@ -143,6 +177,39 @@ def dilated_attention_forward(
         )
         out = attend_with_sinks(q, k, v, call, sinks)
     return out[..., : value.shape[3]].contiguous(), None
+
+
+def _tokens_seen(key: Tensor, layer: DilatedCacheLayer | None, context: Context | None, options: Mapping[str, Any]) -> int:
+    """Of the sequence, up to the last of this call and on all ranks: as many as a window must hold to hide none of them."""
+    if context is not None:
+        return sum(local_shard_lengths(context.mesh, key.shape[2], options.get("shard_lengths"))[1])
+    return key.shape[2] if layer is None else layer.seen
+
+
+def _refuse_options(options: Mapping[str, Any], num_seen: int) -> None:
+    """Raise for an option that changes the attention, or that is unknown.
+
+    Args:
+        options: By name, as the library hands them on.
+        num_seen: As `_tokens_seen` says.
+
+    Raises:
+        NotImplementedError: If there is such an option, or attention weights are collected otherwise.
+    """
+    for name, given in options.items():
+        if given is None or given is False or name in KNOWN:
+            continue
+        if name == "sliding_window" and isinstance(given, int) and given >= num_seen:
+            continue  # to have no window a layer needs another type, which may have other rotary positions
+        shown = "a tensor" if isinstance(given, Tensor) else repr(given)
+        reason = REFUSED.get(name, "nothing is known of such an option")
+        raise NotImplementedError(f"{name} must be None with {NAME!r} attention, got {shown}: {reason}")
+    # Some models do not hand on output_attentions, and collect what their layers return.
+    collected = None if torch.compiler.is_compiling() else _active_collector.get()
+    if collected and any("attentions" in name for name in collected):
+        raise NotImplementedError(
+            f"output_attentions must be None with {NAME!r} attention, got True: {REFUSED['output_attentions']}"
+        )
 
 
 @functools.lru_cache(maxsize=512)  # read in every layer of every step
@@ -188,7 +255,11 @@ def _decode(
     call: Call,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Some queries over all keys of a cache."""
+    """Some queries over all keys of a cache, `(B, queries, H, D)`, by the pattern's rule on their positions.
+
+    One softmax over the union of the branches: the score plus the log of how many of them join the pair. A sink is one more key,
+    of value 0.
+    """
     if borders is not None:
         raise NotImplementedError(
             f"cu_seq_lens_q must be None while decoding from a cache, got {k.shape[1]} keys for {q.shape[1]} queries"
@@ -198,9 +269,31 @@ def _decode(
             f"queries and keys must be the same tokens unless is_causal=True, got {q.shape[1]} queries and {k.shape[1]} keys"
         )
     assert mask is not None
-    positions = mask[:, 0, 0]
-    there, here = positions[:, : k.shape[1]], positions[:, k.shape[1] :]
-    return decode(q, k, v, call.pattern, shard, here, there, call.checked_scale(), call.dropout_p, sinks)
+    pattern, num_heads, num_keys = call.pattern, q.shape[2], k.shape[1]
+    if pattern.detach_weights and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        pattern = dataclasses.replace(pattern, detach_weights=False)  # the outputs are the same
+    key_positions, query_positions = mask[:, 0, 0, :num_keys], mask[:, 0, 0, num_keys:]
+    first_head, total_kv_heads = (0, k.shape[2]) if shard is None else (shard.first_query, shard.total_key)
+    group = num_heads // k.shape[2] if shard is None else shard.group
+    count = dilated_score_mod(pattern, group * total_kv_heads, seq_len=num_keys, is_causal=True, num_kv_heads=total_kv_heads)
+    batch = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1)
+    heads = torch.arange(first_head, first_head + num_heads, device=q.device).view(1, -1, 1, 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    bias = torch.zeros(q.shape[0], num_heads, q.shape[1], num_keys, dtype=dtype, device=q.device)
+    # -1 lies in no segment of a real query, so ignored keys drop out here.
+    bias = count(bias, batch, heads, query_positions[:, None, :, None], key_positions[:, None, None])
+    # Rows that were never written, or are padding, may hold anything.
+    ignored = (key_positions < 0)[:, :, None, None]
+    k, v = (x.to(dtype).masked_fill(ignored, 0.0) for x in (k, v))
+    empty = (bias == -math.inf).all(-1)[:, :, :, None].transpose(1, 2)
+    if sinks is not None:
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+        bias = torch.cat([bias, sinks.to(dtype)[None, :, None, None].expand(*bias.shape[:3], 1)], dim=-1)
+    q_, k, v = (x.transpose(1, 2) for x in (q.to(dtype), k, v))
+    out = F.scaled_dot_product_attention(
+        q_, k, v, attn_mask=bias, dropout_p=call.dropout_p, scale=call.checked_scale(), enable_gqa=num_heads != k.shape[1]
+    )
+    return out.transpose(1, 2).masked_fill(empty, 0.0).to(q.dtype)
 
 
 def _attend_whole(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,18 +16,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.decode.arguments import cache_refusal
-from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCache, check_padding
 from flexdilated.hub.transformers.context import IGNORED
-from flexdilated.hub.transformers.options import REFUSED
+from flexdilated.hub.transformers.interface import REFUSED
 from flexdilated.hub.transformers.patterns import NAME, pattern_of
 from flexdilated.hub.transformers.positions import borders_of, first_real, shifted
 from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.longnet import LongNetLM
-from flexdilated.nn.position import SCALE_BASE, XPos, token_positions
+from flexdilated.nn.position import SCALE_BASE, XPos
 from flexdilated.nn.transformer import Block
 
-PACKED = (*FlashAttentionKwargs.__annotations__, "position_ids", "shift_labels", "shard_lengths")
+PACKED = (*FlashAttentionKwargs.__annotations__, "shift_labels", "shard_lengths")
 
 
 class LongNetHFConfig(PreTrainedConfig):
@@ -74,12 +73,8 @@ class LongNetHFConfig(PreTrainedConfig):
     ) -> None:
         self.vocab_size, self.embed_dim, self.num_layers, self.num_heads = vocab_size, embed_dim, num_layers, num_heads
         self.num_kv_heads, self.ffn_dim, self.position, self.tie_embeddings = num_kv_heads, ffn_dim, position, tie_embeddings
-        self.dropout_p, self.attention_dropout_p, self.backend, self.scale_base = (
-            dropout_p,
-            attention_dropout_p,
-            backend,
-            scale_base,
-        )
+        self.dropout_p, self.attention_dropout_p = dropout_p, attention_dropout_p
+        self.backend, self.scale_base = backend, scale_base
         pattern = DilatedPattern.longnet() if dilated_pattern is None else dilated_pattern
         pattern = pattern if isinstance(pattern, DilatedPattern) else DilatedPattern.from_dict(pattern)
         self.dilated_pattern = pattern.to_dict()
@@ -197,19 +192,18 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             **packed: `cu_seq_lens_q` and `cu_seq_lens_k`, `(documents + 1,)`, the borders of packed documents, for B = 1.
                 `max_length_q` and `max_length_k` follow from them, and are not needed. `shift_labels`, `(B, N)`: the labels already
                 moved by one; `labels` must come too, and does not count. `shard_lengths`: the tokens of each rank, after
-                `shard_context`; by default equally many. `position_ids`, `(B or 1, N)`: those that the model counts itself.
+                `shard_context`; by default equally many. No `position_ids`: the model counts them
+                itself, so `DataCollatorWithFlattening` must have `return_flash_attn_kwargs=True, return_position_ids=False`.
 
         Raises:
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
                 come with one.
             TypeError: If `logits_to_keep` is no integer, or an argument has another name.
             ValueError: If the pattern of the config is no longer that of the model, a shape or a number is wrong, borders are
-                given once, differ, or come with padding, or positions are others than those of the documents (compiled, an
-                assertion fails).
+                given once, differ, or come with padding.
         """
-        for name in packed:
-            if name not in PACKED:
-                raise TypeError(f"LongNetForCausalLM.forward() got an unexpected keyword argument {name!r}")
+        if unknown := sorted(packed.keys() - set(PACKED)):
+            raise TypeError(f"LongNetForCausalLM.forward() got an unexpected keyword argument {unknown[0]!r}")
         if inputs_embeds is not None:
             raise NotImplementedError("inputs_embeds must be None in LongNetForCausalLM, got a tensor; give input_ids")
         if past_key_values is None and use_cache:
@@ -247,8 +241,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         borders = borders_of(None, input_ids, packed)
         if borders is not None and real is not None:
             raise ValueError("cu_seq_lens_q must come without padding, got an attention_mask with padding too")
-        if packed.get("position_ids") is not None:
-            self._check_positions(packed["position_ids"], input_ids, attention_mask, borders, seen, packed.get("shard_lengths"))
         if past_key_values is not None:
             if borders is not None:
                 raise NotImplementedError("cu_seq_lens_q must be None with a DilatedCache, got borders")
@@ -267,10 +259,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if borders is not None and shift_labels is None:  # the last token of a document does not predict the next document
-                starts = labels.new_zeros(labels.shape[1] + 1, dtype=torch.bool).index_fill(
-                    0, borders.to(labels.device).long(), True
-                )
-                labels = labels.masked_fill(starts[:-1], IGNORED)
+                starts = torch.isin(torch.arange(labels.shape[1], device=labels.device), borders.to(labels.device))
+                labels = labels.masked_fill(starts, IGNORED)
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -280,35 +270,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
-    def _check_positions(
-        self,
-        told: Tensor,
-        tokens: Tensor,
-        attention_mask: Tensor | None,
-        borders: Tensor | None,
-        start: int,
-        shard_lengths: Sequence[int] | None,
-    ) -> None:
-        """Raise for `position_ids` other than those that follow from documents and padding."""
-        if self.model.mesh is not None:
-            rank, lengths = local_shard_lengths(self.model.mesh, tokens.shape[1], shard_lengths)
-            start = sum(lengths[:rank])
-        counted = token_positions(tokens.shape[1], borders, tokens.device, start)[None]
-        real = None
-        if borders is None and attention_mask is not None:
-            counted, real = attention_mask.long().cumsum(-1)[:, start:] - 1, attention_mask[:, start:].bool()
-        message = (
-            "position_ids must count from 0 in each document of cu_seq_lens_q and cu_seq_lens_k in LongNetForCausalLM, got others; "
-            "leave them out, as DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False) does"
-        )
-        if told.dim() != 2 or told.shape[0] not in (1, tokens.shape[0]) or told.shape[1] != tokens.shape[1]:
-            raise ValueError(message)
-        agree = ((told == counted) if real is None else ((told == counted) | ~real)).all()
-        if torch.compiler.is_compiling():
-            torch._assert_async(agree, message)
-        elif not bool(agree):
-            raise ValueError(message)
 
     def _decode(self, tokens: Tensor, real: Tensor | None, cache: DilatedCache, *, last_only: bool) -> Tensor:
         caches = cache.stores(len(self.model.layers), lambda: self.model.make_caches(tokens.shape[0], max_length=cache.max_length))
@@ -330,11 +291,6 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         if implementation not in (None, "dynamic", "dynamic_full"):  # the last is what older versions ask for drafts
             raise NotImplementedError(
                 f"cache_implementation must be None in LongNetForCausalLM, whose cache is a DilatedCache, got {implementation!r}"
-            )
-        if getattr(generation_config, "assistant_early_exit", None) is not None:
-            raise NotImplementedError(
-                "assistant_early_exit must be None in LongNetForCausalLM, got "
-                f"{generation_config.assistant_early_exit}: it has no early exit; use assistant_model or prompt_lookup_num_tokens"
             )
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return

@@ -123,37 +123,14 @@ def test_longnet_loss_of_packed_documents_is_the_mean_over_each_documents_own_la
     assert torch.equal(given, tokens)
 
 
-POSITIONS = r"position_ids must count from 0 in each document .*return_flash_attn_kwargs=True, return_position_ids=False\)"
-
-
 def test_longnet_takes_what_the_library_s_packing_collator_gives() -> None:
     model, lengths = longnet(), [7, 10, 6]
     rows = [{"input_ids": torch.randint(2, 256, (n,)).tolist()} for n in lengths]
     expected = torch.cat([model(torch.tensor([row["input_ids"]])).logits for row in rows], dim=1)
-    for options in ({}, {"return_position_ids": False}):
-        batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **options)(rows)
-        torch.testing.assert_close(model(**batch).logits, expected, **SINGLE)
-    alone = transformers.DataCollatorWithFlattening()(rows)
-    with pytest.raises(ValueError, match=POSITIONS):
-        model(**alone)
-    assert torch.equal(model(alone["input_ids"], position_ids=torch.arange(23)[None]).logits, model(alone["input_ids"]).logits)
-
-
-def test_longnet_takes_positions_that_it_counts_itself_and_no_others() -> None:
-    model, tokens, mask = longnet(), torch.randint(256, (BATCH, TOKENS)), mask_of([TOKENS, 17, 11], "left")
-    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    expected = model(tokens, attention_mask=mask).logits
-    told = model(tokens, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(told, expected, rtol=0, atol=0)
-    with torch.no_grad():
-        cache = hub.DilatedCache()
-        for here in (slice(0, 14), slice(14, TOKENS)):
-            options = {"attention_mask": mask[:, : here.stop], "position_ids": positions[:, here], "past_key_values": cache}
-            logits = model(tokens[:, here], **options).logits
-    torch.testing.assert_close(logits, expected[:, 14:], **SINGLE)
-    for wrong in (positions + 1, positions[:, :5], positions[None], torch.zeros(BATCH, TOKENS, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=POSITIONS):
-            model(tokens, attention_mask=mask, position_ids=wrong)
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(rows)
+    torch.testing.assert_close(model(**batch).logits, expected, **SINGLE)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'position_ids'"):
+        model(**transformers.DataCollatorWithFlattening()(rows))
 
 
 def test_longnet_refuses_names_of_no_argument() -> None:
@@ -184,8 +161,6 @@ def test_longnet_refuses_other_caches_and_wrong_shapes() -> None:
         model(tokens, logits_to_keep=torch.tensor([3]))
     with pytest.raises(ValueError, match="logits_to_keep must be at least 0 in LongNetForCausalLM, got -3"):
         model(tokens, logits_to_keep=-3)
-    with pytest.raises(NotImplementedError, match="assistant_early_exit must be None in LongNetForCausalLM, got 1"):
-        model.generate(tokens[:1], max_new_tokens=2, assistant_early_exit=1, pad_token_id=0)
     with pytest.raises(ValueError, match="tie_word_embeddings must be False in LongNetHFConfig, got True; use tie_embeddings"):
         longnet(tie_word_embeddings=True)
     borders = torch.tensor([0, 7, 23])
