@@ -15,7 +15,7 @@ from flexdilated.cli.refusal import refuse
 from flexdilated.draw.slide import draw_slide_map
 from flexdilated.draw.weights import PICTURE_FORMATS
 from flexdilated.hub.slides.formats import STORE_SUFFIX, SUFFIXES, SlideError, Tiles
-from flexdilated.hub.slides.heatmap import TABLES, tile_attention, tile_relevance, write_table
+from flexdilated.hub.slides.heatmap import TABLES, tile_relevance, write_table
 
 
 def map_slide(
@@ -24,17 +24,6 @@ def map_slide(
         Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv).")
     ],
     weights: slide_options.WeightsOption = None,
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            help="Draw raw weights of single layers, from 0 on, comma separated. They follow the order of tiles in the file.",
-            show_default="relevance through all layers",
-        ),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="With --layer: heads from 0 on, comma separated; mean: their mean; each: all.", show_default="mean"),
-    ] = None,
     tile: Annotated[
         int | None,
         typer.Option(
@@ -79,8 +68,6 @@ def map_slide(
         refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
-    if head is not None and layer is None:
-        refuse(f"--head must come with --layer, got '{head}' and no layer")
     place = device_named(device, auto=["cuda", "mps"])
     try:
         slide, cells = reading.read(tiles.name, tiles, slide_ngrids=slide_ngrids)
@@ -100,45 +87,35 @@ def map_slide(
     side = slide.tile_size_level0 or tile_size_level0
     assert side is not None  # or the cells would have been refused
     try:
-        layers = None if layer is None else integers("--layer", layer)
         x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
         model = model.eval().to(place)
-        if layers is None:
-            columns = {"relevance": tile_relevance(model, x, where, tile=row).cpu()}
-            turned = None if row is None else len(x) - 1 - row
-            reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
-            note = f"tiles in reverse order: rank correlation {_rank_correlation(columns['relevance'], reverse):.2f}"
-        else:
-            found = tile_attention(model, x, where, layers=layers, tile=row).cpu()
-            named = [_chosen(heads, head or "mean", f"layer {number}") for number, heads in zip(layers, found)]
-            columns = {name: weights for part in named for name, weights in part.items()}
-            hidden = float((found == 0).all(dim=1).float().mean())
-            note = f"raw weights of a layer follow the order of tiles; {hidden:.0%} of tiles are hidden by the pattern"
-            typer.echo(f"WARNING: --layer: {note}; leave --layer out for a map through all layers", err=True)
+        relevance = tile_relevance(model, x, where, tile=row).cpu()
+        turned = None if row is None else len(x) - 1 - row
+        reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
+        note = f"tiles in reverse order: rank correlation {_rank_correlation(relevance, reverse):.2f}"
     except ValueError as error:
         refuse(error)
     if suffix in TABLES:
         with writing(output):
-            write_table(output, slide.coords, side, columns, tile_ids=slide.tile_ids)
+            write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
     else:
         try:
             figure = draw_slide_map(
-                torch.stack(list(columns.values())),
+                relevance[None],
                 slide.coords,
                 tile_size=side,
                 thumbnail=thumbnail,
                 slide_size=None if thumbnail is None else (size[0], size[1]) if size is not None else slide.slide_size,
                 query=row,
                 title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
-                titles=list(columns),
-                label="attention weight" if layers is not None else "relevance, 1: as the pattern alone",
+                titles=["relevance"],
+                label="relevance, 1: as the pattern alone",
                 note=note,
             )
-        except (ValueError, OSError) as error:  # too many panels; a thumbnail that is no picture
+        except (ValueError, OSError) as error:  # a thumbnail that is no picture
             refuse(error)
         save_picture(figure, output)
-    maps = f"{len(columns)} map{'s' * (len(columns) != 1)}"
-    typer.echo(f"wrote {maps} of {len(slide.coords):,} tiles to '{output}'" + (f"; {note}" if layers is None else ""))
+    typer.echo(f"wrote 1 map of {len(slide.coords):,} tiles to '{output}'; {note}")
 
 
 def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -156,13 +133,3 @@ def _row(slide: Tiles, tile: int | None) -> int | None:
     if not rows:
         refuse(f"--tile must be a tile_id of the slide, got {tile}")
     return int(rows[0])
-
-
-def _chosen(heads: torch.Tensor, choice: str, name: str) -> dict[str, torch.Tensor]:
-    """The maps of a layer `(H, N)` that are asked for, by name."""
-    if choice == "mean":
-        return {f"{name}, mean of heads": heads.mean(dim=0)}
-    numbers = tuple(range(len(heads))) if choice == "each" else integers("--head", choice)
-    if any(not 0 <= number < len(heads) for number in numbers):
-        refuse(f"--head must be mean, each, or in [0, {len(heads)}), got '{choice}'")
-    return {f"{name}, head {number}": heads[number] for number in numbers}

@@ -10,7 +10,6 @@ from flexdilated.hub.slides.formats import Tiles as Tiles
 from flexdilated.hub.slides.formats import read_tiles as read_tiles
 from flexdilated.hub.slides.grid import Reading as Reading
 from flexdilated.hub.slides.grid import grid_cells as grid_cells
-from flexdilated.hub.slides.heatmap import tile_attention as tile_attention
 from flexdilated.hub.slides.heatmap import tile_relevance as tile_relevance
 from flexdilated.hub.slides.heatmap import write_table as write_table
 from flexdilated.hub.slides.source import Source as Source

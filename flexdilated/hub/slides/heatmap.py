@@ -1,4 +1,4 @@
-"""How much of each tile reaches the class token, or another tile: through all layers, or in one; and files for viewers."""
+"""How much of each tile reaches the class token, or another tile, through all layers; and files for viewers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.draw.figure import replaced
 from flexdilated.hub.slide_encoder import LongNetViT
-from flexdilated.maps import attention_map
 from flexdilated.ordering import coordinate_order
 
 TABLES = (".csv", ".geojson")
@@ -47,13 +46,27 @@ def tile_relevance(model: LongNetViT, x: Tensor, coords: Tensor, *, tile: int | 
         ValueError: If the model is in training mode, or the tile is none of the slide's.
         NotImplementedError: If the model has a mesh.
     """
-    places, query = _asked(model, x, coords, tile)
-    blocks = list(model.encoder.layers)
-    inputs = _inputs(model, blocks, x, coords)
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
+    if model.mesh is not None:
+        raise NotImplementedError("model must come without mesh, got one: a rank holds a part of the keys alone")
+    if tile is not None and (not is_integer(tile) or not 0 <= tile < len(x)):
+        raise ValueError(f"tile must be in [0, N={len(x)}), got {tile!r}")
+    places = torch.arange(len(x), device=x.device)  # of the tiles in the sequence, without the class token
+    if model.order is not None:
+        places = coordinate_order((coords.long() // model.tile_size).flip(-1), order=model.order).inverse
+    query = 0 if tile is None else 1 + int(places[tile])
+    inputs: list[Tensor] = []
+    with ExitStack() as stack:
+        for block in model.encoder.layers:
+            attention: Any = block.self_attn
+            stack.callback(attention.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0])).remove)
+        model(x[None], coords[None])
     rows = torch.zeros(2, 1 + len(x), dtype=accumulated(x.dtype), device=x.device)  # with the scores, and with scores of 0
     rows[:, query] = 1.0
-    for block in reversed(blocks):
-        q, k = (y.to(rows.dtype) for y in _projected(block, inputs.pop()))
+    for block in reversed(model.encoder.layers):
+        attention, hidden = block.self_attn, inputs.pop()
+        q, k = (p(hidden).unflatten(-1, (-1, attention.head_dim)).to(rows.dtype) for p in (attention.q_proj, attention.k_proj))
         rows = (rows + _times_attention(rows, q, k, model.pattern)) / 2
     actual, equal = rows[:, 1:][:, places]
     return torch.where(equal > 0, actual / equal, 0.0)
@@ -72,74 +85,6 @@ def _times_attention(rows: Tensor, q: Tensor, k: Tensor, pattern: DilatedPattern
     upstream[..., 0] = rows[..., None] / out.shape[2]
     (gradient,) = torch.autograd.grad(out, v, upstream)
     return gradient[..., 0].sum(dim=-1)
-
-
-@torch.inference_mode()
-def tile_attention(
-    model: LongNetViT, x: Tensor, coords: Tensor, *, layers: Sequence[int] | None = None, tile: int | None = None
-) -> Tensor:
-    """The exact weights with which the class token, or a tile, reads every tile of a slide, in each head of some layers.
-
-    These weights follow the order of tiles in the sequence more than what tiles show: the class token sees the first segment whole,
-    and every r-th tile of the others. `tile_relevance` does not. The weights of one query sum to 1, less what it reads of the class
-    token and what zero keys take. Memory and time grow with the
-    number of tiles, never with its square; the slide is encoded once.
-
-    Args:
-        model: In evaluation mode, without a mesh.
-        x: Tile embeddings, `(N, in_chans)`.
-        coords: Their corners as the model takes them, `(N, 2)`.
-        layers: From 0 to `depth - 1`, in ascending order. Default: the last one.
-        tile: Which tile asks, in `[0, N)`. Default: the class token.
-
-    Returns:
-        `(layers, heads, N)`, float32 (float64 for a float64 model), on the device of the model.
-
-    Raises:
-        ValueError: If the model is in training mode, or a layer or the tile is none of the slide's.
-        NotImplementedError: If the model has a mesh.
-    """
-    places, query = _asked(model, x, coords, tile)
-    blocks = model.encoder.layers
-    chosen = [len(blocks) - 1] if layers is None else list(layers)
-    if not chosen or chosen != [layer for layer in range(len(blocks)) if layer in chosen]:
-        raise ValueError(f"layers must be ascending integers in [0, depth={len(blocks)}), got {chosen}")
-    inputs = _inputs(model, [blocks[layer] for layer in chosen], x, coords)
-    projected = (_projected(blocks[layer], hidden) for layer, hidden in zip(chosen, inputs))
-    weights = [attention_map(q, k, model.pattern, queries=query)[0, :, 0] for q, k in projected]
-    return torch.stack([rows[:, 1:][:, places] for rows in weights])
-
-
-def _inputs(model: LongNetViT, blocks: Sequence[Any], x: Tensor, coords: Tensor) -> list[Tensor]:
-    """What the attention of each block is given, `(1, 1 + N, embed_dim)`."""
-    inputs: list[Tensor] = []
-    with ExitStack() as stack:
-        for block in blocks:
-            handle = block.self_attn.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-            stack.callback(handle.remove)
-        model(x[None], coords[None])
-    return inputs
-
-
-def _projected(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, `(1, 1 + N, H, D)`."""
-    attention = block.self_attn
-    q, k = (projection(hidden).unflatten(-1, (-1, attention.head_dim)) for projection in (attention.q_proj, attention.k_proj))
-    return q, k
-
-
-def _asked(model: LongNetViT, x: Tensor, coords: Tensor, tile: int | None) -> tuple[Tensor, int]:
-    """The places of the tiles in the sequence `(N,)`, without the class token, and the place of the query, with it."""
-    if model.training:
-        raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
-    if model.mesh is not None:
-        raise NotImplementedError("model must come without mesh, got one: a rank holds a part of the keys alone")
-    if tile is not None and (not is_integer(tile) or not 0 <= tile < len(x)):
-        raise ValueError(f"tile must be in [0, N={len(x)}), got {tile!r}")
-    places = torch.arange(len(x), device=x.device)
-    if model.order is not None:
-        places = coordinate_order((coords.long() // model.tile_size).flip(-1), order=model.order).inverse
-    return places, 0 if tile is None else 1 + int(places[tile])
 
 
 def write_table(

@@ -5,38 +5,19 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from flexdilated import DilatedPattern, attention_map
 from flexdilated.hub.slide_encoder import LongNetViT
-from flexdilated.hub.slides import grid_cells, read_tiles, tile_attention, tile_relevance, write_table
+from flexdilated.hub.slides import grid_cells, read_tiles, tile_relevance, write_table
 from tests.commands import invoke
 from tests.hub.slides.tools import SIDE, draw_tiles, write_lazyslide, write_trident
 from tests.hub.test_slide_encoder import DEPTH, GRIDS, HEADS, TILE_SIZE, draw_slides, encoder_model, hidden_states, norm
 from tests.tolerances import EXACT, SINGLE
 
 N = 53
-
-
-@pytest.mark.parametrize("tile", [None, 0, 31])
-def test_weights_are_those_of_the_layers(tile: int | None) -> None:
-    model = encoder_model()
-    x, coords = draw_slides(1, N)
-    states = hidden_states(model, x, coords)
-    found = tile_attention(model, x[0], coords[0], layers=[0, 2], tile=tile)
-    assert found.shape == (2, HEADS, N)
-    for layer, actual in zip((0, 2), found):
-        block = model.encoder.layers[layer]
-        h = norm(states[layer], block.self_attn_layer_norm)
-        q, k = (p(h).unflatten(-1, (HEADS, -1)) for p in (block.self_attn.q_proj, block.self_attn.k_proj))
-        expected = attention_map(q, k, model.pattern, queries=0 if tile is None else 1 + tile)[0, :, 0, 1:]
-        torch.testing.assert_close(actual, expected, **EXACT)
-    last = tile_attention(model, x[0], coords[0], tile=tile)
-    torch.testing.assert_close(last[0], found[1], **EXACT)
-    assert not model.encoder.layers[0].self_attn.q_proj._forward_hooks
 
 
 @pytest.mark.parametrize("tile", [None, 31])
@@ -94,40 +75,26 @@ def test_relevance_finds_marked_tiles_anywhere_in_the_file(num_tiles: int, place
     found = tile_relevance(model, x, coords)
     assert found[marked].min() > found[~marked].max()
     assert (found > 0).all()
-    # What a single layer shows instead: tiles that the pattern hides, and none of the marked ones first.
-    single = tile_attention(model, x, coords)[0].mean(dim=0)
-    assert (single == 0).float().mean() > 0.15
-    if place > 0.5 and num_tiles > 1_500:
-        assert not marked[single.topk(int(marked.sum())).indices].all()
 
 
-def test_weights_of_a_model_with_an_order_are_those_of_the_tiles_as_given() -> None:
+def test_relevance_of_a_model_with_an_order_is_that_of_the_tiles_as_given() -> None:
     model = encoder_model(order="hilbert")
     cells = torch.randperm(GRIDS**2)[:N]
     x, coords = draw_slides(1, N)[0][0], torch.stack([cells % GRIDS, cells // GRIDS], dim=-1) * TILE_SIZE
     shuffled = torch.randperm(N)
     for tile in (None, 7):
-        expected = tile_attention(model, x, coords, tile=tile)
+        expected = tile_relevance(model, x, coords, tile=tile)
         other = None if tile is None else int((shuffled == tile).nonzero()[0, 0])
-        actual = tile_attention(model, x[shuffled], coords[shuffled], tile=other)
+        actual = tile_relevance(model, x[shuffled], coords[shuffled], tile=other)
         torch.testing.assert_close(actual, expected[..., shuffled], **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layers": [DEPTH]}, "layers must be ascending integers in [0, depth=3), got [3]"),
-        ({"layers": [1, 0]}, "layers must be ascending integers in [0, depth=3), got [1, 0]"),
-        ({"layers": []}, "layers must be ascending integers"),
-        ({"tile": N}, "tile must be in [0, N=53), got 53"),
-    ],
-)
-def test_layers_and_tiles_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
+def test_tiles_that_are_none_and_training_are_refused() -> None:
     x, coords = draw_slides(1, N)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tile_attention(encoder_model(), x[0], coords[0], **options)
+    with pytest.raises(ValueError, match=r"tile must be in \[0, N=53\), got 53"):
+        tile_relevance(encoder_model(), x[0], coords[0], tile=N)
     with pytest.raises(ValueError, match="model must be in evaluation mode"):
-        tile_attention(encoder_model().train(), x[0], coords[0])
+        tile_relevance(encoder_model().train(), x[0], coords[0])
 
 
 def test_tables_hold_every_tile(tmp_path: Path) -> None:
@@ -181,27 +148,13 @@ def run(weights: Path, *more: object) -> tuple[int, str, str]:
 
 def test_map_slide_writes_pictures_and_tables(weights: Path) -> None:
     picture, table = weights.with_name("map.png"), weights.with_name("map.geojson")
-    code, out, err = run(weights, f"--output={picture}", "--head=0,3", "--layer=0,1", "--tile=5")
-    assert (code, out) == (0, f"wrote 4 maps of 53 tiles to '{picture}'\n")
-    assert err == (
-        "WARNING: --layer: raw weights of a layer follow the order of tiles; 0% of tiles are hidden by the pattern; "
-        "leave --layer out for a map through all layers\n"
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert run(weights, f"--output={table}", "--head=each", "--layer=0,1")[0] == 0
-    features = json.loads(table.read_text())["features"]
-    assert len(features) == N
-    names = list(features[0]["properties"]["measurements"])
-    assert names == [f"layer {layer}, head {head}" for layer in (0, 1) for head in range(16)]
-    assert 0.5 < sum(feature["properties"]["measurements"]["layer 1, head 2"] for feature in features) < 1.0
-    assert run(weights, f"--output={table}", "--layer=1")[0] == 0
-    assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["layer 1, mean of heads"]
     code, out, err = run(weights, f"--output={table}", "--tile=5")
     assert (code, err) == (0, "")
     agreement = re.fullmatch(rf"wrote 1 map of 53 tiles to '{table}'; tiles in reverse order: rank correlation (-?\d\.\d\d)\n", out)
     assert agreement is not None
     assert list(json.loads(table.read_text())["features"][0]["properties"]["measurements"]) == ["relevance"]
     assert run(weights, f"--output={picture}")[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 needs_zarr = pytest.mark.skipif(
@@ -285,10 +238,6 @@ def test_map_slide_needs_weights(tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--output=a.jpg"], "--output must end in one of .png, .pdf, .svg, .csv, .geojson, got 'a.jpg'"),
-        (["--output=a.png", "--layer=2"], "layers must be ascending integers in [0, depth=2), got [2]"),
-        (["--output=a.png", "--head=3"], "--head must come with --layer, got '3' and no layer"),
-        (["--output=a.png", "--layer=1", "--head=16"], "--head must be mean, each, or in [0, 16), got '16'"),
-        (["--output=a.png", "--layer=1", "--head=x"], "--head must be integers separated by commas, got 'x'"),
         (["--output=a.png", "--tile=53"], "must be in [0, N=53), got 53"),
         (["--output=a.png", "--thumbnail=none.png"], "--thumbnail must be a file that exists, got 'none.png'"),
         (["--output=a.png", "--slide-size=5,5"], "--slide-size must be width,height and come with --thumbnail, got '5,5'"),
