@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,11 +100,8 @@ def create_model(
         raise FileNotFoundError(f"pretrained must be the path of a file, None or '', no file at {name}")
     sizes = Architecture(*ARCHITECTURES[model_arch])
     if pattern is None:
-        pattern = DilatedPattern.gigapath(max_wsi_size, tile_size)
-        branches = slice(sizes.branches)
-        pattern = replace(
-            pattern, segment_lengths=pattern.segment_lengths[branches], dilation_rates=pattern.dilation_rates[branches]
-        )
+        whole, run = DilatedPattern.gigapath(max_wsi_size, tile_size), slice(sizes.branches)
+        pattern = replace(whole, segment_lengths=whole.segment_lengths[run], dilation_rates=whole.dilation_rates[run])
     model = LongNetViT(
         in_chans=in_chans,
         embed_dim=sizes.embed_dim,
@@ -136,6 +133,7 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: If there is no such state dict, its names and shapes are not exactly those of the model, or it was trained
             under another order or pattern.
+        TypeError: As `DilatedPattern.from_dict`.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     weights = checkpoint.get("model") if isinstance(checkpoint, Mapping) else None
@@ -145,19 +143,10 @@ def load_weights(model: LongNetViT, path: str | os.PathLike[str]) -> None:
     assert isinstance(checkpoint, Mapping)
     if (order := checkpoint.get("order")) != model.order:
         raise ValueError(f"order must be that of the weights={order!r}, got {model.order!r}; weights are trained in one order")
-    if "pattern" in checkpoint and (pattern := _pattern_of(checkpoint["pattern"])) != model.pattern:
+    if "pattern" in checkpoint and (pattern := DilatedPattern.from_dict(checkpoint["pattern"])) != model.pattern:
         raise ValueError(f"pattern must be that of the weights={pattern}, got {model.pattern}")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         misfits = " ".join(str(error).split())
         raise ValueError(f"pretrained must hold exactly the weights of the model, got others: {misfits}") from error
-
-
-def _pattern_of(values: Any) -> DilatedPattern:
-    try:
-        return DilatedPattern.from_dict(values)
-    except TypeError as error:
-        raise ValueError(
-            f"pretrained must hold what DilatedPattern.to_dict gives under 'pattern', got {values!r}: {error}"
-        ) from error

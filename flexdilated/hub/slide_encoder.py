@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -135,9 +136,9 @@ class LongNetViT(nn.Module):
             coords: Upper left corners of the tiles in pixels, `(B, N, 2)`, integer, float32 or float64 whatever the dtype of the
                 model. Each lies in `[0, slide_ngrids * tile_size)`.
             all_layer_embed: Whether to return one entry per layer, the embedded tiles first: `depth + 1`.
-            padding_mask: `(B, N)` bool, True where there is no tile. What x and coords hold there has no effect: a slide with
-                padding is encoded without it, by itself, so it gives what it gives alone. (The zero keys of the pattern follow
-                the number of tiles, so a mask on the keys would not.)
+            padding_mask: `(B, N)` bool, True where there is no tile. What x and coords hold there has no effect: slides with
+                padding are encoded without it, packed as by `cu_seqlens`. (The zero keys of the pattern follow the number of
+                tiles, so a mask on the keys would not give what each slide gives alone.)
             cu_seqlens: `(S + 1,)` integers, for B = 1: the tiles are those of S slides, one after another, which begin and end at
                 these tiles. Each slide gets a class token and gives what it gives alone.
             return_tokens: Whether to return the tokens that are pooled, instead of the pooled embedding.
@@ -157,20 +158,20 @@ class LongNetViT(nn.Module):
             TypeError: If a dtype is wrong.
             NotImplementedError: If packed or padded slides come with a mesh.
         """
-        borders, cells = self._checked(x, coords, padding_mask, cu_seqlens, shard_lengths)
-
-        def encode(x: Tensor, cells: Tensor) -> list[Tensor]:
-            states = self._states(x, cells, borders, shard_lengths, every=all_layer_embed)
-            return [state if return_tokens else self.pool(state, cu_seqlens=borders) for state in states]
-
-        if padding_mask is None or not bool(padding_mask.any()):
-            return encode(x, cells)
-        real = ~padding_mask
-        layers = list(zip(*(encode(x[b, kept][None], cells[b, kept][None]) for b, kept in enumerate(real))))
+        self._check(x, coords)
+        if padding_mask is not None:
+            self._check_padding(x, padding_mask, cu_seqlens)
+            padding_mask = padding_mask if bool(padding_mask.any()) else None
+        if padding_mask is not None:
+            real = ~padding_mask
+            x, coords, cu_seqlens = x[real][None], coords[real][None], F.pad(real.sum(dim=1).cumsum(0), (1, 0))
+        states = self._states(x, coords, cu_seqlens, shard_lengths, every=all_layer_embed)
         if not return_tokens:
-            return [torch.cat(layer) for layer in layers]
-        kept = torch.cat([real.new_ones(x.shape[0], 1), real], dim=1)  # (B, 1 + N)
-        return [_spread(torch.cat(layer, dim=1)[0], kept) for layer in layers]
+            return [self.pool(state, cu_seqlens=cu_seqlens) for state in states]
+        if padding_mask is None:
+            return list(states)
+        kept = F.pad(real, (1, 0), value=True)[..., None]  # (B, 1 + N, 1)
+        return [state.new_zeros(*kept.shape[:2], self.embed_dim).masked_scatter(kept, state[0]) for state in states]
 
     def hidden_states(
         self, x: Tensor, coords: Tensor, *, cu_seqlens: Tensor | None = None, shard_lengths: Sequence[int] | None = None
@@ -179,8 +180,8 @@ class LongNetViT(nn.Module):
 
         Who keeps none of them needs no memory for all. The arguments are those of the call.
         """
-        borders, cells = self._checked(x, coords, None, cu_seqlens, shard_lengths)
-        return self._states(x, cells, borders, shard_lengths, every=True)
+        self._check(x, coords)
+        return self._states(x, coords, cu_seqlens, shard_lengths, every=True)
 
     def pool(self, tokens: Tensor, padding_mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The slide embeddings `(B, embed_dim)` of tokens `(B, 1 + N, embed_dim)`, of the tiles that are no padding `(B, N)`.
@@ -202,35 +203,39 @@ class LongNetViT(nn.Module):
         return self.patch_embed(x) + tile_positions(cells, self.embed_dim).to(self.cls_token.dtype)
 
     def _states(
-        self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, every: bool
+        self, x: Tensor, coords: Tensor, cu_seqlens: Tensor | None, shard_lengths: Sequence[int] | None, *, every: bool
     ) -> Iterator[Tensor]:
         """The tokens after every layer, or after the encoder."""
+        if self.mesh is not None and self.training and self.drop_path_rate:
+            raise NotImplementedError("drop_path_rate must be 0 in training with mesh, got more: ranks would drop different layers")
+        if self.mesh is None and shard_lengths is not None:
+            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
+        cells = self._cells(coords)
+        if cu_seqlens is not None:
+            cu_seqlens = self._borders(x, cu_seqlens)
         if self.mesh is not None:
-            yield from self._states_of_shard(x, cells, shard_lengths, every=every)
-            return
+            return self._states_of_shard(x, cells, shard_lengths, every=every)
+        return self._states_of_whole(x, cells, cu_seqlens, every=every)
+
+    def _states_of_whole(self, x: Tensor, cells: Tensor, cu_seqlens: Tensor | None, *, every: bool) -> Iterator[Tensor]:
         batch, num_tiles, _ = x.shape
+        borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
         inverse = None
         if self.order is not None:
-            borders = [0, num_tiles] if cu_seqlens is None else cu_seqlens.tolist()
             orders = [self._along(slide[start:end]) + start for slide in cells for start, end in pairwise(borders)]
             places = torch.cat(orders).reshape(batch, num_tiles, 1)
             x, cells, inverse = _taken(x, places), _taken(cells, places), places.argsort(dim=1)
-        x = self._embed(x, cells)
         class_token = self.cls_token.expand(batch, -1, -1)
+        slides = self._embed(x, cells).split([end - start for start, end in pairwise(borders)], dim=1)
+        x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
         options: dict[str, Any] = {}
-        if cu_seqlens is None:
-            x = torch.cat([class_token, x], dim=1)
-        else:
-            slides = x.split(cu_seqlens.diff().tolist(), dim=1)
-            x = torch.cat([part for slide in slides for part in (class_token, slide)], dim=1)
-            options["cu_seqlens"] = cu_seqlens + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
-        # Where each tile stands, behind the class tokens of its slide and those before it.
-        shift = torch.zeros(num_tiles, dtype=torch.int64, device=x.device)
         if cu_seqlens is not None:
-            shift[cu_seqlens[1:-1]] = 1
-        tiles = torch.arange(num_tiles, device=x.device) + 1 + shift.cumsum(0)
+            options["cu_seqlens"] = cu_seqlens + torch.arange(len(cu_seqlens), device=cu_seqlens.device)
+        # Where each tile is, after the class tokens of its slide and of those before it.
+        tiles = [torch.arange(start, end, device=x.device) + i for i, (start, end) in enumerate(pairwise(borders), 1)]
+        index = torch.cat(tiles)
         for state in self.encoder.hidden_states(x, **options) if every else (self.encoder(x, **options),):
-            yield state if inverse is None else state.index_copy(1, tiles, _taken(state[:, tiles], inverse))
+            yield state if inverse is None else state.index_copy(1, index, _taken(state[:, index], inverse))
 
     def _along(self, cells: Tensor) -> Tensor:
         """The tiles of a slide along the curve, `(N,)`."""
@@ -251,31 +256,10 @@ class LongNetViT(nn.Module):
         for state in states:
             yield unshard_sequence(state, self.mesh, shard_lengths=lengths, reduce_gradients=True)
 
-    def _checked(
-        self,
-        x: Tensor,
-        coords: Tensor,
-        padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        shard_lengths: Sequence[int] | None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """The boundaries of packed slides, and the grid cells of tiles."""
-        self._check(x, coords, padding_mask)
-        if self.mesh is None and shard_lengths is not None:
-            raise ValueError(f"shard_lengths must come with mesh, got no mesh and {tuple(shard_lengths)}")
-        if self.mesh is not None and self.training and self.drop_path_rate:
-            raise NotImplementedError("drop_path_rate must be 0 in training with mesh, got more: ranks would drop different layers")
-        return self._borders(x, padding_mask, cu_seqlens), self._cells(coords, padding_mask)
-
-    def _borders(self, x: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    def _borders(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The checked boundaries of packed slides, int64."""
-        given = [name for name, value in (("padding_mask", padding_mask), ("cu_seqlens", cu_seqlens)) if value is not None]
-        if self.mesh is not None and given:
-            raise NotImplementedError(f"{given[0]} must be None with mesh, got a tensor; encode slides one by one")
-        if cu_seqlens is None:
-            return None
-        if padding_mask is not None:
-            raise ValueError("cu_seqlens must come without padding_mask, got both")
+        if self.mesh is not None:
+            raise NotImplementedError("cu_seqlens must be None with mesh, got a tensor; encode slides one by one")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be a tensor of int32 or int64, got {cu_seqlens.dtype}")
         if x.shape[0] != 1 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -286,13 +270,11 @@ class LongNetViT(nn.Module):
             raise ValueError(f"cu_seqlens must rise from 0 to N={x.shape[1]}, with a tile for every slide, got {borders}")
         return cu_seqlens.long()
 
-    def _cells(self, coords: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """The grid cells of the tiles, `(B, N, 2)` int64, computed in integers so that no dtype can move a tile; 0 at padding."""
+    def _cells(self, coords: Tensor) -> Tensor:
+        """The grid cells of the tiles, `(B, N, 2)` int64, computed in integers so that no dtype can move a tile."""
         # NaN and numbers too large for int64 have no defined conversion: they become numbers outside the grid.
         floored = coords.nan_to_num(nan=-1.0).clamp(-1.0, 2.0**62).floor() if coords.is_floating_point() else coords
         pixels = floored.to(torch.int64)
-        if padding_mask is not None:
-            pixels = pixels.masked_fill(padding_mask[..., None], 0)
         limit = self.slide_ngrids * self.tile_size
         outside = (pixels < 0) | (pixels >= limit)
         if torch.compiler.is_compiling():  # which cannot say where
@@ -305,7 +287,7 @@ class LongNetViT(nn.Module):
             )
         return pixels // self.tile_size
 
-    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> None:
+    def _check(self, x: Tensor, coords: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.in_chans or x.shape[0] < 1 or x.shape[1] < 1:
             remedy = ""
             if self.mesh is not None and x.dim() == 3 and x.shape[1] == 0:
@@ -318,8 +300,12 @@ class LongNetViT(nn.Module):
         half = coords.dtype.itemsize < 4 and coords.is_floating_point()
         if half or coords.is_complex() or coords.dtype == torch.bool:
             raise TypeError(f"coords must be integer, float32 or float64, whatever the dtype of the model, got {coords.dtype}")
-        if padding_mask is None:
-            return
+
+    def _check_padding(self, x: Tensor, padding_mask: Tensor, cu_seqlens: Tensor | None) -> None:
+        if self.mesh is not None:
+            raise NotImplementedError("padding_mask must be None with mesh, got a tensor; encode slides one by one")
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens must come without padding_mask, got both")
         if padding_mask.dtype != torch.bool:
             raise TypeError(f"padding_mask must be bool, True where there is no tile, got {padding_mask.dtype}")
         if padding_mask.shape != x.shape[:2]:
@@ -356,8 +342,3 @@ def tile_positions(cells: Tensor, embed_dim: int) -> Tensor:
 def _taken(x: Tensor, places: Tensor) -> Tensor:
     """The rows of `x` `(B, N, C)` at `places` `(B, N, 1)`; `take_along_dim` would make a graph for every N."""
     return x.gather(1, places.expand(-1, -1, x.shape[2]))
-
-
-def _spread(tokens: Tensor, kept: Tensor) -> Tensor:
-    """Tokens `(K, C)` at the K places of `kept` `(B, N)`, zeros elsewhere: `(B, N, C)`."""
-    return tokens.new_zeros(*kept.shape, tokens.shape[-1]).masked_scatter(kept[..., None], tokens)

@@ -294,6 +294,19 @@ def test_a_slide_that_overflows_leaves_its_neighbours_in_the_pack_alone(
 # -- slides that have a file --------------------------------------------------------------------------------------------------
 
 
+def test_slides_without_memory_are_named_with_the_remedy(
+    tmp_path: Path, slides: object, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(LongNetViT, "hidden_states", fail)
+    code, _, err = run(tmp_path, weights)
+    assert code == 1
+    assert "needs more memory than there is for the " in err
+    assert "CUDA out of memory.; lower --token-budget" in err
+
+
 def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     whole = encode.encode_slides

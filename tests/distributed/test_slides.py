@@ -1,7 +1,6 @@
 """One slide over several ranks gives what it gives on one."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated.distributed import even_shard_lengths, shard_sequence
 from flexdilated.hub.gigapath import LongNetViT, create_model
-from flexdilated.hub.slides import EncodedSlide, FailedSlide, encode_slides
 from tests.distributed.processes import Ranks, exactly, one_size
-from tests.hub.slides.tools import draw_tiles, write_trident
 from tests.hub.test_slide_encoder import draw_slides, encoder_model
 from tests.hub.test_slide_packing import encoder_model_like
 from tests.tolerances import EXACT, SINGLE
@@ -111,35 +108,3 @@ def test_a_head_behind_a_slide_over_ranks_trains_as_in_one_process(ranks: Ranks,
 @pytest.mark.ranks
 def test_a_slide_over_ranks_gives_what_it_gives_alone(ranks: Ranks) -> None:
     ranks.run(encode_over_ranks, even_shard_lengths(131, ranks.world_size))
-
-
-def encode_what_some_ranks_cannot_read(rank: int, mesh: DeviceMesh, folder: Path) -> None:
-    """Each rank reads from a disk of its own: a file is gone on the last one, another is damaged on the first."""
-    torch.manual_seed(11)
-    model = encoder_model().float()
-    sharded = encoder_model_like(model, mesh=mesh).float()
-    disk = folder / f"{mesh.size()}-{rank}"
-    paths = {name: write_trident(disk, name, *draw_tiles(31, seed=i)) for i, name in enumerate("abcd")}
-    paths["e"] = write_trident(disk, "e", *draw_tiles(1))
-    if rank == mesh.size() - 1:
-        paths["b"].unlink()
-    if rank == 0:
-        paths["c"].write_bytes(b"")
-    found = {result.name: result for result in encode_slides(sharded, paths)}
-    assert list(found) == list(paths)
-    kinds = {name: type(result) for name, result in found.items()}
-    assert kinds == {
-        **dict.fromkeys("ad", EncodedSlide),
-        **dict.fromkeys("bc", FailedSlide),
-        "e": EncodedSlide if mesh.size() == 1 else FailedSlide,
-    }
-    if mesh.size() > 1:
-        assert found["e"].reason == f"must have a tile for each of {mesh.size()} ranks that encode it together, got 1"
-    alone = {result.name: result for result in encode_slides(model, {name: paths[name] for name in "ad"})}
-    for name in "ad":
-        torch.testing.assert_close(found[name].embedding, alone[name].embedding, **SINGLE)
-
-
-@pytest.mark.ranks
-def test_a_slide_that_one_rank_cannot_read_fails_on_all_and_the_rest_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(encode_what_some_ranks_cannot_read, tmp_path)

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from flexdilated.distributed.mesh import group_of
-from flexdilated.distributed.sharding import even_shard_lengths
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides.formats import SlideError, Tiles
 from flexdilated.hub.slides.grid import Reading, grid_step
@@ -90,8 +87,7 @@ def encode_slides(
     on. A pack holds slides in their order, as many as the budget takes, and at least one.
 
     Args:
-        model: The encoder, in evaluation mode, on its device and in its dtype. With a mesh every rank gives the same slides, which
-            are encoded one by one, each over all ranks; every rank gets the results.
+        model: The encoder, in evaluation mode, on its device and in its dtype, without a mesh.
         slides: Paths by name, as `list_slides` gives them.
         reading: What is asked of files.
         token_budget: Most tiles in a pack of several slides.
@@ -105,7 +101,10 @@ def encode_slides(
 
     Raises:
         ValueError: If the model is in training mode, the budget is below 1, or the dtype is another.
+        NotImplementedError: If the model has a mesh.
     """
+    if model.mesh is not None:
+        raise NotImplementedError("model must come without mesh, got one; share out slides over ranks, or call the model itself")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode, in which dropout is active; call model.eval()")
     if token_budget < 1:
@@ -114,8 +113,7 @@ def encode_slides(
         raise ValueError(f"storage must be float32 or float16, got {storage}")
     clock = Clock() if clock is None else clock
     reads = (_read(model, name, path, reading or Reading()) for name, path in slides.items())
-    # Over a mesh every pack is one slide on every rank, even where only some can read it.
-    packs = _packs(reads, token_budget) if model.mesh is None else ([read] for read in reads)
+    packs = _packs(reads, token_budget)
     with ThreadPoolExecutor(1, thread_name_prefix="slides") as reader:
         ahead: Future[list[_Read | FailedSlide] | None] = reader.submit(next, packs, None)
         while True:
@@ -175,19 +173,8 @@ def _results(
     """In the order of the pack."""
     read = [slide for slide in pack if isinstance(slide, _Read)]
     failures = {slide.name: slide for slide in pack if isinstance(slide, FailedSlide)}
-    if model.mesh is not None:  # a file may be there for some ranks alone
-        told: list[dict[str, FailedSlide]] = [{} for _ in range(model.mesh.size())]
-        dist.all_gather_object(told, failures, group=model.mesh.get_group())
-        failures = {name: failure for one in reversed(told) for name, failure in one.items()}
-        few = [slide for slide in read if len(slide.cells) < model.mesh.size()]
-        failures |= {slide.name: FailedSlide(slide.name, slide.path, _too_few(slide, model.mesh.size())) for slide in few}
-        read = [slide for slide in read if slide.name not in failures]
     encoded = {slide.name: result for slide, result in zip(read, _encoded(model, read, all_layers, tiles, storage))}
     return [failures.get(slide.name) or encoded[slide.name] for slide in pack]
-
-
-def _too_few(slide: _Read, ranks: int) -> str:
-    return f"must have a tile for each of {ranks} ranks that encode it together, got {len(slide.cells)}"
 
 
 def _encoded(
@@ -198,12 +185,12 @@ def _encoded(
         return []
     try:
         layers, last = _forward(model, pack, all_layers, tiles)
-    except (MemoryError, RuntimeError) as error:  # torch's own for a GPU is a RuntimeError
-        if "memory" not in str(error) or model.mesh is not None:  # other ranks wait
+    except (MemoryError, RuntimeError) as error:  # torch's own are RuntimeErrors
+        message = f"{type(error).__name__} {error}".splitlines()[0]
+        if "memory" not in message.lower():
             raise
-        count, message = sum(len(slide.cells) for slide in pack), str(error).strip().splitlines()[0]
-        reason = f"needs more memory than there is for the {count:,} tiles of its pack: {message}; lower --token-budget"
-        return [FailedSlide(slide.name, slide.path, reason) for slide in pack]
+        reason = f"needs more memory than there is for the {sum(len(slide.cells) for slide in pack):,} tiles of its pack: {message}"
+        return [FailedSlide(slide.name, slide.path, f"{reason}; lower --token-budget") for slide in pack]
     results: list[EncodedSlide | FailedSlide] = []
     borders = [0, *torch.tensor([len(slide.cells) for slide in pack]).cumsum(0).tolist()]
     for i, (slide, (start, end)) in enumerate(zip(pack, pairwise(borders))):
@@ -228,16 +215,10 @@ def _forward(model: LongNetViT, pack: list[_Read], all_layers: bool, tiles: bool
     sizes = [len(slide.cells) for slide in pack]
     coords = torch.cat([slide.cells for slide in pack])[None] * model.tile_size
     x = torch.cat([slide.tiles.x.to(weight.dtype) for slide in pack])[None]
-    shards = None
-    if model.mesh is not None:
-        _, rank, count = group_of(model.mesh)
-        shards = even_shard_lengths(sum(sizes), count)
-        own = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
-        x, coords = x[:, own], coords[:, own]
     x, coords = x.to(weight.device), coords.to(weight.device)
     borders = torch.tensor([0, *sizes]).cumsum(0) if len(pack) > 1 else None
     pooled = []
-    for state in model.hidden_states(x, coords, cu_seqlens=borders, shard_lengths=shards):
+    for state in model.hidden_states(x, coords, cu_seqlens=borders):
         if all_layers:
             pooled.append(model.pool(state, cu_seqlens=borders))
     last = model.encoder.layer_norm(state)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from flexdilated.hub.slides.formats import COORDINATES, EMBEDDINGS, INDEX, STORE_SUFFIX, SUFFIXES
+from flexdilated.hub.slides.formats import INDEX, STORE_SUFFIX, SUFFIXES
 
 # Folders in which CLAM, Mussel and TRIDENT keep one slide in two formats, or as two encoders embedded it.
 COPIES = re.compile(r"(h5|pt)(_files)?|features_.*")
@@ -22,7 +22,7 @@ def list_slides(
 
     Links are followed; one that leads nowhere counts as a slide, which cannot be read. What tools write beside embeddings is left
     out: hidden files, the folder of coordinates, slide2vec's and slideflow's tables of them, embeddings that `encode-slide` put
-    beside the tiles, and .h5 files of patches that hold coordinates alone.
+    beside the tiles, and CLAM's and TRIDENT's files of coordinates: .h5 files in `patches`, or whose names end in `_patches`.
 
     Args:
         folder: Where the slides are.
@@ -35,7 +35,7 @@ def list_slides(
     found: dict[str, Path] = {}
     slides: dict[str, Path] = {}  # by the name without folders that tell copies of one slide apart
     for path in sorted(_files(folder, coords_folder)):
-        if _is_patches(path):
+        if path.suffix.lower() == ".h5" and (path.parent.name == "patches" or path.stem.endswith("_patches")):
             if without_embeddings is not None:
                 without_embeddings.append(path)
             continue
@@ -68,16 +68,3 @@ def _files(folder: Path, coords_folder: Path | None) -> Iterator[Path]:
             if Path(at, name).resolve() in above:
                 raise ValueError(f"FOLDER must hold no link to a folder above it, got '{Path(at, name)}'")
         folders[:] = [name for name in inner if coords_folder is None or Path(at, name).resolve() != coords_folder.resolve()]
-
-
-def _is_patches(path: Path) -> bool:
-    """Whether it is TRIDENT's or CLAM's file of patches, named or placed as such, which holds coordinates and no embeddings."""
-    if path.suffix.lower() != ".h5" or not (path.parent.name == "patches" or path.stem.endswith("_patches")):
-        return False
-    try:
-        import h5py  # an extra
-
-        with h5py.File(path, "r") as file:
-            return COORDINATES in file and not any(key in file for key in EMBEDDINGS)
-    except (ImportError, OSError, RuntimeError):  # `read_tiles` says what is wrong with it
-        return False

@@ -81,11 +81,15 @@ def cells_of(coords: Tensor, side: float) -> Tensor:
 
 def why_shared(coords: Tensor, side: float) -> str | None:
     """What is wrong where tiles would share cells, as the end of a sentence that begins with the slide; None where none do."""
-    occupied = len(cells_of(coords, side).unique(dim=0))
+    occupied, step = len(cells_of(coords, side).unique(dim=0)), grid_step(coords)
     if occupied == len(coords):
         return None
-    told = f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where tiles in one cell cannot be told apart; "
-    return told + _remedy(coords, side)
+    apart = "" if step is None else f"; neighbours are {step} apart"
+    return (
+        f"would put {len(coords)} tiles in {occupied} cells of {side:g} pixels, where they cannot be told apart{apart}: "
+        "multiply numbers of tiles, or pixels of another level, to get pixels of level 0; check --tile-size-level0; for tiles that "
+        "overlap use --shared-cells"
+    )
 
 
 def grid_step(coords: Tensor) -> int | None:
@@ -96,18 +100,6 @@ def grid_step(coords: Tensor) -> int | None:
         steps = coords[order[coords[order, across].argsort(stable=True)]].diff(dim=0)
         gaps += steps[(steps[:, across] == 0) & (steps[:, along] > 0), along].tolist()
     return math.gcd(*gaps) if len(gaps) >= FEWEST_GAPS else None
-
-
-def _remedy(coords: Tensor, side: float) -> str:
-    step = grid_step(coords)
-    if step is None or step >= side:
-        return "tiles of several pieces of tissue overlap (--shared-cells allows that), or these are pixels of another level"
-    if step == 1:
-        return "neighbours are 1 apart: if these are numbers of tiles, not pixels of level 0, multiply them by the side of a tile"
-    return (
-        f"neighbours are {step} apart: if these are pixels of level 0, a tile is {step} wide (--tile-size-level0) or tiles "
-        "overlap (--shared-cells); if they are pixels of another level, multiply them by its downsample"
-    )
 
 
 @dataclass(frozen=True)

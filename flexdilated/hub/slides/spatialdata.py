@@ -23,7 +23,7 @@ class Stored(NamedTuple):
 def read(path: Path, table: str | None) -> Stored:
     """The tiles of a table, in its order.
 
-    The features of `tiles` lie in the table `NAME_tiles`, which says what tiles it is of.
+    The features of `tiles` lie in the table `NAME_tiles`.
 
     Raises:
         ImportError: If zarr or pyarrow is not installed.
@@ -57,22 +57,13 @@ def _opened(path: Path, table: str | None) -> tuple[Any, str, dict[str, Any], di
     if not specs:
         raise ValueError("it has no tile_spec, as LazySlide's stores have")
     tables = sorted(store["tables"].group_keys()) if "tables" in store else []
-    candidates = {name: key for name in tables if (key := _tile_key(store[f"tables/{name}"], name, specs)) is not None}
+    named = {name: max((key for key in specs if name.endswith(f"_{key}")), key=len, default=None) for name in tables}
+    candidates = {name: key for name, key in named.items() if key is not None}
     if table is None and len(candidates) == 1:
         table = next(iter(candidates))
     if table not in candidates:
         raise ValueError(f"it has the tables of tiles {', '.join(candidates) or 'none'}; name one by --table, got {table}")
     return store[f"tables/{table}"], candidates[table], specs[candidates[table]], dict(store.attrs.get("slide_properties") or {})
-
-
-def _tile_key(group: Any, name: str, specs: dict[str, Any]) -> str | None:
-    """The tiles that a table describes: by its attributes, or by the ending of its name."""
-    said = group.get("uns/spatialdata_attrs")
-    regions = np.asarray(said["region"][...]).reshape(-1).tolist() if said is not None and "region" in said else []
-    keys = [str(region) for region in regions if str(region) in specs]
-    if keys:
-        return keys[0]
-    return max((key for key in specs if name.endswith(f"_{key}")), key=len, default=None)
 
 
 def _geometry(spec: dict[str, Any], properties: dict[str, Any]) -> tuple[float | None, float | None]:

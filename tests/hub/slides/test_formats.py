@@ -125,9 +125,6 @@ def test_patches_that_hold_coordinates_alone_are_left_out_and_counted(tmp_path: 
     left_out: list[Path] = []
     assert list(list_slides(tmp_path, without_embeddings=left_out)) == ["features_a/a", "features_a/b"]
     assert left_out == patches
-    with h5py.File(patches[0], "r+") as file:
-        file["features"] = x.numpy()
-    assert "features_a/a_patches" in list_slides(tmp_path)
 
 
 def test_a_folder_gives_its_slides_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -383,15 +380,6 @@ def test_a_magnification_that_is_no_number_is_not_said(tmp_path: Path, spacing: 
 @pytest.mark.parametrize("attributes", [{"patch_size_level0": np.inf}, {"patch_size_level0": "x", "downsample": "y"}])
 def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, attributes: dict[str, object]) -> None:
     assert read_tiles(write_trident(tmp_path, "a", *draw_tiles(3), **attributes)).tile_size_level0 is None
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_tensor_that_is_no_dense_one_is_the_fault_of_its_slide(tmp_path: Path) -> None:
-    """A nested tensor says that it is strided, and has no shape."""
-    _, coords = draw_tiles(2)
-    torch.save({"features": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "coords": coords}, tmp_path / "a.pt")
-    with pytest.raises(SlideError):
-        read_tiles(tmp_path / "a.pt")
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,14 +49,13 @@ def test_tiles_that_do_not_overlap_never_share_a_cell() -> None:
 @pytest.mark.parametrize(
     ("coords", "options", "message"),
     [
-        ("tile numbers", {}, "neighbours are 1 apart: if these are numbers of tiles, not pixels of level 0, multiply them"),
-        ("another level", {}, "neighbours are 128 apart: if these are pixels of level 0, a tile is 128 wide (--tile-size-level0)"),
-        ("another level", {}, "if they are pixels of another level, multiply them by its downsample"),
+        ("tile numbers", {}, "cannot be told apart; neighbours are 1 apart: multiply numbers of tiles"),
         (
-            "overlapping pieces",
+            "another level",
             {},
-            "tiles of several pieces of tissue overlap (--shared-cells allows that), or these are pixels of another level",
+            "cannot be told apart; neighbours are 128 apart: multiply numbers of tiles, or pixels",
         ),
+        ("overlapping pieces", {}, "cannot be told apart: multiply"),
         ("level 0", {"tile_size_level0": 256}, "says that a tile has 512 pixels at level 0, --tile-size-level0 is 256"),
         ("level 0", {"magnification": 40.0}, "says that its tiles were embedded at magnification 20, --magnification is 40"),
         ("twice", {}, "has 2 tiles at coordinates that another tile has too"),
