@@ -254,8 +254,8 @@ def projected(**options: object) -> nn.MultiheadAttention:
 
 
 REFUSED = {
-    "wrapped forward": (wrapped, "must have no forward of its own, got one beside its class's"),
-    "own call": (lambda: OwnCall(EMBED, HEADS, batch_first=True), "must have no forward of its own, got one beside"),
+    "wrapped forward": (wrapped, "must have no forward of its own, got some"),
+    "own call": (lambda: OwnCall(EMBED, HEADS, batch_first=True), "must have no forward of its own, got some"),
     "bias of one": (
         projected,
         r"must have an out_proj like its in_proj, of shape \(10, 10\) in float64 on cpu without bias, got .* with bias",
@@ -272,7 +272,7 @@ REFUSED = {
         lambda: projected(bias=True, dtype=torch.float32),
         r"must have an out_proj like its in_proj, of .*, got .* in float32",
     ),
-    "state dict hooks": (watched, "must have no hooks of its own, got some; remove them"),
+    "state dict hooks": (watched, "must have no hooks of its own, got some; take that away"),
     "adapter": (adapted, r"must have a plain out_proj, got \S*\.Adapted; convert before adapters or quantization are added"),
     "weights": (packed, "must have plain weights, got a Packed; convert before they are sharded or quantized"),
     "quantizable": (quantizable, r"must have the forward of nn.MultiheadAttention, got that of torch\.ao\.nn\.quantizable\S+"),
@@ -284,8 +284,8 @@ REFUSED = {
         lambda: OwnForward(EMBED, HEADS, batch_first=True),
         r"must have the forward of nn.MultiheadAttention, got that of \S*\.OwnForward",
     ),
-    "hooks": (hooked, "must have no hooks of its own, got some; remove them"),
-    "parametrization": (parametrized, "must have no parametrized weights of its own, got some; remove"),
+    "hooks": (hooked, "must have no hooks of its own, got some; take that away"),
+    "parametrization": (parametrized, "must have no parametrized weights of its own, got some; take that away"),
 }
 
 

@@ -30,14 +30,13 @@ def check_unhooked(module: nn.Module) -> None:
     Raises:
         ValueError: If it has any of its own.
     """
-    # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance.
-    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
-        raise ValueError(
-            "module must have no forward of its own, got one beside its class's; take it away, and wrap it again afterwards"
-        )
-    if nn.utils.parametrize.is_parametrized(module):
-        raise ValueError("module must have no parametrized weights of its own, got some; remove the parametrizations first")
-    calls = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    states = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    if any(getattr(module, name) for name in (*calls, *states)):
-        raise ValueError("module must have no hooks of its own, got some; remove them, and register them again afterwards")
+    hooks = ("forward_", "forward_pre_", "backward_", "backward_pre_", "state_dict_", "state_dict_pre_")
+    hooks += ("load_state_dict_pre_", "load_state_dict_post_")
+    found = {  # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance
+        "forward": "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__,
+        "parametrized weights": nn.utils.parametrize.is_parametrized(module),
+        "hooks": any(getattr(module, f"_{name}hooks") for name in hooks),
+    }
+    for name, is_there in found.items():
+        if is_there:
+            raise ValueError(f"module must have no {name} of its own, got some; take that away, and add it again afterwards")

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -42,11 +41,8 @@ def replace_attention(model: nn.Module, *, apply_padding_mask: bool = False, bac
 
     Raises:
         ValueError: If there is no such module, the model itself is one, or, by its path, one is not self-attention, has lengths and
-            rates that are no pattern, or has hooks. Nothing is changed then.
-        TypeError: If the model is no module.
+            rates that are no pattern, has hooks, or is `seq_parallel`. Nothing is changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     found = find_modules(model, _is_dilated_attention)
     if not found:
         raise ValueError(f"model must hold a DilatedAttention of torchscale, got none in {type(model).__name__}")
@@ -81,6 +77,10 @@ class TorchscaleAttention(nn.Module):
         source: Any = module
         if not getattr(source, "self_attention", True) or getattr(source, "encoder_decoder_attention", False):
             raise ValueError("module must be self-attention, got self_attention=False or encoder_decoder_attention=True")
+        if getattr(source.args, "seq_parallel", False):
+            raise ValueError(
+                "args.seq_parallel must be False, got True: it would read keys of other ranks; give every rank whole rows"
+            )
         check_unhooked(module)
         self.args = source.args
         self.pattern = DilatedPattern.torchscale(
@@ -89,7 +89,7 @@ class TorchscaleAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = source.embed_dim, source.num_heads, source.head_dim
         self.scaling = source.head_dim**-0.5
         self.self_attention, self.encoder_decoder_attention = True, False
-        self.dropout = _dropout(source)
+        self.dropout = float(source.dropout if hasattr(source, "dropout") else source.dropout_module.p)  # by versions
         self.apply_padding_mask, self.backend = apply_padding_mask, backend
         # In torchscale's order, in which an optimizer lists the parameters.
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = source.k_proj, source.v_proj, source.q_proj, source.out_proj
@@ -124,7 +124,7 @@ class TorchscaleAttention(nn.Module):
             is_causal: Whether a query sees only keys at its own position and before.
 
         Raises:
-            NotImplementedError: If an argument above is not None, or torchscale would gather keys from other ranks.
+            NotImplementedError: If an argument above is not None.
             ValueError: If a shape is wrong.
         """
         if incremental_state is not None:
@@ -140,7 +140,6 @@ class TorchscaleAttention(nn.Module):
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 3 or x.shape[-1] != self.embed_dim or x.shape != query.shape:
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}), the same for all three, got {tuple(x.shape)}")
-        self._check_ranks(query.shape[1])
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         q, k, v = (rearrange(x, "b n (h d) -> b n h d", h=self.num_heads) for x in (q, k, v))
         if self.xpos is not None:
@@ -171,17 +170,6 @@ class TorchscaleAttention(nn.Module):
         # xPos computes in the dtype of its table, which may be wider than that of the values.
         return rearrange(turned.to(x.dtype), "(b h) n d -> b n h d", h=self.num_heads)
 
-    def _check_ranks(self, num_tokens: int) -> None:
-        """Reject torchscale's sequence parallelism, which would read other ranks' keys."""
-        if not getattr(self.args, "seq_parallel", False) or not torch.distributed.is_available():
-            return
-        longest = max(self.pattern.segment_lengths)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and longest > num_tokens:
-            raise NotImplementedError(
-                f"args.seq_parallel must be False where a segment={longest} is longer than the tokens of a rank={num_tokens}, "
-                "got True; give every rank whole sequences"
-            )
-
 
 def _is_dilated_attention(module: nn.Module) -> bool:
     args = getattr(module, "args", None)
@@ -196,16 +184,6 @@ def _is_dilated_attention(module: nn.Module) -> bool:
 def _numbers(name: str, value: Any) -> Sequence[Any]:
     """torchscale's configurations spell lengths and rates as lists or as the text of one."""
     try:
-        numbers = ast.literal_eval(value) if isinstance(value, str) else value
-    except (SyntaxError, ValueError):
-        numbers = None
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
-        raise ValueError(f"args.{name} must be a list of integers, got {value!r}")
-    return numbers
-
-
-def _dropout(module: Any) -> float:
-    """The probability where torchscale's versions keep it."""
-    if hasattr(module, "dropout"):
-        return float(module.dropout)
-    return float(module.dropout_module.p) if hasattr(module, "dropout_module") else 0.0
+        return tuple(ast.literal_eval(value) if isinstance(value, str) else value)
+    except (SyntaxError, ValueError, TypeError):
+        raise ValueError(f"args.{name} must be a list of integers, got {value!r}") from None

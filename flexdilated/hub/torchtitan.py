@@ -205,15 +205,8 @@ def dilated_flex(
     Raises:
         ValueError: If there is no such pattern, or an engine or exchange is unknown.
     """
-    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, backend, exchange)
-    return DilatedInnerAttention.Config(
-        pattern=pattern,
-        backend=backend,
-        exchange=exchange,
-        block_size=config.block_size,
-        param_init=config.param_init,
-        sharding_config=config.sharding_config,
-    )
+    fields = _fields(segment_lengths, dilation_rates, heads, offsets, backend, exchange, config)
+    return DilatedInnerAttention.Config(**fields, block_size=config.block_size)
 
 
 @override(target=VarlenAttention.Config, exact=True, description="flexdilated's dilated attention instead of VarlenAttention")
@@ -226,27 +219,14 @@ def dilated_varlen(
     offsets: Offsets = "blocked",
     backend: str = "auto",
 ) -> DilatedVarlenAttention.Config:
-    """Dilated attention in the place of every `VarlenAttention`, which torchtitan runs without a `cp` axis only.
+    """Replace every `VarlenAttention`, which torchtitan runs without a `cp` axis only; layers may be compiled.
 
-    No mask of blocks is made, and layers may be compiled.
-
-    Args:
-        config: torchtitan's config of the attention.
-        segment_lengths: Of the pattern, as all that follow: see `DilatedPattern`.
-        dilation_rates: Of the pattern.
-        heads: `"all"` or `"grouped"`.
-        offsets: `"blocked"` or `"interleaved"`.
-        backend: `"auto"` or the name of an engine.
-
-    Raises:
-        ValueError: If there is no such pattern or engine, or the attention has a window of its own.
+    Args and errors are those of `dilated_flex`; an attention with a window of its own raises ValueError.
     """
     if tuple(config.window_size) != (-1, 0):
         raise ValueError(f"window_size must be (-1, 0) for a dilated pattern to say what is seen, got {config.window_size}")
-    pattern = _pattern(segment_lengths, dilation_rates, heads, offsets, backend, "auto")
-    return DilatedVarlenAttention.Config(
-        pattern=pattern, backend=backend, param_init=config.param_init, sharding_config=config.sharding_config
-    )
+    fields = _fields(segment_lengths, dilation_rates, heads, offsets, backend, "auto", config)
+    return DilatedVarlenAttention.Config(**fields)
 
 
 def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | None) -> Tensor:
@@ -263,19 +243,20 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     total, device = length * size, mask.kv_indices.device
     query = torch.arange(length, device=device)
-    own, row, head = (
-        query + rank * length,
-        torch.arange(rows, device=device)[:, None],
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
+    own, row = query + rank * length, torch.arange(rows, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.int64, device=device)
 
     def sees(key: Tensor) -> Tensor:
         """`(B, N local)`: whether the queries see these keys, False where there is no such key."""
         inside = (key >= 0) & (key < total)
         return mask.mask_mod(row, head, query, key.clamp(0, total - 1)) & inside
 
-    local = ~sees(own - 1).expand(rows, length)
-    starts = local if mesh is None else _gathered(local, mesh)
+    starts = ~sees(own - 1).expand(rows, length)
+    if mesh is not None:
+        local = starts.to(torch.uint8).contiguous()
+        shards = [torch.empty_like(local) for _ in range(size)]
+        dist.all_gather(shards, local, mesh.get_group())
+        starts = torch.cat(shards, dim=1).bool()
     first = torch.where(starts, torch.arange(total, device=device), 0).cummax(1).values[:, rank * length :][:, :length]
     good = (sees(own) & ~sees(own + 1) & sees(first) & ~sees(first - 1)).all()
     if mesh is not None:
@@ -289,21 +270,22 @@ def document_starts(mask: BlockMask, rows: int, length: int, mesh: DeviceMesh | 
     return starts
 
 
-def _gathered(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`(B, N)` of all ranks from this rank's `(B, N / ranks)`."""
-    local = local.to(torch.uint8).contiguous()
-    shards = [torch.empty_like(local) for _ in range(mesh.size())]
-    dist.all_gather(shards, local, mesh.get_group())
-    return torch.cat(shards, dim=1).bool()
-
-
-def _pattern(
-    segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: Heads, offsets: Offsets, backend: str, exchange: str
-) -> DilatedPattern:
+def _fields(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    heads: Heads,
+    offsets: Offsets,
+    backend: str,
+    exchange: str,
+    old: Any,
+) -> dict[str, Any]:
+    """The fields of a config in place of torchtitan's own."""
     for name, value, known in (("backend", backend, ("auto", *BACKENDS)), ("exchange", exchange, EXCHANGES)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads, offsets=offsets)
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), heads=heads, offsets=offsets)
+    kept = {"param_init": old.param_init, "sharding_config": old.sharding_config}
+    return {"pattern": pattern, "backend": backend, "exchange": exchange, **kept}
 
 
 def _without_gather(sharding: ShardingConfig | None) -> ShardingConfig:

@@ -267,8 +267,8 @@ def hooked() -> nn.Module:
     ("build", "message"),
     [
         (lambda: Renamed(DIM, HEADS), r"module must have the forward of timm's attention, got that of \S*\.Renamed"),
-        (hooked, "module must have no hooks of its own, got some; remove them"),
-        (wrapped, "module must have no forward of its own, got one beside its class's; take it away"),
+        (hooked, "module must have no hooks of its own, got some; take that away"),
+        (wrapped, "module must have no forward of its own, got some; take that away"),
     ],
 )
 def test_convert_rejects_a_module_by_its_path(build: Callable[[], nn.Module], message: str) -> None:
