@@ -171,14 +171,6 @@ class DilatedCacheLayer(CacheLayerMixin):
         if self.kv is not None:
             self.kv.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices.long())
 
-    def offload(self) -> NoReturn:
-        raise NotImplementedError(
-            "offloading must be False with a DilatedCache, got True: it is small, and stays where the model's layer is"
-        )
-
-    def prefetch(self) -> NoReturn:
-        self.offload()
-
 
 class DilatedCache(Cache):
     """The library's cache for models with `attn_implementation="flexdilated"`, in bounded memory.
@@ -198,15 +190,12 @@ class DilatedCache(Cache):
             which are seen before they are rejected. Default: any number.
 
     Raises:
-        TypeError: If `max_length` is no integer.
-        ValueError: If it is below 1.
+        ValueError: If `max_length` is no integer of at least 1.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None and not is_integer(max_length):
-            raise TypeError(f"max_length must be an integer, got {max_length!r}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        if max_length is not None and (not is_integer(max_length) or max_length < 1):
+            raise ValueError(f"max_length must be an integer of at least 1, got {max_length!r}")
         super().__init__(layer_class_to_replicate=functools.partial(DilatedCacheLayer, max_length))
         self.max_length = max_length
         self._records_past = False

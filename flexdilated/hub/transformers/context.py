@@ -195,9 +195,8 @@ def _compare_labels(context: Context, labels: Tensor, shift_labels: Tensor, coun
     with one_call(group) as number:
         compare(group, labels.device, Fields({"call": "the comparison of labels"}), (number,), each_time=True)
         dist.all_gather_object(told, [*ends, float(count)], group=group)
-    counts = [(rank, of_rank) for rank, (*_, of_rank) in zip(ranks, told)]
-    if len({of_rank for _, of_rank in counts}) > 1:
-        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, of_rank in counts[:MOST_ITEMS])
+    if len({of_rank for *_, of_rank in told}) > 1:
+        found = ", ".join(f"{of_rank:g} on rank {rank}" for rank, (*_, of_rank) in zip(ranks[:MOST_ITEMS], told))
         raise ValueError(f"num_items_in_batch must be the number of labels of all ranks {SHARDED}, the same on each, got {found}")
     held = [(rank, first, behind) for rank, (first, behind, _) in zip(ranks, told) if None not in (first, behind)]
     for (one, _, behind), (other, first, _) in pairwise(held):

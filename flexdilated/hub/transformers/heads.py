@@ -100,11 +100,7 @@ def _key_heads(module: nn.Module, first: int, total: int, total_key: int, num_he
 
 def _count(holder: Any, names: Sequence[str]) -> int | None:
     """The first of the attributes that is a number."""
-    for name in names:
-        value = getattr(holder, name, None)
-        if isinstance(value, int):
-            return value
-    return None
+    return next((value for name in names if isinstance(value := getattr(holder, name, None), int)), None)
 
 
 def _is_distributed() -> bool:

@@ -285,7 +285,8 @@ def _decode(
     # Rows that were never written, or are padding, may hold anything.
     ignored = (key_positions < 0)[:, :, None, None]
     k, v = (x.to(dtype).masked_fill(ignored, 0.0) for x in (k, v))
-    empty = (bias == -math.inf).all(-1)[:, :, :, None].transpose(1, 2)
+    empty = (bias == -math.inf).all(-1, keepdim=True)
+    bias = bias.masked_fill(empty, 0.0)  # or the gradients were NaN
     if sinks is not None:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
         bias = torch.cat([bias, sinks.to(dtype)[None, :, None, None].expand(*bias.shape[:3], 1)], dim=-1)
@@ -293,7 +294,7 @@ def _decode(
     out = F.scaled_dot_product_attention(
         q_, k, v, attn_mask=bias, dropout_p=call.dropout_p, scale=call.checked_scale(), enable_gqa=num_heads != k.shape[1]
     )
-    return out.transpose(1, 2).masked_fill(empty, 0.0).to(q.dtype)
+    return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)
 
 
 def _attend_whole(

@@ -198,7 +198,7 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             NotImplementedError: If weights or hidden states are asked for, the cache is of another class, or packed documents
                 come with one.
-            TypeError: If `logits_to_keep` is no integer, or an argument has another name.
+            TypeError: If an argument has another name.
             ValueError: If the pattern of the config is no longer that of the model, a shape or a number is wrong, borders are
                 given once, differ, or come with padding.
         """
@@ -212,10 +212,8 @@ class LongNetForCausalLM(PreTrainedModel, GenerationMixin):
             raise NotImplementedError(
                 f"past_key_values must be a DilatedCache in LongNetForCausalLM, got {type(past_key_values).__name__}"
             )
-        if not is_integer(logits_to_keep):
-            raise TypeError(f"logits_to_keep must be an integer in LongNetForCausalLM, got {type(logits_to_keep).__name__}")
-        if logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep must be at least 0 in LongNetForCausalLM, got {logits_to_keep}")
+        if not is_integer(logits_to_keep) or logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be an integer of at least 0 in LongNetForCausalLM, got {logits_to_keep!r}")
         for name, given, reason in (
             ("output_attentions", output_attentions, REFUSED["output_attentions"]),
             ("output_hidden_states", output_hidden_states, "LongNetForCausalLM keeps none; use forward hooks on model.layers"),

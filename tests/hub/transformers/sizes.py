@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,164 +13,16 @@ from torch import Tensor
 
 TOKENS = 23
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 48,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 66,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "n_embd": 48,
-    "n_layer": 1,
-    "n_head": 6,
-    "n_positions": 64,
-    "d_model": 48,
-    "ffn_dim": 16,
-    "n_layers": 1,
-    "n_heads": 6,
-    "dim": 48,
-    "emb_dim": 48,
-    "embed_dim": 48,
-    "hidden_dim": 16,
-    "num_local_experts": 2,
-    "num_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 8,
-    "embedding_size": 48,
-    "type_vocab_size": 2,
-    "word_embed_proj_dim": 48,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 2,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 1,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "num_layers": 1,
-    "num_heads": 6,
-    "d_kv": 8,
-    "d_ff": 16,
-    "q_lora_rank": 5,
-    "kv_lora_rank": 5,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "shared_expert_intermediate_size": 8,
-    "num_conv_pos_embedding_groups": 2,
-    "num_mel_bins": 16,
-    "rotary_dim": 4,
-    "depth": 1,
-    "num_frames": 2,
-    "tubelet_size": 2,
-    "prediction_length": 3,
-    "num_experts_per_token": 1,
-    "num_expert_group": 1,
-    "upsample_groups": 48,
-    "blank_token_id": 30,
-}
-
-# Other proportions, for what the first do not fit.
-SPARSER: list[dict[str, Any]] = [
-    {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4},
-    {"num_key_value_heads": 6},
-    {
-        "num_key_value_heads": 6,
-        "head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_hidden_layers": 2,
-    },
-    {"image_size": 64, "patch_size": 16},
-]
+_read = json.loads(Path(__file__).with_name("sizes.json").read_text())
+SIZES: dict[str, Any] = _read["all"]
+SPARSER: list[dict[str, Any]] = _read["sparser"]  # other proportions, for what the first do not fit
+OWN_SIZES: dict[str, dict[str, Any]] = _read["own"]  # where a type's sizes must agree in a way of their own
 
 # Fields by which a model has what a dilated pattern does not have, and what turns it off. A window is as long as no sequence
 # is: to have none its layers need another type, which in some models changes their rotary positions.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 NARROW, LONGEST = 2, 1 << 20
 FIELDS: dict[str, Any] = {**dict.fromkeys(WINDOWS, LONGEST), "attn_logit_softcapping": None}
-
-SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-WHOLE_SECTIONS = {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 1.0}}
-
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-CONVOLUTIONS = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
-
-# Where a type's sizes must agree in a way of their own.
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    "audioflamingo3_encoder": {"max_source_positions": 32},
-    "bailing_hybrid": {"num_key_value_heads": 6},
-    "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "attn_layer_indices": [0]},
-    "blip_2_qformer": {"encoder_hidden_size": 24},
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
-    "deepseek_v2": {"num_key_value_heads": 6, "kv_lora_rank": 8},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.5, 0.0] * 2,
-        "vocab_size_per_layer_input": 31,
-        "hidden_size_per_layer_input": 8,
-    },
-    "glm4v_moe_text": WHOLE_SECTIONS,
-    "glm4v_text": WHOLE_SECTIONS,
-    "glm5_next_text": {"num_key_value_heads": 6, "qk_rope_head_dim": 0, "head_dim": 0},
-    "glm_image_text": WHOLE_SECTIONS,
-    "granite_speech5_encoder": {"context_size": 32},
-    "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_head": 8, "layer_types": ["attention"]},
-    "hunyuan_vl_text": SECTIONS,
-    "jamba": {"num_hidden_layers": 8},
-    "jetmoe": {"num_key_value_heads": 3, "num_experts_per_tok": 2, "kv_channels": 8},
-    "kimi_linear": {"num_key_value_heads": 6},
-    "lfm2_moe": {"layer_types": ["full_attention"]},
-    "mimi_decoder": {"num_key_value_heads": 6},
-    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
-    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": 6},
-    "pocket_tts_audio_tokenizer_decoder": {"num_key_value_heads": 6},
-    "qwen2_5_vl_text": SECTIONS,
-    "qwen2_vl_text": SECTIONS,
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 2,
-    },
-    "sam3_lite_text_text_model": {"num_hidden_layers": 3},
-    "vibevoice_acoustic_tokenizer_decoder": CONVOLUTIONS,
-    "vibevoice_acoustic_tokenizer_encoder": CONVOLUTIONS,
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 5,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "num_key_value_heads": 6,
-        "attention_hidden_size": 96,
-        "attention_head_dim": 16,
-        "mamba_dt_rank": 3,
-        "use_mamba_kernels": False,
-    },
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "num_key_value_heads": 6,
-        "n_mamba_heads": 6,
-        "mamba_headdim": 16,
-        "use_mamba_kernels": False,
-    },
-}
 
 
 def _normal(*shape: int) -> Tensor:

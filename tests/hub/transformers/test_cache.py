@@ -200,10 +200,9 @@ def test_calls_after_the_first_compile_once() -> None:
 
 def test_what_a_cache_cannot_hold_is_refused() -> None:
     model, tokens = build("Llama", RAGGED), draw_tokens()
-    with pytest.raises(TypeError, match=r"max_length must be an integer, got 2\.5"):
-        DilatedCache(2.5)
-    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
-        DilatedCache(0)
+    for length in (2.5, 0):
+        with pytest.raises(ValueError, match=f"max_length must be an integer of at least 1, got {length}"):
+            DilatedCache(length)
     cache = DilatedCache()
     for mask in (mask_of([TOKENS, 17, 11], "right"), mask_of([TOKENS] * 3, "left").index_fill(1, torch.tensor([5]), 0)):
         with pytest.raises(ValueError, match="attention_mask must have its padding before the tokens of a sequence"):
@@ -212,8 +211,6 @@ def test_what_a_cache_cannot_hold_is_refused() -> None:
     for layer in cache.layers:
         layer.record_past = False
     model(tokens[:, 13:14], past_key_values=cache, use_cache=True)
-    with pytest.raises(NotImplementedError, match="offloading must be False with a DilatedCache, got True"):
-        cache.layers[0].offload()
     with pytest.raises(ValueError, match="length must end in the segment that is stored"):
         cache.crop(-6)
     model.config.dilated_pattern = INTERLEAVED
