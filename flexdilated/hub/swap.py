@@ -30,12 +30,12 @@ def check_unhooked(module: nn.Module) -> None:
     Raises:
         ValueError: If it has any of its own.
     """
-    hooks = ("forward_", "forward_pre_", "backward_", "backward_pre_", "state_dict_", "state_dict_pre_")
-    hooks += ("load_state_dict_pre_", "load_state_dict_post_")
+    calls = ("forward", "forward_pre", "backward", "backward_pre")
+    states = ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
     found = {  # accelerate's hooks, and whoever wraps a method of one module, set the forward of the instance
         "forward": "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__,
         "parametrized weights": nn.utils.parametrize.is_parametrized(module),
-        "hooks": any(getattr(module, f"_{name}hooks") for name in hooks),
+        "hooks": any(getattr(module, f"_{name}_hooks") for name in (*calls, *states)),
     }
     for name, is_there in found.items():
         if is_there:
