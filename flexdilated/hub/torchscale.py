@@ -89,7 +89,7 @@ class TorchscaleAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = source.embed_dim, source.num_heads, source.head_dim
         self.scaling = source.head_dim**-0.5
         self.self_attention, self.encoder_decoder_attention = True, False
-        self.dropout = float(source.dropout if hasattr(source, "dropout") else source.dropout_module.p)  # by versions
+        self.dropout = float(getattr(source, "dropout", getattr(getattr(source, "dropout_module", None), "p", 0.0)))  # by versions
         self.apply_padding_mask, self.backend = apply_padding_mask, backend
         # In torchscale's order, in which an optimizer lists the parameters.
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = source.k_proj, source.v_proj, source.q_proj, source.out_proj
