@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def main() -> None:
     """The entry point of `flexdilated`."""
     try:
-        app()
+        app(sys.argv[1:] or ["--help"])
     except SystemExit as end:
         if not is_rank():
             raise

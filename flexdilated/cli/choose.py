@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from flexdilated.analysis.choice import choose_pattern
 from flexdilated.cli import options
-from flexdilated.cli.refusal import refuse
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.choices import draw_choices
+from flexdilated.draw.figure import write
 
 EXPLORER = "docs/explorer/index.html"
+
+
+def _share(text: str | float) -> float:
+    """The share that `10%` or `0.1` is."""
+    found = str(text)
+    return float(found.removesuffix("%")) / (100 if found.endswith("%") else 1)
 
 
 def choose(
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a sequence; of packed documents, the longest one.")],
     heads: options.HeadsOption = 12,
     kv_heads: options.KvHeadsOption = None,
-    budget: Annotated[str, typer.Option(help="Largest share of the pairs of dense attention.")] = "10%",
+    budget: Annotated[
+        float,
+        typer.Option(parser=_share, metavar="SHARE", help="Largest share of dense attention's pairs.", show_default="10%"),
+    ] = 0.1,
     causal: options.CausalOption = False,
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     preset: options.PresetOption = None,
-    heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,
-    offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
+    heads_rule: options.HeadsRuleOption = "all",
+    offsets: options.OffsetsOption = "blocked",
     output: options.PictureOption = None,
 ) -> None:
     """Propose patterns under a budget, best first, each as a line of Python; then your own pattern, where you give one.
@@ -36,14 +44,10 @@ def choose(
     options.check_picture(output)
     kv_heads = options.kv_heads_named(heads, kv_heads)
     patterns: list[DilatedPattern] = []
-    if preset is not None or segment_lengths is not None or dilation_rates is not None:
-        patterns.append(
-            options.pattern_named(segment_lengths, dilation_rates, preset, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
-        )
-    try:
-        found = choose_pattern(tokens, kv_heads, budget=_share(budget), is_causal=causal, patterns=patterns)
-    except (ValueError, NotImplementedError) as error:
-        refuse(error)
+    if preset or segment_lengths or dilation_rates:
+        named = (segment_lengths, dilation_rates, preset)
+        patterns.append(options.pattern_named(*named, heads_rule=heads_rule, offsets=offsets, heads=kv_heads))
+    found = choose_pattern(tokens, kv_heads, budget=budget, is_causal=causal, patterns=patterns)
     kind = "causal" if causal else "not causal"
     title = f"{tokens:,} tokens, {options.heads_in_words(heads, kv_heads)}, {kind}"
     typer.echo(f"{title}; budget {100 * found.budget:.3g} % of dense attention")
@@ -53,16 +57,7 @@ def choose(
         typer.echo(f"   {100 * each.share:.3g} % of dense attention{over}. {each.why}")
         typer.echo(f"   {EXPLORER}{_address(each.pattern, tokens, heads, kv_heads, causal=causal)}")
     if output is not None:
-        options.save_picture(draw_choices(found), output)
-
-
-def _share(text: str) -> float:
-    """The share that `10%` or `0.1` is."""
-    with suppress(ValueError):
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if 0.0 < share < float("inf"):
-            return share
-    refuse(f"--budget must be a share of dense attention such as 10% or 0.1, got '{text}'")
+        write(draw_choices(found), output)
 
 
 def _address(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, *, causal: bool) -> str:

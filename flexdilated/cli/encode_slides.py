@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import os
-import secrets
 from datetime import timedelta
-from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-import torch
 import torch.distributed as dist
 import typer
 
 from flexdilated.cli import slide_options
-from flexdilated.cli.options import device_named, device_of_rank, dtype_named
+from flexdilated.cli.options import DTYPES, DeviceOption, device_named, device_of_rank
 from flexdilated.cli.refusal import refuse
 from flexdilated.cli.slide_run import Job, collected, run
 from flexdilated.hub.slides.folder import list_slides
+from flexdilated.hub.slides.grid import Reading
 from flexdilated.hub.slides.source import digest_of
 
-STORED = ("float32", "float16")
 RANKS_WAIT = timedelta(days=7)  # one rank may be done long before the others; torchrun ends those of a run that lost one
-
-
-class Layers(str, Enum):
-    """Whose embeddings are written."""
-
-    LAST = "last"
-    ALL = "all"
 
 
 def encode_slides(
@@ -36,23 +27,28 @@ def encode_slides(
         Path,
         typer.Argument(
             metavar="FOLDER",
+            exists=True,
+            file_okay=False,
             help="Slides, one file each, in it and in folders below: .h5 of CLAM, TRIDENT, STAMP or Mussel, .pt and .npz of "
             "slide2vec, .pt of slideflow, .zarr of LazySlide, or plain ones that hold features (N, C) and coords (N, 2).",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to: NAME.h5 per slide.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", file_okay=False, writable=True, help="The folder to write to: NAME.h5 per slide.")
+    ],
     weights: slide_options.WeightsOption = None,
     random: slide_options.RandomOption = False,
     collect: Annotated[
-        Path | None, typer.Option(help="A file, .h5, in which the embeddings of all slides are joined at the end; one process.")
+        Path | None,
+        typer.Option(dir_okay=False, help="A .h5 file, in which the embeddings of all slides are joined at the end; one process."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Encode slides that have a file too, and replace it.")] = False,
     layers: Annotated[
-        Layers,
+        Literal["last", "all"],
         typer.Option(help="all: the embeddings of every layer, the embedded tiles first, without the encoder's last LayerNorm."),
-    ] = Layers.LAST,
+    ] = "last",
     tiles: Annotated[bool, typer.Option("--tiles", help="Write the tiles in their context too, with their coordinates.")] = False,
-    stored: Annotated[str, typer.Option("--store", help="What is written: float32 or float16.")] = "float32",
+    stored: Annotated[Literal["float32", "float16"], typer.Option("--store", help="What is written.")] = "float32",
     coords: slide_options.CoordsOption = None,
     tile_size_level0: slide_options.TileSizeLevel0Option = None,
     magnification: slide_options.MagnificationOption = 20.0,
@@ -65,8 +61,8 @@ def encode_slides(
     tile_size: slide_options.TileSizeOption = 256,
     slide_ngrids: slide_options.SlideNgridsOption = 1000,
     max_wsi_size: slide_options.MaxWsiSizeOption = 262144,
-    order: slide_options.OrderOption = slide_options.TileOrder.FILE,
-    device: slide_options.DeviceOption = "auto",
+    order: slide_options.OrderOption = "file",
+    device: DeviceOption = "auto",
     dtype: slide_options.DtypeOption = "float32",
 ) -> None:
     """Encode a folder of slides: tile embeddings in, one embedding of each slide out, by Prov-GigaPath's encoder.
@@ -77,83 +73,57 @@ def encode_slides(
 
     Several processes: torchrun --standalone --nproc-per-node P -m flexdilated encode-slides ... gives each every P-th slide.
     """
-    computed, storage = dtype_named(dtype, slide_options.COMPUTED), torch.float16 if stored == "float16" else torch.float32
-    if stored not in STORED:
-        refuse(f"--store must be one of {', '.join(STORED)}, got '{stored}'")
-    slide_options.check_encoder(arch, weights, random=random)
-    reading = slide_options.read_by(coords, table, tile_size_level0, magnification, shared_cells)
-    if not folder.is_dir():
-        refuse(f"FOLDER must be a folder that exists, got '{folder}'")
-    _check_output(output, folder)
+    if find_spec("h5py") is None:
+        refuse("h5py must be installed to write --output, got none; pip install 'flexdilated[slides]'")
+    if folder.resolve() in (output.resolve(), *output.resolve().parents):
+        refuse(f"--output must be outside FOLDER, whose files are slides, got '{output}'")
     rank, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if collect is not None:
-        if count > 1:
-            refuse(
-                f"--collect must come with one process, got {count} ranks of torchrun; run the same command again without torchrun"
-            )
-        if collect.suffix.lower() != ".h5" or not collect.parent.is_dir() or collect.is_dir():
-            refuse(f"--collect must end in .h5 and be in a folder that exists, got '{collect}'")
-    if random and count > 1:
-        refuse(f"--random must come with one process, got {count} ranks of torchrun: each would draw other weights")
-    place = device_named(device, auto=["cuda", "mps"]) if count == 1 else device_of_rank(device)
+    if collect is not None and count > 1:
+        refuse(f"--collect must come with one process, got {count} ranks of torchrun; run the same command again without torchrun")
+    place = device_named(device) if count == 1 else device_of_rank(device)
+    sizes: dict[str, Any] = {
+        "global_pool": global_pool,
+        "tile_size": tile_size,
+        "slide_ngrids": slide_ngrids,
+        "max_wsi_size": max_wsi_size,
+    }
+    model = slide_options.encoder(arch, in_chans, weights, place, dtype, random=random, order=order, **sizes)
+    patches: list[Path] = []
+    slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
+    if patches and rank == 0:
+        typer.echo(f"skipped {len(patches):,} files of patches, which hold coordinates and no embeddings", err=True)
+    reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
+    options = {"reading": reading, "token_budget": token_budget, "all_layers": layers == "all", "tiles": tiles}
+    settings = {
+        "weights": "random" if weights is None else digest_of(weights),
+        "arch": arch,
+        "in_chans": in_chans,
+        "pattern": model.pattern.to_dict(),
+        "order": model.order,
+        "global_pool": global_pool,
+        "tile_size": tile_size,
+        "slide_ngrids": slide_ngrids,
+        "layers": layers,
+        "tiles": tiles,
+        "store": stored,
+        "dtype": dtype,
+        "tile_size_level0": tile_size_level0,
+        "magnification": magnification,
+        "shared_cells": shared_cells,
+        "table": table,
+    }
+    own = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
+    job = Job(model, own, output, {**options, "storage": DTYPES[stored]}, settings, overwrite, shows=rank == 0)
+    if count > 1:
+        dist.init_process_group("gloo", timeout=RANKS_WAIT)
     try:
-        sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-        model = slide_options.build(arch, in_chans, order, global_pool=global_pool, **sizes)
-        patches: list[Path] = []
-        slides = list_slides(folder, coords_folder=coords, without_embeddings=patches)
-        if patches and rank == 0:
-            typer.echo(f"skipped {len(patches):,} files of patches, which hold coordinates and no embeddings", err=True)
-        slide_options.load(model, weights)
-        digest = f"random {secrets.token_hex(8)}" if weights is None else digest_of(weights)
-        model = model.eval().to(place, computed)
-        options = {"reading": reading, "token_budget": token_budget, "all_layers": layers is Layers.ALL, "tiles": tiles}
-        settings = {
-            "weights": digest,
-            "arch": arch,
-            "in_chans": in_chans,
-            "pattern": model.pattern.to_dict(),
-            "order": model.order,
-            "global_pool": global_pool,
-            "tile_size": tile_size,
-            "slide_ngrids": slide_ngrids,
-            "layers": layers.value,
-            "tiles": tiles,
-            "store": stored,
-            "dtype": dtype,
-            "tile_size_level0": tile_size_level0,
-            "magnification": magnification,
-            "shared_cells": shared_cells,
-            "table": table,
-        }
-        own = {name: path for i, (name, path) in enumerate(slides.items()) if i % count == rank}
-        job = Job(model, own, output, {**options, "storage": storage}, settings, overwrite, shows=rank == 0)
-        if count > 1:
-            dist.init_process_group("gloo", timeout=RANKS_WAIT)
         code = run(job)
-        if count > 1:  # torchrun ends all ranks as soon as one has ended with a code that is not 0
-            dist.barrier()
-            dist.destroy_process_group()
-        if collect is not None:
-            collected(job, collect)
     except KeyboardInterrupt:
         typer.echo("slides that have a file are kept: the same command goes on", err=True)
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:
-        refuse(error)
+    if count > 1:  # torchrun ends all ranks as soon as one has ended with a code that is not 0
+        dist.barrier()
+        dist.destroy_process_group()
+    if collect is not None:
+        collected(job, collect)
     raise typer.Exit(code)
-
-
-def _check_output(output: Path, folder: Path) -> None:
-    """Reject, before hours of work, what could not be written after them."""
-    try:
-        import h5py  # noqa: F401  # an extra
-    except ImportError:
-        refuse("--output must be written by h5py, which is not installed; pip install 'flexdilated[slides]'")
-    if output.suffix.lower() == ".h5":
-        refuse(f"--output must be a folder, got '{output}'; --collect names a file in which all slides are joined")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--output must be a folder that can be written, got '{output}': {error.strerror}")
-    if folder.resolve() in (output.resolve(), *output.resolve().parents):
-        refuse(f"--output must be outside FOLDER, whose files are slides, got '{output}'")

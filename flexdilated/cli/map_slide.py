@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from flexdilated.cli import slide_options
-from flexdilated.cli.options import device_named, integers, require_matplotlib, save_picture, writing
+from flexdilated.cli.options import DeviceOption, Integers, device_named, integers, require_matplotlib
 from flexdilated.cli.refusal import refuse
 from flexdilated.draw.slide import draw_slide_map
 from flexdilated.draw.weights import PICTURE_FORMATS
-from flexdilated.hub.slides.formats import STORE_SUFFIX, SUFFIXES, SlideError, Tiles
+from flexdilated.hub.slides.formats import SlideError, Tiles
+from flexdilated.hub.slides.grid import Reading
 from flexdilated.hub.slides.heatmap import TABLES, tile_relevance, write_table
 
 
 def map_slide(
-    tiles: Annotated[Path, typer.Argument(metavar="TILES", help="A slide, in a format that encode-slides reads.")],
+    tiles: slide_options.SlideArgument,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A picture (.png, .pdf, .svg), or a table (.geojson for QuPath, .csv).")
     ],
@@ -30,10 +31,16 @@ def map_slide(
             min=0, help="Which tile asks: its row in the file, from 0 on, or LazySlide's tile_id.", show_default="the class token"
         ),
     ] = None,
-    thumbnail: Annotated[Path | None, typer.Option(help="A picture of the whole slide, to draw underneath.")] = None,
+    thumbnail: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A picture of the whole slide, to draw underneath.")
+    ] = None,
     slide_size: Annotated[
-        str | None,
-        typer.Option(help="Width,height of the slide in pixels of level 0, with --thumbnail, where the file does not say it."),
+        Integers | None,
+        typer.Option(
+            parser=integers,
+            metavar="WIDTH,HEIGHT",
+            help="Of the slide in pixels of level 0, with --thumbnail, where the file does not say it.",
+        ),
     ] = None,
     coords: slide_options.CoordsOption = None,
     tile_size_level0: slide_options.TileSizeLevel0Option = None,
@@ -44,8 +51,8 @@ def map_slide(
     tile_size: slide_options.TileSizeOption = 256,
     slide_ngrids: slide_options.SlideNgridsOption = 1000,
     max_wsi_size: slide_options.MaxWsiSizeOption = 262144,
-    order: slide_options.OrderOption = slide_options.TileOrder.FILE,
-    device: slide_options.DeviceOption = "auto",
+    order: slide_options.OrderOption = "file",
+    device: DeviceOption = "auto",
 ) -> None:
     """Draw how much of each tile of a slide reaches the class token, or a tile, through the attention of all layers.
 
@@ -55,66 +62,49 @@ def map_slide(
     suffix = output.suffix.lower()
     if suffix not in (*PICTURE_FORMATS, *TABLES):
         refuse(f"--output must end in one of {', '.join((*PICTURE_FORMATS, *TABLES))}, got '{output}'")
-    slide_options.check_encoder(arch, weights)
-    reading = slide_options.read_by(coords, table, tile_size_level0, magnification, shared_cells)
     if suffix in PICTURE_FORMATS:
         require_matplotlib()
-    if tiles.suffix.lower() not in (*SUFFIXES, STORE_SUFFIX) or not tiles.exists():
-        refuse(f"TILES must be a slide that exists and ends in {', '.join((*SUFFIXES, STORE_SUFFIX))}, got '{tiles}'")
-    if thumbnail is not None and not thumbnail.is_file():
-        refuse(f"--thumbnail must be a file that exists, got '{thumbnail}'")
-    size = None if slide_size is None else integers("--slide-size", slide_size)
-    if size is not None and (thumbnail is None or len(size) != 2 or min(size) < 1):
-        refuse(f"--slide-size must be width,height and come with --thumbnail, got '{slide_size}'")
+    if slide_size is not None and (thumbnail is None or len(slide_size) != 2):
+        refuse(f"--slide-size must be width,height and come with --thumbnail, got '{','.join(map(str, slide_size))}'")
     if thumbnail is not None and output.exists() and output.samefile(thumbnail):
         refuse(f"--output must be another file than --thumbnail, got '{output}'")
-    place = device_named(device, auto=["cuda", "mps"])
+    place = device_named(device)
     try:
+        reading = Reading(coords, table, tile_size_level0, magnification, shared_cells)
         slide, cells = reading.read(tiles.name, tiles, slide_ngrids=slide_ngrids)
     except SlideError as error:
         refuse(f"'{tiles}' {error}")
     if not slide.is_level0 and (suffix in TABLES or thumbnail is not None):
         refuse(f"--tile-size-level0 must be given where the file holds micrometres, as '{tiles}' does, got none")
-    row = _row(slide, tile)
-    if thumbnail is not None and size is None and slide.slide_size is None:
+    size = slide.slide_size if slide_size is None else (slide_size[0], slide_size[1])
+    if thumbnail is not None and size is None:
         refuse(f"--thumbnail must come with --slide-size where the file does not say how large the slide is, as '{tiles}' does not")
-    try:
-        sizes = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
-        model = slide_options.build(arch, slide.x.shape[1], order, **sizes)
-    except ValueError as error:
-        refuse(error)
-    slide_options.load(model, weights)
+    sizes: dict[str, Any] = {"tile_size": tile_size, "slide_ngrids": slide_ngrids, "max_wsi_size": max_wsi_size}
+    model = slide_options.encoder(arch, slide.x.shape[1], weights, place, order=order, **sizes)
+    row = _row(slide, tile)
     side = slide.tile_size_level0 or tile_size_level0
     assert side is not None  # or the cells would have been refused
-    try:
-        x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
-        model = model.eval().to(place)
-        relevance = tile_relevance(model, x, where, tile=row).cpu()
-        turned = None if row is None else len(x) - 1 - row
-        reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
-        note = f"tiles in reverse order: rank correlation {_rank_correlation(relevance, reverse):.2f}"
-    except ValueError as error:
-        refuse(error)
+    x, where = slide.x.float().to(place), (cells * model.tile_size).to(place)
+    relevance = tile_relevance(model, x, where, tile=row).cpu()
+    turned = None if row is None else len(x) - 1 - row
+    reverse = tile_relevance(model, x.flip(0), where.flip(0), tile=turned).flip(0).cpu()
+    note = f"tiles in reverse order: rank correlation {_rank_correlation(relevance, reverse):.2f}"
     if suffix in TABLES:
-        with writing(output):
-            write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
+        write_table(output, slide.coords, side, {"relevance": relevance}, tile_ids=slide.tile_ids)
     else:
-        try:
-            figure = draw_slide_map(
-                relevance[None],
-                slide.coords,
-                tile_size=side,
-                thumbnail=thumbnail,
-                slide_size=None if thumbnail is None else (size[0], size[1]) if size is not None else slide.slide_size,
-                query=row,
-                title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
-                titles=["relevance"],
-                label="relevance, 1: as the pattern alone",
-                note=note,
-            )
-        except (ValueError, OSError) as error:  # a thumbnail that is no picture
-            refuse(error)
-        save_picture(figure, output)
+        draw_slide_map(
+            relevance[None],
+            slide.coords,
+            output,
+            tile_size=side,
+            thumbnail=thumbnail,
+            slide_size=None if thumbnail is None else size,
+            query=row,
+            title=f"{tiles.stem}: what reaches {'the class token' if tile is None else f'tile {tile}'}",
+            titles=["relevance"],
+            label="relevance, 1: as the pattern alone",
+            note=note,
+        )
     typer.echo(f"wrote 1 map of {len(slide.coords):,} tiles to '{output}'; {note}")
 
 

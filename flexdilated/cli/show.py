@@ -15,6 +15,7 @@ from flexdilated.cli import options
 from flexdilated.cli.refusal import refuse
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.blocks import BLOCK_SIZE, PICTURE_CELLS, block_panels
+from flexdilated.draw.figure import write
 from flexdilated.draw.panels import describe_heads, figure_of
 from flexdilated.draw.pattern import CELLS, multiplicity_panels
 from flexdilated.draw.terminal import print_panels
@@ -30,7 +31,7 @@ DEFAULT_BLOCK_TOKENS = 65536
 TERMINAL_CELLS = 64  # per side
 
 SMALL = DilatedPattern((16, 32, 64), (1, 2, 4))
-NAMES = {options.Preset.LONGNET: "LongNet", options.Preset.GIGAPATH: "Prov-GigaPath"}
+NAMES = {"longnet": "LongNet", "gigapath": "Prov-GigaPath"}
 
 EXPLANATION = """\
 waste = visited tiles x pairs per tile / useful pairs
@@ -43,8 +44,8 @@ def show(
     segment_lengths: options.SegmentLengthsOption = None,
     dilation_rates: options.DilationRatesOption = None,
     preset: options.PresetOption = None,
-    heads_rule: options.HeadsRuleOption = options.HeadsRule.ALL,
-    offsets: options.OffsetsOption = options.OffsetsRule.BLOCKED,
+    heads_rule: options.HeadsRuleOption = "all",
+    offsets: options.OffsetsOption = "blocked",
     heads: options.HeadsOption = 4,
     kv_heads: options.KvHeadsOption = None,
     tokens: Annotated[
@@ -60,9 +61,7 @@ def show(
             "and waste: for one mask over the sequence (raw), and for a mask per branch over its kept rows (packed).",
         ),
     ] = False,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="With --blocks: tokens per side of a tile.", show_default=str(BLOCK_SIZE))
-    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="With --blocks: tokens per side of a tile.")] = BLOCK_SIZE,
     output: options.PictureOption = None,
 ) -> None:
     """Draw who attends to whom: one panel per head, queries down, keys across, coloured by how many branches join the pair.
@@ -71,29 +70,20 @@ def show(
     16,32,64 at 1,2,4; with --blocks 2048,4096,8192. With --blocks and no --tokens at most 65,536 tokens are drawn.
     """
     options.check_picture(output)
-    if block_size is not None and not blocks:
-        refuse(f"--block-size must come with --blocks, got {block_size}")
-    kv_heads = options.kv_heads_named(heads, kv_heads, most=MAX_HEADS)
-    pattern = options.pattern_named(
-        segment_lengths,
-        dilation_rates,
-        preset,
-        default=options.EXAMPLE if blocks else SMALL,
-        heads_rule=heads_rule,
-        offsets=offsets,
-        heads=kv_heads,
-    )
+    kv_heads = options.kv_heads_named(heads, kv_heads)
+    if kv_heads > MAX_HEADS:
+        refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")
+    named, default = (segment_lengths, dilation_rates, preset), options.EXAMPLE if blocks else SMALL
+    pattern = options.pattern_named(*named, default=default, heads_rule=heads_rule, offsets=offsets, heads=kv_heads)
     longest = max(pattern.segment_lengths)
     num_tokens = (min(longest, DEFAULT_BLOCK_TOKENS) if blocks else longest) if tokens is None else tokens
-    options.at_most("--tokens", num_tokens, options.MAX_LENGTH)
     name, console = None if preset is None else NAMES[preset], Console()
     if blocks:
-        size = BLOCK_SIZE if block_size is None else block_size
-        if num_tokens > (limit := min(MAX_BLOCKS * size, MAX_BLOCK_TOKENS)):
-            refuse(f"--tokens must be in [1, {limit}] with --block-size={size}, got {num_tokens}; use a larger --block-size")
+        if num_tokens > (limit := min(MAX_BLOCKS * block_size, MAX_BLOCK_TOKENS)):
+            refuse(f"--tokens must be in [1, {limit}] with --block-size={block_size}, got {num_tokens}; use a larger --block-size")
         most = PICTURE_CELLS if output is not None else min(TERMINAL_CELLS, console.width)
         name = name and name + (", without torchscale's zero keys" if pattern.zero_padding else "")
-        panels, found = block_panels(pattern, num_tokens, kv_heads, size, most, is_causal=causal, name=name)
+        panels, found = block_panels(pattern, num_tokens, kv_heads, block_size, most, is_causal=causal, name=name)
     else:
         width = console.width if console.is_terminal else PIPED_CELLS
         most = CELLS if output is not None else width if num_tokens <= width else min(TERMINAL_CELLS, console.width)
@@ -101,7 +91,7 @@ def show(
     if output is None:
         print_panels(console, panels)
     else:
-        options.save_picture(figure_of(panels), output)
+        write(figure_of(panels), output)
     if causal:
         console.print(Text(options.connection(pattern, num_tokens, kv_heads)), soft_wrap=True)
     if blocks:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
+from flexdilated.cli.options import DTYPES
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.hub.gigapath import ARCHITECTURES, LongNetViT, create_model, load_weights
 from flexdilated.hub.slides.formats import DAMAGED
-from flexdilated.hub.slides.grid import Reading
 
 PUBLISHED = "gigapath_slide_enc12l768d"
+RANDOM = "WARNING: --random: the weights are RANDOM, so embeddings mean nothing"
 
-
-class TileOrder(str, Enum):
-    """In which order tiles follow one another."""
-
-    FILE = "file"
-    HILBERT = "hilbert"
-
-
-WeightsOption = Annotated[Path | None, typer.Option(help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")]
+SlideArgument = Annotated[Path, typer.Argument(metavar="TILES", exists=True, help="A slide, in a format that encode-slides reads.")]
+WeightsOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="The checkpoint, such as Prov-GigaPath's slide_encoder.pth.")
+]
 RandomOption = Annotated[
     bool, typer.Option("--random", help="Encode with random weights, to try the command: embeddings mean nothing.")
 ]
@@ -31,22 +27,21 @@ InChansOption = Annotated[int, typer.Option(min=1, help="Elements of a tile embe
 GlobalPoolOption = Annotated[
     bool, typer.Option("--global-pool/--cls", help="Average the tiles, or take the class token, the original's default.")
 ]
-DeviceOption = Annotated[
-    str, typer.Option(help="Where to compute, as torch spells it: cpu, cuda, mps. auto: cuda, else mps, else cpu.")
-]
-DtypeOption = Annotated[str, typer.Option(help="Of the computation: float32, bfloat16 or float16.")]
-COMPUTED = ("float32", "bfloat16", "float16")
+DtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the computation.")]
 CoordsOption = Annotated[
     Path | None,
     typer.Option(
-        "--coords", help="Folder of the files of coordinates, where embeddings have none: CLAM's patches, slide2vec's tiles."
+        exists=True,
+        file_okay=False,
+        help="Folder of the files of coordinates, where embeddings have none: CLAM's patches, slide2vec's tiles.",
     ),
 ]
 TileSizeLevel0Option = Annotated[
-    float | None, typer.Option(help="Side of a tile in pixels of level 0, where the files do not say it; always for slideflow.")
+    float | None,
+    typer.Option(min=1e-9, help="Side of a tile in pixels of level 0, where the files do not say it; always for slideflow."),
 ]
 MagnificationOption = Annotated[
-    float, typer.Option(help="At which tiles were embedded; files that say another are refused. Prov-GigaPath's is 20.")
+    float, typer.Option(min=1e-9, help="At which tiles were embedded; files that say another are refused. Prov-GigaPath's is 20.")
 ]
 SharedCellsOption = Annotated[
     bool, typer.Option("--shared-cells", help="Allow tiles that lie in one cell of the grid, as tiles that overlap do.")
@@ -64,46 +59,37 @@ TileSizeOption = Annotated[
 SlideNgridsOption = Annotated[int, typer.Option(min=1, help="Cells along each side of the grid of tiles.")]
 MaxWsiSizeOption = Annotated[int, typer.Option(min=1, help="Side of the largest slide in pixels, which sets the segments.")]
 OrderOption = Annotated[
-    TileOrder, typer.Option(help="hilbert: tiles along a curve, for weights that were trained so. Published weights were not.")
+    Literal["file", "hilbert"],
+    typer.Option(help="hilbert: tiles along a curve, for weights that were trained so. Published weights were not."),
 ]
 
 
-def read_by(
-    coords: Path | None, table: str | None, tile_size_level0: float | None, magnification: float, shared_cells: bool
-) -> Reading:
-    """How slides are read, or a refusal."""
-    for option, number in {"--tile-size-level0": tile_size_level0, "--magnification": magnification}.items():
-        if number is not None and not 0 < number < float("inf"):
-            refuse(f"{option} must be above 0 and finite, got {number:g}")
-    if coords is not None and not coords.is_dir():
-        refuse(f"--coords must be a folder that exists, got '{coords}'")
-    return Reading(coords, table, tile_size_level0, magnification, shared_cells)
-
-
-def check_encoder(arch: str, weights: Path | None, *, random: bool | None = None) -> None:
-    """Reject an unknown architecture, and anything but one source of weights; `random` is None for a command without it."""
+def encoder(
+    arch: str,
+    in_chans: int,
+    weights: Path | None,
+    place: torch.device,
+    dtype: str = "float32",
+    *,
+    random: bool = False,
+    order: str = "file",
+    **sizes: Any,
+) -> LongNetViT:
+    """The encoder that the options name, in evaluation mode; random weights are the same ones every time."""
     if arch not in ARCHITECTURES:
         refuse(f"--arch must be one of {', '.join(ARCHITECTURES)}, got '{arch}'")
-    if weights is None and random is None:
+    if weights is None and not random:
         refuse("--weights must name a checkpoint, got none")
-    if (weights is not None) == random:
-        refuse(f"--weights must name a checkpoint, or --random be given in its place, got {'both' if random else 'neither'}")
-    if weights is not None and not weights.is_file():
-        refuse(f"--weights must be a file that exists, got '{weights}'")
-
-
-def load(model: LongNetViT, weights: Path | None) -> None:
-    """Load a checkpoint, or warn of random weights."""
-    if weights is None:
-        typer.echo("WARNING: --random: the weights are RANDOM, so embeddings mean nothing and differ from run to run", err=True)
-        return
-    try:
-        load_weights(model, weights)
-    except DAMAGED as error:
-        why = first_line(error)
-        refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{weights}': {why}")
-
-
-def build(arch: str, in_chans: int, order: TileOrder, **options: Any) -> LongNetViT:
-    """The encoder that the options name, with random weights."""
-    return create_model(None, arch, in_chans, order=None if order is TileOrder.FILE else "hilbert", **options)
+    if weights is not None and random:
+        refuse("--weights must name a checkpoint, or --random be given in its place, got both")
+    if random:
+        typer.echo(RANDOM, err=True)
+        torch.manual_seed(0)
+    model = create_model(None, arch, in_chans, order=None if order == "file" else "hilbert", **sizes)
+    if weights is not None:
+        try:
+            load_weights(model, weights)
+        except DAMAGED as error:
+            why = first_line(error)
+            refuse(f"--weights must be a whole checkpoint that fits --arch and the tile embeddings, got '{weights}': {why}")
+    return model.eval().to(place, DTYPES[dtype])

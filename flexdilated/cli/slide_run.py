@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from flexdilated._version import __version__
 from flexdilated.cli.refusal import first_line, refuse
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.hub.slides import encode, store
-from flexdilated.hub.slides.encode import Clock, EncodedSlide, FailedSlide
+from flexdilated.hub.slides.encode import FailedSlide
 from flexdilated.hub.slides.source import is_same
 
 SOME_FAILED = 1  # the exit code
@@ -38,11 +38,13 @@ class Job(NamedTuple):
 
 def run(job: Job) -> int:
     """Encode the slides that have no file yet; the exit code."""
-    start, clock = time.perf_counter(), Clock()
+    start, console = time.perf_counter(), Console(stderr=True)
     versions = {"flexdilated": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     left, num_failed = _left(job)
     encoded = tiles = 0
-    for result in _shown(encode.encode_slides(job.model, left, clock=clock, **job.options), job, len(left)):
+    results = encode.encode_slides(job.model, left, **job.options)
+    is_hidden = not (job.shows and console.is_terminal)
+    for result in track(results, "slides", total=len(left), console=console, disable=is_hidden):
         if isinstance(result, FailedSlide):
             typer.echo(f"error: '{result.path}' {result.reason}", err=True)
             num_failed += 1
@@ -53,14 +55,11 @@ def run(job: Job) -> int:
         if result.note is not None:
             typer.echo(f"note: '{result.path}': {result.note}", err=True)
     seconds = time.perf_counter() - start
-    typer.echo(
-        f"encoded {_slides(encoded)} of {tiles:,} tiles in {seconds:.1f} s, {encoded / seconds:.2f} slides/s, "
-        f"{tiles / seconds:,.0f} tiles/s; waited {clock.reading / seconds:.1%} for files"
-    )
     skipped = len(job.slides) - len(left)
-    parts = [f"{skipped:,} had files"] if skipped else []
+    parts = [f"wrote {_slides(encoded)} of {tiles:,} tiles to '{job.output}' in {seconds:.1f} s"]
+    parts += [f"{skipped:,} had files"] if skipped else []
     parts += [f"{num_failed:,} failed"] if num_failed else []
-    typer.echo(", ".join([f"wrote {_slides(encoded)} to '{job.output}'", *parts]))
+    typer.echo(", ".join(parts))
     return SOME_FAILED if num_failed else 0
 
 
@@ -97,14 +96,6 @@ def _left(job: Job) -> tuple[dict[str, Path], int]:
             )
             changed += 1
     return left, changed
-
-
-def _shown(results: Iterator[EncodedSlide | FailedSlide], job: Job, total: int) -> Iterator[EncodedSlide | FailedSlide]:
-    """The results, under a bar that counts them."""
-    console = Console(stderr=True)
-    columns = (TextColumn("slides"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (job.shows and console.is_terminal)) as progress:
-        yield from progress.track(results, total=total)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -19,8 +19,6 @@ from flexdilated.cli.generate import continued
 from flexdilated.cli.options import (
     CudaDeviceOption,
     DilationRatesOption,
-    HeadsRule,
-    OffsetsRule,
     SegmentLengthsOption,
     connection,
     device_named,
@@ -29,7 +27,7 @@ from flexdilated.cli.options import (
     require_matplotlib,
 )
 from flexdilated.cli.refusal import first_line, refuse
-from flexdilated.core.hardware import detect, recommended_dtype
+from flexdilated.core.hardware import detect
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
 from flexdilated.draw.losses import draw_losses
@@ -37,10 +35,10 @@ from flexdilated.nn.config import LongNetConfig
 from flexdilated.nn.position import SCALE_BASE, scale_base_for
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import BYTES, Corpus, load_corpus
-from flexdilated.training.distributed import TIMEOUT_SECONDS, ensure_equal, place_of, process_group
+from flexdilated.training.distributed import TIMEOUT_SECONDS, ensure_equal, process_group, ranks_started
 from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.trainer import Trainer
-from flexdilated.training.weights import Weights, read_weights
+from flexdilated.training.weights import read_weights
 
 if TYPE_CHECKING:  # one process needs no torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,13 +53,15 @@ def train(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
+            exists=True,
             help="Files or folders to learn, as bytes, whatever they hold, but hidden ones and what the run writes; repeatable. "
             "Default: the sources of Python's standard library.",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoint, weights, picture and sample.")] = Path(
-        "runs/longnet"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", file_okay=False, writable=True, help="Folder for checkpoint, weights, picture and sample."),
+    ] = Path("runs/longnet"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output, with the same options.")] = False,
     resume_if_any: Annotated[
         bool,
@@ -94,14 +94,13 @@ def train(
     eval_sequences: Annotated[int, typer.Option(min=1, help="Held-out sequences per measurement.")] = 8,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 40,
     device: CudaDeviceOption = "auto",
-    dtype: Annotated[str, typer.Option(help="'float32', 'bfloat16' (autocast), or 'auto': bfloat16 where it is fast.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="bfloat16: under autocast. auto: bfloat16 where it is fast.")
+    ] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
-    context_parallel: Annotated[
-        int, typer.Option(min=0, help="Processes that share every sequence, started by torchrun. 0: as many as it starts.")
-    ] = 1,
     timeout_seconds: Annotated[
-        int | None, typer.Option(min=1, help=f"How long one of several processes waits for the others. Default: {TIMEOUT_SECONDS}.")
-    ] = None,
+        int, typer.Option(min=1, help="How long a rank of torchrun waits for the others.")
+    ] = TIMEOUT_SECONDS,
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
@@ -109,86 +108,66 @@ def train(
 
     The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
-    P processes share each sequence: torchrun --nproc-per-node P -m flexdilated train --context-parallel P. A checkpoint fits any P.
-    With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other; with --context-parallel 0
-    each may have another number of processes.
+    The P processes of torchrun --nproc-per-node P -m flexdilated train share each sequence. A checkpoint fits any P.
+    With torchrun's --max-restarts, --resume-if-any is right for the first start and for every other.
     """
     warnings.filterwarnings("ignore", "pattern with segments", UserWarning)  # printed below, in one line
-    try:
-        require_matplotlib()  # which draws the losses at the end
-        rank, context_parallel = place_of(context_parallel, timeout_seconds)
-        console = Console(quiet=rank > 0)
-        place = device_named(device, auto=["cuda"]) if context_parallel == 1 else device_of_rank(device)
-        pattern = pattern_named(
-            segment_lengths,
-            dilation_rates,
-            None,
-            default=DilatedPattern.causal(sequence_length, heads),
-            heads_rule=HeadsRule.ALL,
-            offsets=OffsetsRule.BLOCKED,
-            heads=heads,
+    require_matplotlib()  # which draws the losses at the end
+    rank, num_ranks = ranks_started()
+    console = Console(quiet=rank > 0)
+    place = device_named(device, auto=["cuda"]) if num_ranks == 1 else device_of_rank(device)
+    causal = DilatedPattern.causal(sequence_length, heads)
+    pattern = pattern_named(segment_lengths, dilation_rates, default=causal, heads=heads)
+    options = TrainOptions(
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        eval_every=eval_every,
+        eval_sequences=eval_sequences,
+        checkpoint_every=checkpoint_every,
+        dtype=dtype if dtype != "auto" else "bfloat16" if detect(place).has_fast_bfloat16 else "float32",
+        compile=compiled,
+    )
+    weights = None if begin_with is None else read_weights(begin_with)
+    begun_with = SCALE_BASE if weights is None else weights.config.scale_base
+    scale_base = scale_base_for(sequence_length, begun_with)
+    patterns = {"dilated": pattern}
+    if dense_too:
+        patterns["dense"] = DilatedPattern((max(sequence_length, *pattern.segment_lengths),), (1,))
+    sizes: dict[str, Any] = {
+        "vocab_size": BYTES,
+        "embed_dim": embed_dim,
+        "num_layers": layers,
+        "num_heads": heads,
+        "scale_base": scale_base,
+    }
+    configs = {name: LongNetConfig(pattern=each, **sizes) for name, each in patterns.items()}
+    corpus = load_corpus(text or [], sequence_length, without=[output / name for name in (*RUNS, PICTURE, SAMPLE)])
+    with process_group(num_ranks, rank, place, timeout_seconds) as mesh:
+        resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
+        ranks = "" if mesh is None else f" over {num_ranks} ranks"
+        console.print(
+            f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
+            f"{place} in {options.dtype}{ranks}, torch {torch.__version__}"
         )
-        options = TrainOptions(
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            steps=steps,
-            learning_rate=learning_rate,
-            warmup_steps=warmup_steps,
-            weight_decay=weight_decay,
-            clip=clip,
-            seed=seed,
-            eval_every=eval_every,
-            eval_sequences=eval_sequences,
-            checkpoint_every=checkpoint_every,
-            dtype=_dtype(dtype, place),
-            compile=compiled,
-        )
-        weights = None if begin_with is None else _weights(begin_with, output)
-        begun_with = SCALE_BASE if weights is None else weights.config.scale_base
-        scale_base = scale_base_for(sequence_length, begun_with)
-        patterns = {"dilated": pattern} | ({"dense": _dense(pattern, sequence_length)} if dense_too else {})
-        configs = {
-            name: LongNetConfig(
-                vocab_size=BYTES,
-                embed_dim=embed_dim,
-                num_layers=layers,
-                num_heads=heads,
-                pattern=each,
-                scale_base=scale_base,
-            )
-            for name, each in patterns.items()
-        }
-        corpus = load_corpus(text or [], sequence_length, without=[output / name for name in (*RUNS, PICTURE, SAMPLE)])
-        with process_group(context_parallel, rank, place, timeout_seconds or TIMEOUT_SECONDS) as mesh:
-            resume = _prepare(output, resume=resume, resume_if_any=resume_if_any, overwrite=overwrite, mesh=mesh)
-            ranks = "" if mesh is None else f" over {context_parallel} ranks"
-            console.print(
-                f"{len(corpus.train) / 1e6:.1f} MB of text, {len(corpus.held_out) / 1e3:.0f} kB held out; "
-                f"{place} in {options.dtype}{ranks}, torch {torch.__version__}"
-            )
-            if weights is not None and scale_base != begun_with:
-                console.print(
-                    f"positions decay over {scale_base:g} tokens, not {begun_with:g} as in --weights: sequences are longer"
-                )
-            lost = [rate for rate, residues in zip(pattern.dilation_rates, missing_residues(pattern, heads)) if residues]
-            if lost:
-                console.print(f"no head keeps some rows of branches of rate {', '.join(map(str, lost))}: there are {heads} heads")
-            if not pattern.crosses_boundaries(sequence_length, heads):
-                console.print(connection(pattern, sequence_length, heads), soft_wrap=True)
-            trainers = {
-                name: _train(
-                    Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights), name, resume, console
-                )
-                for name, config in configs.items()
-            }
-        if rank == 0:
-            _finish(trainers, corpus, output, console)
-    except (UserError, ValueError, TypeError) as error:
-        refuse(error)
-    except RuntimeError as error:
-        if not compiled or "compiler" not in str(error).lower():
-            raise
-        refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
+        if scale_base != begun_with and weights is not None:
+            console.print(f"positions decay over {scale_base:g} tokens, not {begun_with:g} as in --weights: sequences are longer")
+        lost = [rate for rate, residues in zip(pattern.dilation_rates, missing_residues(pattern, heads)) if residues]
+        if lost:
+            console.print(f"no head keeps some rows of branches of rate {', '.join(map(str, lost))}: there are {heads} heads")
+        if not pattern.crosses_boundaries(sequence_length, heads):
+            console.print(connection(pattern, sequence_length, heads), soft_wrap=True)
+        trainers = {}
+        for name, config in configs.items():
+            trainer = Trainer(config, options, corpus, output / name, place, mesh=mesh, weights=weights)
+            trainers[name] = _train(trainer, name, resume, console)
+    if rank == 0:
+        _finish(trainers, corpus, output, console)
 
 
 def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Trainer:
@@ -216,7 +195,12 @@ def _train(trainer: Trainer, name: str, resume: bool, console: Console) -> Train
             status = f"{now.bytes_per_second / 1e3:.1f} kB/s  bits/byte: train {now.history[-1]['train']:.2f}{held_out}"
             progress.update(task, completed=now.step, status=status)
 
-        finished = trainer.run(report)
+        try:
+            finished = trainer.run(report)
+        except RuntimeError as error:
+            if not trainer.options.compile or "compiler" not in str(error).lower():
+                raise
+            refuse(f"--compile must find a C++ compiler; install one or use --no-compile ({first_line(error)})")
     if not finished:
         console.print("stopped; the checkpoint is saved: the same command with --resume goes on")
         raise typer.Exit(130)
@@ -259,38 +243,6 @@ def _prepare(output: Path, *, resume: bool, resume_if_any: bool, overwrite: bool
         raise UserError(f"--output must hold no earlier run, got {folder}; use --resume, --overwrite or another folder")
     if mesh is None or mesh.get_local_rank() == 0:
         for name in found:
-            _empty(output / name)
+            shutil.rmtree(output / name)
     ensure_equal(mesh, {})
     return False
-
-
-def _weights(folder: Path, output: Path) -> Weights:
-    """What a run begins with; it must still be there for --resume to compare, whatever the run writes or --overwrite empties."""
-    if any(folder.resolve().is_relative_to((output / name).resolve()) for name in RUNS):
-        raise UserError(f"--weights must lie outside of the run in --output, got {folder}; give the new run another --output")
-    return read_weights(folder)
-
-
-def _empty(folder: Path) -> None:
-    """Remove what a folder holds; the folder, or the link to one, stays."""
-    try:
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    except OSError as error:
-        raise UserError(f"--overwrite must be able to empty {folder}, got: {error}") from None
-
-
-def _dtype(name: str, device: torch.device) -> str:
-    if name not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"--dtype must be 'auto', 'float32' or 'bfloat16', got {name!r}")
-    if name != "auto":
-        return name
-    return "bfloat16" if recommended_dtype(detect(device)) == torch.bfloat16 else "float32"
-
-
-def _dense(pattern: DilatedPattern, sequence_length: int) -> DilatedPattern:
-    """Full attention as a pattern, for comparison."""
-    return DilatedPattern((max(sequence_length, *pattern.segment_lengths),), (1,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ARGUMENTS = "the arguments of the classes themselves, such as RingDilatedAttention(segment_lengths, dilation_rates, dropout)"
-RING = "RingDilatedAttention(segment_lengths, dilation_rates, dropout, ring_size=...)"
+RING = "RingDilatedAttention(segment_lengths, dilation_rates, dropout)"
 MESH = "flexdilated.DilatedAttention(mesh=...) or flexdilated.MultiheadDilatedAttention(mesh=...)"
 MASK_MOD = "flexdilated.dilated_attention(mask_mod=...), which drops pairs by a function of their positions"
 

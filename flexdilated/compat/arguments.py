@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-PACKAGE = os.path.dirname(__file__) + os.sep
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -30,6 +26,7 @@ ARGUMENTS: dict[str, str] = {
     "use_pattern_cache": "the plan of a pattern is always cached",
     "use_checkpointing": "call the layer by torch.utils.checkpoint.checkpoint",
     "block_size": "the kernel chooses its own blocks",
+    "ring_size": "each process computes the whole output; to share a sequence, use flexdilated.DilatedAttention(mesh=...)",
     "hilbert_chunk_size": "one curve covers the whole grid",
 }
 
@@ -61,7 +58,7 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
             names = [x.name for x in ignored if given.arguments.pop(x.name, None) is not None]
             result = call(*given.args, **given.kwargs)
             for name in names:
-                warnings.warn(f"{name} has no effect: {ARGUMENTS[name]}", stacklevel=_level_of_user())
+                warnings.warn(f"{name} has no effect: {ARGUMENTS[name]}", stacklevel=2)
             return result
 
         warned.__signature__ = signature  # type: ignore[attr-defined]
@@ -72,11 +69,3 @@ def ignores(*keywords: str, last: str | None = None) -> Callable[[T], T]:
         return target
 
     return decorate
-
-
-def _level_of_user() -> int:
-    """The `stacklevel` of the first frame outside of this package, for a warning by the caller."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from flexdilated.compat.arguments import ignores
-from flexdilated.compat.ring import attention_over_ranks
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.nn.attention import DilatedAttention as Attention
 from flexdilated.ordering import check_grid, grid_order, reorder, restore
 
 IGNORED = ("enable_memory_pool", "enable_profiling", "lightweight_pool", "device", "dtype")
-IGNORED_BY_RING = (*IGNORED, "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size", "use_checkpointing")
+IGNORED_BY_RING = (*IGNORED, "ring_size", "use_tf32", "use_flash_attention", "use_pattern_cache", "block_size", "use_checkpointing")
 
 
 class _Attention(nn.Module):
@@ -25,11 +25,10 @@ class _Attention(nn.Module):
         dropout: float = 0.0,
         *,
         softmax_scale: float | None = None,
-        ring_size: int | None = None,
     ) -> None:
         super().__init__()
         pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
-        self.attention = attention_over_ranks(pattern, ring_size, scale=softmax_scale, dropout_p=dropout)
+        self.attention = Attention(pattern, scale=softmax_scale, dropout_p=dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """`(b, n, h, d)` from query, key and value of that shape; see `flexdilated.dilated_attention`."""
@@ -47,7 +46,7 @@ class DilatedAttention(_Attention):
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, attention_dropout, softmax_scale=softmax_scale, ring_size=1)
+        super().__init__(segment_lengths, dilation_rates, attention_dropout, softmax_scale=softmax_scale)
 
 
 @ignores(*IGNORED, last="use_tf32")
@@ -55,19 +54,15 @@ class ImprovedDilatedAttention(_Attention):
     """`DilatedAttention` with the arguments of the forks."""
 
     def __init__(self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, ring_size=1)
+        super().__init__(segment_lengths, dilation_rates, dropout)
 
 
 @ignores(*IGNORED_BY_RING)
 class RingDilatedAttention(_Attention):
     """The ring classes' attention, with the arguments of all of them.
 
-    Every rank of the ring passes the same whole query, key and value, and receives the whole output. Each rank computes its part
-    of the tokens. Gradients are whole and equal to those of one process, if all ranks compute the same loss from the output. To
-    hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
-
-    Raises:
-        ValueError: If `ring_size` is neither 1 nor the number of ranks.
+    Each process computes the whole output from the whole query, key and value, as the earlier classes return it on every rank. To
+    share the work, or hold only a part of the sequence on each rank, use `flexdilated.DilatedAttention(mesh=...)`.
     """
 
 
@@ -93,9 +88,8 @@ class RingDilatedAttentionHybridHilbert(RingDilatedAttention):
         grid: Sequence[int] | None = None,
         use_hilbert: bool = True,
         softmax_scale: float | None = None,
-        ring_size: int | None = None,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale, ring_size=ring_size)
+        super().__init__(segment_lengths, dilation_rates, dropout, softmax_scale=softmax_scale)
         self.use_hilbert = use_hilbert
         if use_hilbert:
             order = grid_order(check_grid(grid))  # type: ignore[arg-type]  # None raises there, with the reason

@@ -18,33 +18,33 @@ UNSUPPORTED = {
     **dict.fromkeys(("block_sparse_ring", "block_sparse_ring_distributed"), MASK_MOD),
 }
 LENGTHS, RATES = (2048, 4096, 8192), (1, 2, 4)
+IGNORED = ("use_tf32", "block_size", "enable_memory_pool", "use_checkpointing", "ring_size")
 
 
-@ignores("use_tf32", "block_size", "enable_memory_pool", "use_checkpointing", "device", "dtype")
+@ignores(*IGNORED, "device", "dtype")
 def create_dilated_attention(
     attention_type: str = "auto",
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     *,
     dropout: float = 0.0,
-    ring_size: int | None = None,
 ) -> nn.Module:
     """`ImprovedDilatedAttention`, or `RingDilatedAttention` for `"ring"`.
 
     Default lengths and rates: 2048, 4096, 8192 and 1, 2, 4. The forks ignored unknown arguments; here they raise an error.
 
     Raises:
-        ValueError: If the type is unknown, or `ring_size` comes with another type than `"ring"`.
+        ValueError: If the type is unknown.
         NotImplementedError: If the type is a distributed or block-sparse one.
         TypeError: If an argument is unknown.
     """
-    pattern = (LENGTHS if segment_lengths is None else segment_lengths, RATES if dilation_rates is None else dilation_rates)
-    if _is_ring(attention_type, ring_size):
-        return RingDilatedAttention(*pattern, dropout, ring_size=ring_size)
-    return ImprovedDilatedAttention(*pattern, dropout)
+    build = RingDilatedAttention if _is_ring(attention_type) else ImprovedDilatedAttention
+    return build(
+        LENGTHS if segment_lengths is None else segment_lengths, RATES if dilation_rates is None else dilation_rates, dropout
+    )
 
 
-@ignores("use_tf32", "block_size", "enable_memory_pool", "use_checkpointing")
+@ignores(*IGNORED)
 def create_multihead_dilated_attention(
     attention_type: str = "auto",
     embed_dim: int = 768,
@@ -57,7 +57,6 @@ def create_multihead_dilated_attention(
     layer_norm: bool = True,
     layer_norm_eps: float = 1e-5,
     gamma_init: float = 1.0,
-    ring_size: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
@@ -67,20 +66,16 @@ def create_multihead_dilated_attention(
     """
     lengths = LENGTHS if segment_lengths is None else segment_lengths
     rates = RATES if dilation_rates is None else dilation_rates
-    rest = (dropout, bias, layer_norm, layer_norm_eps, gamma_init)
-    if _is_ring(attention_type, ring_size):
-        return RingMultiheadDilatedAttention(
-            embed_dim, num_heads, lengths, rates, *rest, ring_size=ring_size, device=device, dtype=dtype
-        )
-    return ImprovedMultiheadDilatedAttention(embed_dim, num_heads, rates, lengths, *rest, device, dtype)
+    build = RingMultiheadDilatedAttention if _is_ring(attention_type) else ImprovedMultiheadDilatedAttention
+    sizes = {"segment_lengths": lengths, "dilation_rates": rates, "device": device, "dtype": dtype}
+    norm = {"layer_norm": layer_norm, "layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
+    return build(embed_dim, num_heads, dropout=dropout, bias=bias, **sizes, **norm)  # type: ignore[arg-type]
 
 
-def _is_ring(attention_type: str, ring_size: int | None) -> bool:
+def _is_ring(attention_type: str) -> bool:
     if attention_type in UNSUPPORTED:
         use = UNSUPPORTED[attention_type]
         raise NotImplementedError(f"attention_type must be one of {TYPES}, got {attention_type!r}; use {use}")
     if attention_type not in TYPES:
         raise ValueError(f"attention_type must be one of {TYPES}, got {attention_type!r}")
-    if attention_type != "ring" and ring_size is not None:
-        raise ValueError(f"ring_size must be None unless attention_type='ring', got {ring_size}")
     return attention_type == "ring"

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from flexdilated.compat.arguments import ignores
-from flexdilated.compat.ring import attention_over_ranks
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.nn import attention
 
-IGNORED_BY_RING = ("use_flash_attention", "enable_memory_pool", "use_pattern_cache")
+IGNORED_BY_RING = ("ring_size", "use_flash_attention", "enable_memory_pool", "use_pattern_cache")
 
 
 class _Multihead(attention.MultiheadDilatedAttention):
@@ -32,22 +31,10 @@ class _Multihead(attention.MultiheadDilatedAttention):
         gamma_init: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        ring_size: int | None = 1,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            DilatedPattern.grouped(segment_lengths, dilation_rates),
-            dropout_p=dropout,
-            bias=bias,
-            layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init,
-            device=device,
-            dtype=dtype,
-        )
-        self.attention = attention_over_ranks(self.attention.pattern, ring_size, dropout_p=dropout)
+        pattern = DilatedPattern.grouped(segment_lengths, dilation_rates)
+        norm: dict[str, Any] = {"layer_norm": layer_norm, "layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
+        super().__init__(embed_dim, num_heads, pattern, dropout_p=dropout, bias=bias, device=device, dtype=dtype, **norm)
         self.register_load_state_dict_pre_hook(_rename_weights)
 
     def forward(  # type: ignore[override]  # the earlier call, which has no padding mask in fourth place
@@ -71,10 +58,7 @@ class ImprovedMultiheadDilatedAttention(_Multihead):
 
 @ignores(*IGNORED_BY_RING, "use_tf32", "block_size", "use_checkpointing")
 class RingMultiheadDilatedAttention(_Multihead):
-    """The ring classes' layer; segment lengths come before dilation rates.
-
-    Inputs, outputs and gradients are whole on every rank, as for `RingDilatedAttention`. Every rank computes all projections.
-    """
+    """The ring classes' layer; segment lengths come before dilation rates. Each process computes the whole layer."""
 
     def __init__(
         self,
@@ -88,17 +72,16 @@ class RingMultiheadDilatedAttention(_Multihead):
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         *,
-        ring_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
-        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype, ring_size=ring_size)
+        super().__init__(*sizes, dropout, bias, layer_norm, layer_norm_eps, gamma_init, device, dtype)
 
 
 @ignores(*IGNORED_BY_RING)
 class RingMultiheadDilatedAttentionHybrid(_Multihead):
-    """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`; masks are whole on every rank too.
+    """`RingMultiheadDilatedAttention` without LayerNorm, called like `nn.MultiheadAttention`.
 
     Raises:
         NotImplementedError: If `layer_norm` is True: the earlier class normalised queries and keys, not the attention's output.
@@ -115,7 +98,6 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
         *,
         layer_norm: bool = False,
         gamma_init: float = 1.0,
-        ring_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -125,7 +107,7 @@ class RingMultiheadDilatedAttentionHybrid(_Multihead):
                 "RingMultiheadDilatedAttention has a LayerNorm before the output projection"
             )
         sizes = (embed_dim, num_heads, dilation_rates, segment_lengths)
-        super().__init__(*sizes, dropout, bias, False, gamma_init=gamma_init, device=device, dtype=dtype, ring_size=ring_size)
+        super().__init__(*sizes, dropout, bias, False, gamma_init=gamma_init, device=device, dtype=dtype)
 
     forward = attention.MultiheadDilatedAttention.forward  # type: ignore[assignment]  # the call of nn.MultiheadAttention again
 

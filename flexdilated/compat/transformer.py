@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -129,22 +129,16 @@ class LongNet(nn.Module):
 
         layer = (d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation, layer_norm_eps)
         encoder, decoder = (*layer, encoder_gamma, device, dtype), (*layer, decoder_gamma, device, dtype)
-        self.encoder = _Stack(DilatedTransformerEncoderLayer(*encoder) for _ in range(num_encoder_layers))
-        self.decoder = _Stack(DilatedTransformerDecoderLayer(*decoder) for _ in range(num_decoder_layers))
+        encoders = nn.ModuleList(DilatedTransformerEncoderLayer(*encoder) for _ in range(num_encoder_layers))
+        decoders = nn.ModuleList(DilatedTransformerDecoderLayer(*decoder) for _ in range(num_decoder_layers))
+        # `layers` is what the port's weights are called.
+        self.encoder, self.decoder = nn.ModuleDict({"layers": encoders}), nn.ModuleDict({"layers": decoders})
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
         """`(b, n, d_model)` from embeddings of that shape, causal in all attentions or in none."""
         tgt = memory = x
-        for layer in self.encoder.layers:
+        for layer in self.encoder["layers"].children():
             memory = layer(memory, is_causal=is_causal)
-        for layer in self.decoder.layers:
+        for layer in self.decoder["layers"].children():
             tgt = layer(tgt, memory, memory_is_causal=is_causal, tgt_is_causal=is_causal)
         return tgt
-
-
-class _Stack(nn.Module):
-    """Layers under the name that the port's weights have."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)

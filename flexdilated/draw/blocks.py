@@ -88,7 +88,6 @@ def block_panels(
         panels=panels,
         num_tokens=num_tokens,
         cell=block_size * group,
-        has_grid=True,
         tick=tick_step(min(pattern.segment_lengths), len(found[0].cells) * block_size * group, 4),
         is_causal=is_causal,
         colors=CELL_COLORS,

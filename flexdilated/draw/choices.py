@@ -42,14 +42,11 @@ def draw_choices(choices: Choices) -> Figure:
         axes.scatter(x, y, s=16, color=COLORS[shade], marker=MARKERS[shade], linewidths=0, label=label, zorder=2)
     axes.axvline(100 * choices.budget, color=INK, linestyle="--", linewidth=1.2, label="budget", zorder=1)
     points = [(100 * each.share, max(1, each.local)) for each in choices.shown]
-    styles: tuple[dict[str, Any], ...] = (
-        {"s": 70, "facecolors": "none"},
-        {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"},
-    )
-    for is_given, drawn in enumerate(styles):
-        at = [point for point, each in zip(points, choices.shown) if each.is_given == bool(is_given)]
+    yours: dict[str, Any] = {"s": 120, "marker": "*", "facecolors": YOURS, "label": "yours"}
+    for is_given, style in ((False, {"s": 70, "facecolors": "none"}), (True, yours)):
+        at = [point for point, each in zip(points, choices.shown) if each.is_given == is_given]
         if at:
-            axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **drawn)
+            axes.scatter(*zip(*at), edgecolors=INK, linewidths=1.0, zorder=4, **style)
     axes.set_xlabel("% of the pairs of dense attention", fontsize=11, color=INK)
     axes.set_ylabel("tokens per local segment", fontsize=11, color=INK)
     for axis in (axes.xaxis, axes.yaxis):
@@ -70,24 +67,15 @@ def _number(axes: Axes, points: list[tuple[float, int]]) -> None:
     """Write 1, 2, ... beside the points, where no number covers another."""
     from matplotlib.patheffects import withStroke
 
-    figure = axes.figure
-    figure.canvas.draw()  # places are in pixels of the final layout
+    axes.figure.canvas.draw()  # places are in pixels of the final layout
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    style: dict[str, Any] = {"fontsize": 11, "weight": "bold", "color": INK, "zorder": 5, "path_effects": halo}
     taken: list[Any] = []
     for number, point in enumerate(points, 1):
+        text = axes.annotate(str(number), point, (0, 0), textcoords="offset points", **style)
         for place in PLACES:
-            text = axes.annotate(
-                str(number),
-                point,
-                place,
-                textcoords="offset points",
-                fontsize=11,
-                weight="bold",
-                color=INK,
-                zorder=5,
-                path_effects=[withStroke(linewidth=2.5, foreground="white")],
-            )
+            text.set_position(place)
             box = text.get_window_extent()
-            if place == PLACES[-1] or not any(box.overlaps(other) for other in taken):
+            if not any(box.overlaps(other) for other in taken):
                 break
-            text.remove()
         taken.append(box)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "new", "plain", "replaced", "wrapped", "write"]
+__all__ = ["INK", "grid_of", "new", "plain", "replaced", "wrapped", "write"]
 
 INK = "#222222"
 
@@ -52,6 +53,9 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with partial.open("xb") as file:
             yield file
         partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows
+        raise
     finally:
         with suppress(OSError):  # there is none after the rename, or where the folder is none
             partial.unlink()
@@ -65,3 +69,9 @@ def plain(text: str) -> str:
 def wrapped(lines: Sequence[str], width: float) -> list[str]:
     """The lines, cut in parts of at most `width` characters."""
     return [part for line in lines for part in textwrap.wrap(line, max(12, int(width)))]
+
+
+def grid_of(panels: int) -> tuple[int, int]:
+    """Rows and columns of panels, near a square."""
+    columns = math.ceil(math.sqrt(panels))
+    return math.ceil(panels / columns), columns

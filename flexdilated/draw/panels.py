@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.draw.figure import INK, new, plain, wrapped
+from flexdilated.draw.figure import INK, grid_of, new, plain, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["APART", "FUTURE", "Panels", "describe_heads", "figure_of", "head_panel", "pattern_title", "tick_step"]
 
-LEGEND_COLUMNS = 8
 NARROW = 840  # pixels of panels side by side, up to which text has its usual size
 APART = "#ffffff"  # no branch joins the pair
 FUTURE = "#dedede"  # the pair is above the causal diagonal
@@ -44,7 +41,6 @@ class Panels:
     panels: list[Panel]
     num_tokens: int
     cell: int  # tokens per side of a cell
-    has_grid: bool  # whether cells have borders, where there is room
     tick: int  # tokens from one tick to the next
     is_causal: bool
     colors: Sequence[str]
@@ -128,8 +124,7 @@ def figure_of(picture: Panels) -> Figure:
     from matplotlib.patches import Patch
 
     panels, cells = picture.panels, len(picture.panels[0].cells)
-    columns = _columns(len(panels))
-    rows = -(-len(panels) // columns)
+    rows, columns = grid_of(len(panels))
     # Laid out in pixels.
     dpi = 160
     wanted = {1: 840, 2: 560}.get(len(panels), 400)
@@ -140,7 +135,8 @@ def figure_of(picture: Panels) -> Figure:
     left, right, gap = round(max(96, 68 + 9 * len(f"{picture.num_tokens:,}")) * zoom), round(32 * zoom), low
     width = max(left + columns * side + (columns - 1) * gap + right, 760)
     left += (width - (left + columns * side + (columns - 1) * gap + right)) // 2
-    legend_columns = _legend_columns(picture.labels.values(), width / zoom - 64)
+    longest = max(len(label) for label in picture.labels.values())
+    legend_columns = max(1, min(len(picture.labels), 8, int((width / zoom - 64) / (60 + 9 * longest))))
     bottom = round(122 * zoom) + low * -(-len(picture.labels) // legend_columns)
     center = (left + (columns * side + (columns - 1) * gap) / 2) / width
     title = wrapped(picture.title, (2 * min(center, 1 - center) * width / zoom - 64) / 12)
@@ -152,16 +148,14 @@ def figure_of(picture: Panels) -> Figure:
 
     figure = new(width / dpi, height / dpi, dpi=dpi, facecolor="white")
     for i, text in enumerate(title):
-        weight = "bold" if i == 0 else "normal"
-        size = (9.5 if i == 0 else 8.5) * zoom
-        y = 1 - (first + i * line) / height
-        figure.text(center, y, plain(text), ha="center", va="top", fontsize=size, weight=weight, color=INK)
+        font = {"fontsize": 9.5 * zoom, "weight": "bold"} if i == 0 else {"fontsize": 8.5 * zoom}
+        figure.text(center, 1 - (first + i * line) / height, plain(text), ha="center", va="top", color=INK, **font)
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         x = left + column * (side + gap)
         y = height - top - (row + 1) * (title_height + side) - row * 12
         axes = figure.add_axes((x / width, y / height, side / width, side / height))
-        _fill(axes, panel, picture, cell_pixels=side // cells)
+        _fill(axes, panel, picture)
         axes.set_title("\n".join(titles[i]), fontsize=7.5 * zoom, color=INK, pad=4 * zoom, linespacing=1.25)
         is_last = i + columns >= len(panels)
         axes.tick_params(length=2.5, width=0.5, labelsize=7 * zoom, colors=INK, labelbottom=is_last, labelleft=column == 0)
@@ -188,7 +182,7 @@ def figure_of(picture: Panels) -> Figure:
     return figure
 
 
-def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> None:
+def _fill(axes: Axes, panel: Panel, picture: Panels) -> None:
     """Draw the cells of a panel, the outlines of segments, and ticks in tokens."""
     from matplotlib.collections import LineCollection
     from matplotlib.colors import ListedColormap
@@ -198,10 +192,6 @@ def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> Non
     end = cells * picture.cell - 0.5
     colors, last = ListedColormap(list(picture.colors)), len(picture.colors) - 0.5
     axes.imshow(panel.cells, cmap=colors, vmin=-0.5, vmax=last, interpolation="nearest", extent=(-0.5, end, end, -0.5))
-    if picture.has_grid and cell_pixels >= 12:
-        lines = [picture.cell * i - 0.5 for i in range(1, cells)]
-        axes.hlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
-        axes.vlines(lines, -0.5, end, colors=INK, linewidths=0.4, alpha=0.2)
     for length in panel.lengths:
         starts = range(0, picture.num_tokens, length)
         borders = [_border(start, min(start + length, picture.num_tokens), picture.is_causal) for start in starts]
@@ -211,20 +201,6 @@ def _fill(axes: Axes, panel: Panel, picture: Panels, *, cell_pixels: int) -> Non
         axis.set_major_formatter(FuncFormatter(lambda token, _: f"{token:,.0f}"))
     for spine in axes.spines.values():
         spine.set(linewidth=0.6, color=INK)
-
-
-def _columns(num_heads: int) -> int:
-    """Panels per row: up to 3 in one row, 4 as a square, 5 in one row, else the grid near a square with the fewest empty places."""
-    if num_heads <= 5:
-        return 2 if num_heads == 4 else num_heads
-    root = math.ceil(math.sqrt(num_heads))
-    return min(range(root, min(2 * root, 8) + 1), key=lambda columns: (-num_heads % columns, columns))
-
-
-def _legend_columns(labels: Iterable[str], width: float) -> int:
-    """Entries per row of the legend."""
-    widths = sorted((60 + 9 * len(label) for label in labels), reverse=True)
-    return max(1, sum(total <= width for total in accumulate(widths[:LEGEND_COLUMNS])))
 
 
 def _border(start: int, stop: int, is_causal: bool) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked
-from flexdilated.core.pattern import MAX_LENGTH, DilatedPattern, num_kept
+from flexdilated.core.pattern import DilatedPattern, num_kept
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
 
     Args:
         pattern: Which positions attend to which.
-        num_tokens: Sequence length N, at most 2**40.
+        num_tokens: Sequence length N.
         num_heads: Heads H, at most 64.
         is_causal: Whether a query sees only keys at its own position and before.
         name: What the pattern is called in the title, besides its lengths and rates.
@@ -89,9 +89,8 @@ def draw(pattern: DilatedPattern, num_tokens: int, num_heads: int, *, is_causal:
         TypeError: If an argument has the wrong type.
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
-    for what, value, most in (("num_tokens", num_tokens, MAX_LENGTH), ("num_heads", num_heads, MAX_HEADS)):
-        if value > most:
-            raise ValueError(f"{what} must be at most {most}, got {value}")
+    if num_heads > MAX_HEADS:
+        raise ValueError(f"num_heads must be at most {MAX_HEADS}, got {num_heads}")
     return figure_of(multiplicity_panels(pattern, num_tokens, num_heads, is_causal=is_causal, name=name))
 
 
@@ -120,7 +119,6 @@ def multiplicity_panels(
         panels=panels,
         num_tokens=num_tokens,
         cell=size,
-        has_grid=False,
         tick=tick_step(min(pattern.segment_lengths), cells * size, 5 if size == 1 else 4),
         is_causal=is_causal,
         colors=colors,
@@ -142,15 +140,10 @@ def _shaded(counts: NDArray[np.float64], num_tokens: int, size: int, is_causal: 
 
 
 def _colors(levels: int) -> list[str]:
-    """A colour for 0, 1, ... up to `levels`, at least 1."""
+    """A colour for 0, 1, ... up to `levels`, at least 1; above six levels, neighbours share colours."""
     # One level alone is drawn in a middle blue; two and more span the scale.
-    stops = [3.0] if levels == 1 else [i * (len(SCALE) - 1) / (levels - 1) for i in range(levels)]
-    return [APART, *(_blend(SCALE[int(stop)], SCALE[min(int(stop) + 1, len(SCALE) - 1)], stop % 1) for stop in stops)]
-
-
-def _blend(a: str, b: str, share: float) -> str:
-    pairs = ((int(a[i : i + 2], 16), int(b[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
+    stops = [3] if levels == 1 else [round(i * (len(SCALE) - 1) / (levels - 1)) for i in range(levels)]
+    return [APART, *(SCALE[stop] for stop in stops)]
 
 
 def _density(counts: NDArray[np.float64], num_tokens: int, is_causal: bool) -> str:

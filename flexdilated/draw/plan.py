@@ -12,27 +12,22 @@ from flexdilated.draw.figure import INK, new, wrapped
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["UNITS", "draw_traffic", "layer_lines"]
+__all__ = ["draw_traffic", "layer_lines"]
 
-UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")  # each 1,000 times the one before
 
 # Okabe and Ito's colours, safe for colour-blind readers, and greys for other systems. Lines that coincide stay visible: each is
 # thinner than the one below it, its markers smaller.
-STYLES: dict[str, dict[str, Any]] = {
-    "gather": {"color": "#0072b2", "marker": "o", "linewidth": 4.0, "markersize": 10},
-    "ring": {"color": "#e69f00", "marker": "s", "linewidth": 2.7, "markersize": 7.5},
-    "heads": {"color": "#009e73", "marker": "^", "linewidth": 1.4, "markersize": 5},
-    "ring-all": {"color": "#4d4d4d", "linestyle": (0, (6, 2))},
-    "all-gather": {"color": "#8c8c8c", "linestyle": (0, (3, 2))},
-    "ulysses": {"color": "#b0b0b0", "linestyle": (0, (1, 1.4))},
-}
-MEANING = {
-    "gather": "ours, gather: the rows that are needed, at once",
-    "ring": "ours, ring: the same rows in steps, in little memory",
-    "heads": "ours, heads: heads assigned to ranks, where that is less",
-    "ring-all": "ring of everything: K and V pass every rank",
-    "all-gather": "all-gather: K and V of all ranks at once",
-    "ulysses": "Ulysses: where ranks divide the key/value heads",
+def _ours(color: str, marker: str, width: float) -> dict[str, Any]:
+    return {"color": color, "marker": marker, "linewidth": width, "markersize": 2 + 2 * width}
+
+
+STYLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gather": ("ours, gather: the rows that are needed, at once", _ours("#0072b2", "o", 4.0)),
+    "ring": ("ours, ring: the same rows in steps, in little memory", _ours("#e69f00", "s", 2.7)),
+    "heads": ("ours, heads: heads assigned to ranks, where that is less", _ours("#009e73", "^", 1.4)),
+    "ring-all": ("ring of everything: K and V pass every rank", {"color": "#4d4d4d", "linestyle": (0, (6, 2))}),
+    "all-gather": ("all-gather: K and V of all ranks at once", {"color": "#8c8c8c", "linestyle": (0, (3, 2))}),
+    "ulysses": ("Ulysses: where ranks divide the key/value heads", {"color": "#b0b0b0", "linestyle": (0, (1, 1.4))}),
 }
 
 
@@ -42,7 +37,7 @@ def draw_traffic(layer: Layer) -> Figure:
     The ranks are the powers of two from 2 to the layer's, and the layer's; both axes are logarithmic, with 0 at the bottom. If
     listing all rows takes long, the bytes of our exchanges are upper bounds, and the title says so.
     """
-    from matplotlib.ticker import FixedLocator, NullLocator
+    from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator
 
     lines, is_exact = traffic_by_ranks(layer)
     counts = [ranks for ranks, _ in lines[EXCHANGES[0]]]
@@ -53,14 +48,15 @@ def draw_traffic(layer: Layer) -> Figure:
     low, high = (math.floor(math.log10(find(moved, default=1))) for find in (min, max))
     axes.set_yscale("symlog", linthresh=10**low)
     for name, line in lines.items():
-        axes.plot([ranks for ranks, _ in line], [number for _, number in line], label=MEANING[name], clip_on=False, **STYLES[name])
+        label, style = STYLES[name]
+        axes.plot(*zip(*line), label=label, clip_on=False, **style)
     axes.set_ylim(0, 2 * max(moved, default=1))
     # The asked number may lie too near to the power of two below it.
     axes.xaxis.set_major_locator(FixedLocator([ranks for ranks in counts if ranks == counts[-1] or 1.5 * ranks <= counts[-1]]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(FixedLocator([0, *(10**decade for decade in range(low, high + 1, -(-(high + 1 - low) // 9)))]))
-    axes.yaxis.set_major_formatter(lambda number, _: _bytes(number))
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -83,12 +79,3 @@ def layer_lines(layer: Layer) -> list[str]:
     some = layer.document_lengths
     documents = f"{len(some):,} documents of {min(some):,} to {max(some):,} tokens" if len(some) > 1 else "one document"
     return [f"segment lengths {lengths}; dilation rates {rates}", f"{heads} of {layer.head_dim}, {rule}, {kind}, {documents}"]
-
-
-def _bytes(number: float) -> str:
-    """`100 MB` of 1e8."""
-    for unit in UNITS:
-        if number < 1000 or unit == UNITS[-1]:
-            return f"{number:g} {unit}"
-        number /= 1000
-    raise AssertionError

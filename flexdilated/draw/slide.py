@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.draw.figure import INK, new, plain, wrapped, write
-from flexdilated.draw.places import check_numbers
-from flexdilated.draw.weights import MARK, UNSEEN, add_legend, check_path, check_weights
+from flexdilated.draw.figure import grid_of, new
+from flexdilated.draw.weights import UNSEEN, check_path, check_weights, finish, outline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,18 +67,20 @@ def draw_slide_map(
 
     Raises:
         ValueError: If shapes do not match, a weight is negative or not finite, all are 0, tiles lie outside the slide, the
-            thumbnail is damaged or of another shape than the slide, or the file name has another ending.
+            thumbnail has another shape than the slide, or the file name has another ending.
         TypeError: If an argument has the wrong type.
         OSError: If a picture cannot be read or written.
     """
     panels = check_weights(weights, titles)
-    check_numbers("coords", coords)
-    if coords.shape != (panels.shape[1], 2):
-        raise ValueError(f"coords must have shape (N, 2) with N=tiles of weights={panels.shape[1]}, got {tuple(coords.shape)}")
+    corners = coords.detach().to("cpu", torch.float64)
+    if corners.shape != (panels.shape[1], 2) or not bool(corners.isfinite().all()):
+        raise ValueError(
+            f"coords must be finite, of shape (N, 2) with N=tiles of weights={panels.shape[1]}, got {tuple(corners.shape)}"
+        )
     if not bool(panels.any()):
         raise ValueError("weights must not all be 0, got only zeros")
-    if not (math.isfinite(tile_size) and tile_size > 0):
-        raise ValueError(f"tile_size must be above 0 and finite, got {tile_size}")
+    if not tile_size > 0:
+        raise ValueError(f"tile_size must be above 0, got {tile_size}")
     if (slide_size is None) != (thumbnail is None):
         raise ValueError(f"slide_size must come with thumbnail, and a thumbnail with it, got {slide_size} and {thumbnail}")
     if query is not None and not 0 <= query < len(coords):
@@ -87,41 +88,34 @@ def draw_slide_map(
     path = check_path(path)
 
     from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, to_rgba
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
+    from matplotlib.image import imread
 
-    corners = coords.detach().to("cpu", torch.float64)
-    below = None if thumbnail is None else _picture(Path(thumbnail))
+    try:
+        below = None if thumbnail is None else imread(str(thumbnail))
+    except SyntaxError as error:  # of Pillow, about a .png file that is cut off
+        raise ValueError(f"thumbnail must be a picture that can be read, got '{thumbnail}': {error}") from None
     low, high = corners.min(dim=0).values, corners.max(dim=0).values + tile_size
     if below is not None and slide_size is not None:
         _check_thumbnail(below, slide_size, low, high - tile_size)
         low, high = torch.zeros(2, dtype=torch.float64), torch.tensor(slide_size, dtype=torch.float64)
     width, height = (high - low).tolist()
 
-    columns = math.ceil(math.sqrt(len(panels)))
-    rows = math.ceil(len(panels) / columns)
+    rows, columns = grid_of(len(panels))
     inches = (INCHES if columns == 1 else 1.5 * INCHES) / columns
     longest = max(width, height)
     pixels = max(1, int(inches * DPI * 0.8))
     wide = columns * max(inches * width / longest, NARROWEST) + 1.3
-    heading = [] if title is None else wrapped([title], 8 * wide)  # names of slides are long
-    figure = new(
-        wide,
-        max(rows * (inches * height / longest + 0.35), LOWEST) + 0.5 + 0.3 * len(heading),
-        layout="constrained",
-        dpi=DPI,
-    )
+    tall = max(rows * (inches * height / longest + 0.35), LOWEST) + 0.5 + 0.6 * (title is not None)
+    figure = new(wide, tall, layout="constrained", dpi=DPI)
     largest = panels.max().item()
     lowest = max(panels[panels > 0].min().item(), largest / DECADES)
     norm, colours = LogNorm(min(lowest, largest / 1.01), largest), colormaps["cividis"]
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for i, axis in enumerate(axes):
+    for axis in axes:
         axis.set_axis_off()
-        if i >= len(panels):
-            continue
-        image, extent = _raster(panels[i], corners - low, tile_size, longest, pixels)
+    for axis, values in zip(axes, panels):
+        image, extent = _raster(values, corners - low, tile_size, longest, pixels)
         faces = colours(norm(np.maximum(image, lowest)))
         faces[image == 0.0] = to_rgba(UNSEEN)
         faces[..., 3] = np.where(np.isnan(image), 0.0, 1.0 if below is None else OVER)
@@ -130,39 +124,24 @@ def draw_slide_map(
         axis.imshow(faces, extent=(0, extent[0], extent[1], 0), interpolation="nearest", aspect="equal")
         axis.set_xlim(0, width)
         axis.set_ylim(height, 0)
-        if titles is not None:
-            axis.set_title(plain(titles[i]), fontsize=11, color=INK)
         if query is not None:
-            x, y = (corners[query] - low).tolist()
+            x, y = (corners[query] - low + tile_size / 2).tolist()
             side = max(tile_size, 0.012 * longest)  # seen on the largest slide too
-            middle = [x + tile_size / 2 - side / 2, y + tile_size / 2 - side / 2]
-            halo = [withStroke(linewidth=3.6, foreground="white")]
-            drawn: dict[str, Any] = {"edgecolor": MARK, "linewidth": 1.8, "path_effects": halo, "clip_on": False}
-            axis.add_patch(Rectangle((middle[0], middle[1]), side, side, fill=False, **drawn))
-    bar = figure.colorbar(
-        ScalarMappable(norm, colours),
-        ax=list(axes),
-        extend="min" if bool(((panels > 0) & (panels < lowest)).any()) else "neither",
+            outline(axis, (x, y), side, side)
+    return finish(
+        figure,
+        list(axes),
+        path,
+        norm=norm,
+        label=f"{label}, logarithmic",
+        has_less=bool(((panels > 0) & (panels < lowest)).any()),
+        titles=titles,
+        title=title,
+        unseen=bool((panels == 0).any()),
+        query=query is not None,
+        note=note,
         shrink=0.7,
     )
-    bar.set_label(f"{label}, logarithmic", color=INK, fontsize=11)
-    bar.ax.tick_params(labelsize=10, colors=INK)
-    add_legend(figure, unseen=bool((panels == 0).any()), query=query is not None, note=note)
-    if heading:
-        figure.suptitle(plain("\n".join(heading)), fontsize=12, weight="bold", color=INK)
-    if path is not None:
-        write(figure, path)
-    return figure
-
-
-def _picture(path: Path) -> NDArray[Any]:
-    from matplotlib.image import imread
-    from PIL.Image import DecompressionBombError  # of matplotlib's own reader
-
-    try:
-        return imread(str(path))
-    except (SyntaxError, DecompressionBombError) as error:  # no whole .png file; more pixels than memory should be trusted with
-        raise ValueError(f"thumbnail must be a picture that can be read, got '{path}': {error}") from None
 
 
 def _check_thumbnail(picture: NDArray[Any], slide_size: tuple[float, float], first: Tensor, last: Tensor) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from flexdilated.training.options import UserError
 
 STATE_FILE, TENSORS_FILE = "state.json", "model-00001-of-00001.safetensors"
-MODEL, OPTIMIZER = "model/", "optimizer/"  # how the names of tensors begin
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 
@@ -31,21 +30,19 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
     part = folder / f".{target.name}.part"
     try:
         for left in folder.glob(".checkpoint-*"):  # left by a killed process
-            _remove(left)
+            shutil.rmtree(left)
         part.mkdir()
         save_file(tensors, part / TENSORS_FILE)
         with (part / STATE_FILE).open("w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
-        if target.exists():  # of the same step; a folder cannot replace another in one move
-            target.replace(part.with_suffix(".old"))
         part.replace(target)
-        for old in (*folder.glob(".checkpoint-*"), *(path for path in _all(folder) if path != target)):
-            _remove(old)
+        for old in _all(folder):
+            if old != target:
+                shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"the checkpoint must be writable, got {target}: {error}".splitlines()[0]) from None
+        raise UserError(f"the checkpoint must be writable, got {target}: {error}") from None
 
 
 def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -59,11 +56,11 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """The weights of a model and, after the first step, the state of its optimizer, by name."""
+    """The weights of a model as `model/<name>` and, after the first step, its optimizer's state as `optimizer/<name>/<key>`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {MODEL + name: value for name, value in model.state_dict().items()}
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
-        tensors |= {f"{OPTIMIZER}{names[parameter]}/{key}": values[key] for key in MOMENTS}
+        tensors |= {f"optimizer/{names[parameter]}/{key}": value for key, value in values.items()}
     return tensors
 
 
@@ -73,13 +70,13 @@ def set_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tensors: dict[st
     Raises:
         RuntimeError, KeyError: If one is missing or has another shape.
     """
-    weights = {name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}
+    weights = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
     model.load_state_dict(weights)
     if len(weights) == len(tensors):  # before the first step
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {i: {key: tensors[f"{OPTIMIZER}{names[p]}/{key}"] for key in MOMENTS} for i, p in enumerate(parameters)}
+    state = {i: {key: tensors[f"optimizer/{names[p]}/{key}"] for key in MOMENTS} for i, p in enumerate(parameters)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -95,25 +92,3 @@ def step_of(checkpoint: Path) -> int:
 
 def _all(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()]
-
-
-def _remove(folder: Path) -> None:
-    """A folder, or the link to one."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
-def ensure_writable(folder: Path) -> None:
-    """Make a folder if it is missing.
-
-    Raises:
-        UserError: If nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output must be a folder that can be written, got {folder}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output must be a folder that can be written, got {folder}")

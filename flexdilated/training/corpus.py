@@ -47,56 +47,32 @@ def load_corpus(paths: Sequence[Path], sequence_length: int, *, without: Sequenc
 
     Below folders, names that begin with a dot are left out, and the files and folders `without`: what a run writes is not its text.
 
-    Files come in the order of a hash of their names, so that the held-out end of the text is not one corner of it; those of one
-    name in the order of their places below the given folders, whatever order the filesystem lists them in.
+    Files come in the order of a hash of their names, so that the held-out end of the text is not one corner of it.
 
     Raises:
-        UserError: If a path is missing, unreadable or empty, or the text is too short for the sequence length.
+        OSError: If a path is missing or cannot be read.
+        UserError: If the text is too short for the sequence length.
     """
-    files = sorted(_files(paths, [path.resolve() for path in without]), key=_order)
-    if not files:
-        raise UserError(f"--text must hold files, found none in {', '.join(map(str, paths))}")
-    parts = []
-    for _, path in files:
-        try:
-            parts.append(path.read_bytes())
-        except OSError as error:
-            raise UserError(f"--text must be readable, got {path}: {error.strerror}") from None
-    text = b"".join(parts)
-    if not text:
-        raise UserError(f"--text must hold some bytes, got {len(files)} empty file(s)")
+    files = list(_files(paths, [path.resolve() for path in without]))
+    files.sort(key=lambda file: (sha256(os.fsencode(file[0].name)).digest(), os.fsencode(file[0])))
+    text = b"".join(path.read_bytes() for _, path in files)
     held_out = max(int(len(text) * HELD_OUT_FRACTION), sequence_length + 1)
     if len(text) - held_out < sequence_length + 1:
-        raise UserError(
-            f"--text must hold at least {2 * (sequence_length + 1)} bytes for --tokens {sequence_length}, got {len(text)}"
-        )
+        least = 2 * (sequence_length + 1)
+        raise UserError(f"--text must hold at least {least} bytes for --tokens {sequence_length}, got {len(text)}")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Corpus(data[:-held_out], data[-held_out:], sha256(text).hexdigest())
 
 
-def _order(file: tuple[Path, Path]) -> tuple[bytes, bytes]:
-    place, _ = file
-    return sha256(os.fsencode(place.name)).digest(), os.fsencode(place.as_posix())
-
-
 def _files(paths: Sequence[Path], without: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
     """Each file, path by path: its place below the path, and where it is."""
-    if not paths:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        for path in root.rglob("*.py"):
-            place = path.relative_to(root)
-            if not {"site-packages", "test", "tests", "idlelib"} & set(place.parts):
-                yield place, path
-        return
-    for given in paths:
-        if given.is_dir():
-            for path in given.rglob("*"):
-                place = path.relative_to(given)
-                if any(part.startswith(".") for part in place.parts) or not path.is_file():
-                    continue
-                if not any(path.resolve().is_relative_to(each) for each in without):
-                    yield place, path
-        elif given.is_file():
+    left_out = set() if paths else {"site-packages", "test", "tests", "idlelib"}
+    for given in paths or [Path(sysconfig.get_paths()["stdlib"])]:
+        if not given.is_dir():
             yield Path(given.name), given
-        else:
-            raise UserError(f"--text must be a file or folder that exists, got {given}")
+            continue
+        for path in given.rglob("*" if paths else "*.py"):
+            place = path.relative_to(given)
+            is_hidden = any(part.startswith(".") or part in left_out for part in place.parts)
+            if not is_hidden and path.is_file() and not any(path.resolve().is_relative_to(each) for each in without):
+                yield place, path

@@ -25,22 +25,11 @@ TIMEOUT_SECONDS = 300  # of a rank that waits for the others
 STOPPING = "\nstopping after this step (the first compiles for minutes) and a checkpoint; once more: immediately, and without\n"
 
 
-def place_of(context_parallel: int, timeout_seconds: int | None) -> tuple[int, int]:
-    """The rank of this process and the number of ranks that torchrun started; `context_parallel=0` accepts any number."""
-    torchrun = os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
-    started = os.environ["WORLD_SIZE"] if torchrun else None
-    takes_any = context_parallel == 0
-    if takes_any:
-        context_parallel = int(started or 1)
-    if started is None and context_parallel > 1:
-        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train --context-parallel {context_parallel}"
-        raise UserError(f"--context-parallel must be 1 without torchrun, got {context_parallel}; use {command}")
-    if started is not None and started != str(context_parallel):
-        hint = f"give --context-parallel {started}"
-        raise UserError(f"--context-parallel must equal torchrun's WORLD_SIZE={started}, got {context_parallel}; {hint}")
-    if timeout_seconds is not None and context_parallel == 1 and not takes_any:
-        raise UserError(f"--timeout-seconds must come with --context-parallel above 1, got {timeout_seconds}")
-    return int(os.environ["RANK"]) if context_parallel > 1 else 0, context_parallel
+def ranks_started() -> tuple[int, int]:
+    """The rank of this process and the number of ranks that torchrun started; 0 and 1 without torchrun."""
+    if not os.environ.keys() >= {"WORLD_SIZE", "RANK", "LOCAL_RANK"}:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager
@@ -70,16 +59,6 @@ def process_group(count: int, rank: int, device: torch.device, timeout_seconds: 
     finally:
         if device.type == "cuda":
             world.shutdown()  # NCCL's peers may still read this process's memory
-
-
-def span(mesh: DeviceMesh | None, value: int) -> tuple[int, ...]:
-    """The least and the largest `value` of the ranks, or the only one."""
-    if mesh is None:
-        return (value,)
-    ends = torch.tensor([-value, value], device=mesh.device_type)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
-    least, largest = -int(ends[0]), int(ends[1])
-    return (least,) if least == largest else (least, largest)
 
 
 def mean(mesh: DeviceMesh | None, value: float) -> float:

@@ -20,7 +20,7 @@ from flexdilated.nn.longnet import LongNetLM
 from flexdilated.nn.modes import evaluating
 from flexdilated.training import checkpoint
 from flexdilated.training.corpus import Corpus
-from flexdilated.training.distributed import ensure_equal, mean, span, stop_requested
+from flexdilated.training.distributed import ensure_equal, mean, stop_requested
 from flexdilated.training.options import TrainOptions, UserError
 from flexdilated.training.weights import Weights
 
@@ -45,7 +45,8 @@ class Trainer:
         weights: What the model begins with. Default: weights drawn by the seed.
 
     Raises:
-        UserError: If the folder cannot be written, a sequence has fewer bytes than there are ranks, the weights are of another
+        OSError: If the folder cannot be made.
+        UserError: If a sequence has fewer bytes than there are ranks, the weights are of another
             model, or ranks differ in options, text, weights or version.
     """
 
@@ -64,14 +65,9 @@ class Trainer:
         self.mesh = mesh
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         if options.sequence_length < self.num_ranks:
-            length = options.sequence_length
-            raise UserError(f"--tokens must be at least --context-parallel={self.num_ranks}, got {length}")
-        self._lengths: tuple[int, ...] = (options.sequence_length,)
-        if mesh is not None:
-            from flexdilated.distributed.sharding import even_shard_lengths  # not in every build, as above
-
-            self._lengths = even_shard_lengths(options.sequence_length, self.num_ranks)
-        checkpoint.ensure_writable(folder)
+            raise UserError(f"--tokens must be at least the number of ranks={self.num_ranks}, got {options.sequence_length}")
+        self._lengths = tuple(len(shard) for shard in torch.arange(options.sequence_length).tensor_split(self.num_ranks))
+        folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
         self.begins_with = "" if weights is None else weights.digest
@@ -126,21 +122,16 @@ class Trainer:
         loss = self.loss(self._shard(self.corpus.batch(self.step, self.options)))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        value = mean(self.mesh, float(loss.detach())) / math.log(2)
-        self._ensure_finite("loss", value)
-        self._ensure_finite("gradient's norm", mean(self.mesh, float(norm)))
+        try:  # the gradient is the mean of the ranks', so all of them raise
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip, error_if_nonfinite=True)
+        except RuntimeError:
+            raise UserError(
+                f"the gradient must stay finite, got another at step {self.step} with a loss of {float(loss.detach())}; "
+                "start again with a lower --learning-rate, by --overwrite or in another --output"
+            ) from None
         self.optimizer.step()
         self.step += 1
-        return value
-
-    def _ensure_finite(self, name: str, value: float) -> None:
-        if math.isfinite(value):
-            return
-        raise UserError(
-            f"the {name} must stay finite, got {value} at step {self.step}; "
-            "start again with a lower --learning-rate, by --overwrite or in another --output"
-        )
+        return mean(self.mesh, float(loss.detach())) / math.log(2)
 
     def evaluate(self) -> float:
         """Bits per byte of the held-out sequences; not compiled, since a second graph would take longer to build than to save."""
@@ -155,13 +146,11 @@ class Trainer:
         done. Every rank must call it.
 
         Raises:
-            UserError: If a loss is not finite, the checkpoint cannot be written, or the ranks stand at different steps.
+            UserError: If a gradient is not finite, the checkpoint cannot be written, or the ranks stand at different steps.
         """
         self.model.train()
         with stop_requested(self.mesh) as stop:
-            steps = span(self.mesh, self.step)
-            if len(steps) > 1:
-                raise UserError(f"--resume must find the same checkpoint on every rank, got steps {steps[0]} to {steps[1]}")
+            ensure_equal(self.mesh, {"the step of the checkpoint": self.step})
             while self.step < self.options.steps:
                 start = time.perf_counter()
                 value = self._advance()
@@ -171,12 +160,12 @@ class Trainer:
                     self.history[-1]["held_out"] = self.evaluate()
                 self.seconds += time.perf_counter() - start
                 report(self)
-                if span(self.mesh, stop())[-1]:
+                if mean(self.mesh, stop()) > 0:
                     self.save()
                     break
                 if self.step % self.options.checkpoint_every == 0 or self.step == self.options.steps:
                     self.save()
-            span(self.mesh, self.step)  # returns when rank 0 has written the checkpoint
+            ensure_equal(self.mesh, {})  # returns when rank 0 has written the checkpoint
         return self.step == self.options.steps
 
     @property
@@ -202,12 +191,7 @@ class Trainer:
         if self.rank:
             return
         state = {"identity": self._identity(), "step": self.step, "seconds": self.seconds, "history": self.history}
-        try:
-            checkpoint.save(self.folder, self.step, state, checkpoint.tensors_of(self.model, self.optimizer))
-        except UserError as error:
-            if self.mesh is None:
-                raise
-            raise UserError(f"{error} (on rank {self.rank}, which writes it)") from None
+        checkpoint.save(self.folder, self.step, state, checkpoint.tensors_of(self.model, self.optimizer))
 
     def resume(self) -> None:
         """Go on from the latest checkpoint in the folder, written by any number of ranks.
@@ -223,23 +207,15 @@ class Trainer:
             # An older checkpoint lacks fields that came later: its run had their defaults.
             defaults = {field.name: field.default for kind in (LongNetConfig, TrainOptions) for field in fields(kind)}
             identity = {**defaults, "weights": "", **state["identity"]}
-            step, seconds, history = state["step"], float(state["seconds"]), list(state["history"])
-            if not step == checkpoint.step_of(path) == len(history):
-                raise ValueError(f"step must be that of its name and history, got {step} and {len(history)} entries")
-            mine = json.loads(json.dumps(self._identity()))
-            if identity["weights"] != self.begins_with:
-                other = "other " if self.begins_with else ""
-                began = f"with {other}--weights" if identity["weights"] else "without --weights"
-                raise UserError(f"--resume must begin as the run in {self.folder} did, {began}; give the same command")
-            for name, value in mine.items():
-                if identity.get(name) != value:
+            for name, value in json.loads(json.dumps(self._identity())).items():
+                if (found := identity.get(name)) != value:
                     # The schedule of the learning rate ends with the steps: more of them would be another run from the start.
                     advice = "give the options and text of that run, or begin another in another --output with --weights"
-                    raise UserError(f"--resume must use the checkpoint's {name}={identity.get(name)}, got {value}; {advice}")
+                    raise UserError(f"--resume must use the checkpoint's {name}={found!r}, got {value!r}; {advice}")
             checkpoint.set_tensors(self.model, self.optimizer, tensors)
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, SafetensorError) as error:
-            raise UserError(" ".join(f"--resume must find a whole checkpoint, got {path}: {error}".split())) from None
-        self.step, self.seconds, self.history = step, seconds, history
+            self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+            raise UserError(f"--resume must find a whole checkpoint, got {path}: {error}") from None
 
 
 class _LossModule(nn.Module):

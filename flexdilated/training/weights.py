@@ -1,20 +1,20 @@
-"""The weights of a saved model, for a run to begin with."""
+"""Saved models, for a run to begin with and for `flexdilated generate`."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from safetensors import SafetensorError
+import torch
 from torch import Tensor, nn
 
 from flexdilated.nn.config import LongNetConfig
-from flexdilated.nn.longnet import CONFIG_FILE, WEIGHTS_FILE, LongNetLM
-from flexdilated.training.checkpoint import latest
+from flexdilated.nn.longnet import WEIGHTS_FILE, LongNetLM
 from flexdilated.training.options import UserError
 
-CHOSEN = {"num_layers": "--layers", "embed_dim": "--embed-dim", "num_heads": "--heads"}  # by options of the command
+SIZES = ("num_layers", "embed_dim", "num_heads", "vocab_size", "position", "tie_embeddings", "num_kv_heads", "ffn_dim")
 
 
 class Weights(NamedTuple):
@@ -30,48 +30,32 @@ class Weights(NamedTuple):
         Raises:
             UserError: If its sizes, or what its weights mean, are others.
         """
-        found, wanted = _shape(self.config), _shape(config)
-        for name, value in wanted.items():
-            if found[name] != value:
-                option = f"use {CHOSEN[name]} {found[name]}" if name in CHOSEN else "this command trains no other models"
-                raise UserError(f"--weights must hold a model of {CHOSEN.get(name, name)}={value}, got {found[name]}; {option}")
+        found, wanted = _explicit(self.config), _explicit(config)
+        for name in SIZES:
+            if getattr(found, name) != getattr(wanted, name):
+                raise UserError(f"--weights must hold a model of {name}={getattr(wanted, name)}, got {getattr(found, name)}")
         model.load_state_dict(self.tensors)
 
 
 def read_weights(folder: Path) -> Weights:
-    """The weights in a folder.
+    """The weights in a folder; errors as `read_model`."""
+    model = read_model("--weights", folder)
+    return Weights(model.config, model.state_dict(), hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()[:16])
+
+
+def read_model(option: str, folder: Path, device: torch.device | str = "cpu") -> LongNetLM:
+    """The model in a folder.
 
     Raises:
-        UserError: If there is no whole model in it.
+        UserError: If there is no whole model in it, in which `option` names the folder.
     """
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {what_is(folder)}")
     try:
-        model = LongNetLM.from_pretrained(folder)
-        digest = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
-    except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
-        raise UserError(f"--weights must be the folder of a saved model, got {folder}: {error}".splitlines()[0]) from None
-    return Weights(model.config, model.state_dict(), digest[:16])
+        return LongNetLM.from_pretrained(folder, device=device)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        advice = f"{option} must be the folder of a saved model, as <output>/dilated of a finished run"
+        raise UserError(f"{advice}, got {folder}: {str(error).splitlines()[0]}") from None
 
 
-def what_is(folder: Path) -> str:
-    """Why a place holds no model, and where one may be."""
-    if folder.is_file():
-        return "a file; give the folder that it is in"
-    if not folder.is_dir():
-        return "no such folder"
-    for inner in (folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())):
-        if (inner / CONFIG_FILE).is_file():
-            return f"{inner} holds one"
-        if latest(inner) is not None:
-            return f"the run in {inner} is not finished; go on with it by --resume first"
-    return f"it holds no {CONFIG_FILE}"
-
-
-def _shape(config: LongNetConfig) -> dict[str, Any]:
-    """Sizes that determine which weights fit, with defaults filled in."""
-    return {
-        **{name: getattr(config, name) for name in (*CHOSEN, "vocab_size", "position", "tie_embeddings")},
-        "num_kv_heads": config.num_kv_heads or config.num_heads,
-        "ffn_dim": config.ffn_dim or 4 * config.embed_dim,
-    }
+def _explicit(config: LongNetConfig) -> LongNetConfig:
+    """A configuration with defaults filled in."""
+    return replace(config, num_kv_heads=config.num_kv_heads or config.num_heads, ffn_dim=config.ffn_dim or 4 * config.embed_dim)

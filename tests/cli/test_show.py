@@ -5,73 +5,64 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from flexdilated import DilatedPattern
-from flexdilated.cli.options import Preset
+from flexdilated.draw.blocks import draw_blocks
 from flexdilated.draw.pattern import draw
 from tests.commands import invoke
+from tests.draw.brute_force import brute_force
 
-THREE = DilatedPattern((5, 11, 17), (1, 2, 3))
-
-
-def show(*arguments: object) -> tuple[int, str, str]:
-    return invoke("show", *arguments)
+TWO = ("--segment-lengths", "15,31", "--dilation-rates", "1,2", "--tokens", 93)
+BLOCKS = ("--blocks", "--block-size", 8, *TWO)
 
 
-def test_show_writes_a_png_of_the_figure_size(tmp_path: Path) -> None:
-    output = tmp_path / "pattern.png"
-    arguments = ("--segment-lengths", "5,11,17", "--dilation-rates", "1,2,3", "--heads", 7, "--tokens", 23, "--no-causal")
-    assert show(*arguments, "--output", output) == (0, "", "")
-    data = output.read_bytes()
-    width, height = draw(THREE, 23, 7).bbox.size
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (round(width), round(height))
-    assert list(tmp_path.iterdir()) == [output]
+def show(*arguments: object) -> str:
+    """What it prints, with the spaces that break."""
+    code, out, err = invoke("show", *arguments)
+    assert (code, err) == (0, "")
+    return out.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_show_replaces_an_older_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_blocks", [False, True])
+def test_show_writes_a_png_of_the_figure_size_over_an_older_one(tmp_path: Path, is_blocks: bool) -> None:
     output = tmp_path / "pattern.PNG"
     output.write_bytes(b"older")
-    assert show("-o", output)[0] == 0
-    assert output.read_bytes()[:4] == b"\x89PNG"
+    pattern = DilatedPattern((15, 31), (1, 2), heads="grouped")
+    figure = draw_blocks(pattern, 93, 5, block_size=8) if is_blocks else draw(pattern, 93, 5)
+    text = show(*(BLOCKS if is_blocks else TWO), "--heads", 5, "--heads-rule", "grouped", "-o", output)
+    assert list(rows_of(text)) == (["each of 0-2", "each of 3, 4", "all 5"] if is_blocks else [])
+    data = output.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == tuple(round(size) for size in figure.bbox.size)
+    assert list(tmp_path.iterdir()) == [output]
 
 
 # -- the terminal -------------------------------------------------------------------------------------------------------------
 
 
 def test_show_prints_digits_where_there_are_no_colours() -> None:
-    arguments = ("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
-    code, text, _ = show(*arguments)
-    assert code == 0
+    text = show("--segment-lengths", "3,6", "--dilation-rates", "1,2", "--heads", 1, "--causal")
     rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[12·]+ *", line)]
     assert rows == ["2", "11", "212", "···1", "1·112", "···111"]
+    assert "6 tokens · 1 head, blocked offsets · causal · 66.7 % of causal pairs" in text
     assert "head 0: offsets 0, 0" in text
-    assert "66.7 % of causal pairs" in text.replace("\N{NO-BREAK SPACE}", " ")
     assert "blank = future" in text
 
 
-def test_show_is_as_long_as_the_longest_segment_by_default() -> None:
-    assert "64 tokens · 4 heads, blocked offsets · not causal" in show()[1]
-
-
-def test_show_follows_both_rules() -> None:
-    arguments = ("--segment-lengths", "4,8", "--dilation-rates", "2,4", "--heads", 4)
-    assert "head 1: offsets 0, 1" in show(*arguments)[1]
-    assert "head 1: offsets 1, 1" in show(*arguments, "--offsets", "interleaved")[1]
-    assert "length 8, rate 4," in show(*arguments, "--heads-rule", "grouped")[1]
-
-
-def test_show_draws_key_value_heads() -> None:
-    code, text, _ = show("--heads", 6, "--kv-heads", 2, "--causal")
-    assert code == 0
-    assert "64 tokens · 2 heads, blocked offsets · causal" in text
-    assert text.endswith(
-        "\nnot connected: not all information from tokens 0 to 31 reaches the tokens from 32 on; "
-        "use DilatedPattern.causal(seq_len, 2), or add a branch as long as the sequence at a rate of at most 2\n"
-    )
-    assert show("--heads", 1, "--tokens", 16, "--causal")[1].endswith("\nconnected: causal information crosses all boundaries\n")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--offsets", "interleaved"), "head 1: offsets 1, 1"),
+        (("--heads-rule", "grouped"), "length 8, rate 4,"),
+        (("--blocks", "--block-size", 2), "tiles of 2 x 2 pairs"),
+        (("--kv-heads", 2, "--causal"), "not connected: not all information from tokens 0 to 0 reaches "),
+    ],
+)
+def test_show_follows_its_options(arguments: tuple[object, ...], expected: str) -> None:
+    assert expected in show("--segment-lengths", "4,8", "--dilation-rates", "2,4", "--heads", 4, *arguments)
 
 
 @pytest.mark.parametrize(("tokens", "cells"), [(40, "1 = 1  2 = 2"), (41, "in cells of 2 x 2 pairs"), (2**40, "joins per pair")])
@@ -79,23 +70,77 @@ def test_show_draws_no_wider_than_the_terminal(tokens: int, cells: str, monkeypa
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="truecolor", width=40, no_color=True)
     monkeypatch.setattr("flexdilated.cli.show.Console", lambda: console)
-    assert show("--tokens", tokens, "--heads", 1) == (0, "", "")
+    assert show("--tokens", tokens, "--heads", 1) == ""
     assert cells in file.getvalue()
     assert max(len(line) for line in file.getvalue().splitlines()[3:] if "=" not in line) <= 40
 
 
 @pytest.mark.parametrize(
-    ("preset", "title"),
+    ("arguments", "lines"),
     [
-        (Preset.LONGNET, "segment lengths 2048, 4096, 8192, 16384, 32768 · dilation rates 1, 2, 4, 6, 12\n32,768 tokens"),
-        (Preset.GIGAPATH, "segment lengths 1024, 5792, 32768, 185363, 1048576 · dilation rates 1, 2, 4, 8, 16\n1,048,576 tokens"),
+        (("--preset", "longnet"), ["LongNet", "segment lengths 2048, 4096, 8192, 16384, 32768 · dilation rates 1, 2, 4, 6, 12"]),
+        (("--blocks",), ["segment lengths 2048, 4096, 8192 · dilation rates 1, 2, 4", "8,192 tokens · 1 head, blocked offsets · "]),
+        (
+            ("--blocks", "--preset", "gigapath"),
+            [
+                "Prov-GigaPath, without torchscale's zero keys",
+                "segment lengths 1024, 5792, 32768, 185363, 1048576 · dilation rates 1, 2, 4, 8, 16",
+                "65,536 tokens · 1 head",
+            ],
+        ),
     ],
 )
-def test_show_draws_presets_at_their_published_lengths(preset: Preset, title: str) -> None:
-    code, text, _ = show("--preset", preset.value, "--heads", 1)
-    assert code == 0
-    assert title in text
-    assert "joins per pair, in cells of " in text
+def test_presets_and_defaults(arguments: tuple[str, ...], lines: list[str]) -> None:
+    for found, expected in zip(show("--heads", 1, *arguments).splitlines(), lines):
+        assert found.startswith(expected)
+
+
+# -- blocks -------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The rows of the table, by their first column."""
+    rows = re.findall(r"^((?:each of |all )?[\d, .-]*\d) +(\S+) +(\S+) +([\d.]+ %) +(\S+) +(\S+) +(\S+) +(\S+)\s*$", text, re.M)
+    return {name: values for name, *values in rows}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_table_holds_the_numbers_of_each_head_and_of_all(is_causal: bool) -> None:
+    pattern = DilatedPattern((15, 31), (1, 2))
+    rows = rows_of(show(*BLOCKS, "--heads", 4, "--causal" if is_causal else "--no-causal"))
+    assert list(rows) == ["each of 0, 1", "each of 2, 3", "all 4"]
+    total = np.zeros(4, dtype=int)
+    for head, name in ((0, "each of 0, 1"), (2, "each of 2, 3"), (None, "all 4")):
+        if head is None:
+            partial, full, packed, pairs, tiles = *total, 4 * 12**2
+        else:
+            tally, _, _ = brute_force(pattern, 93, 4, head, 8, is_causal)
+            partial, full, packed, pairs, tiles = tally.partial, tally.full, tally.packed, tally.pairs, 12**2
+            total += 2 * np.array([partial, full, packed, pairs])
+        visited = partial + full
+        counts = [str(partial), str(full), f"{100 * visited / tiles:.3g} %", str(packed), f"{pairs:,}"]
+        assert rows[name] == [*counts, f"{visited * 64 / pairs:.2f}", f"{packed * 64 / pairs:.2f}"]
+    assert list(rows_of(show(*BLOCKS, "--heads", 1))) == ["0"]
+
+
+def test_blocks_print_characters_where_there_are_no_colours() -> None:
+    sizes = ("--block-size", 4, "--segment-lengths", "8,24", "--dilation-rates", "1,5", "--heads", 1, "--causal", "--tokens", 48)
+    text = show("--blocks", *sizes)
+    rows = [line.rstrip() for line in text.splitlines() if re.fullmatch(r"[·o#]+ *", line)]
+    # Of 6 tiles in 24 tokens, the branch of rate 5 keeps a position in all but tile 4, which has 16 to 19.
+    half = ["o", "#o", "ooo", "oo#o", "····o", "oooo#o"]
+    assert rows == [*half, *("·" * 6 + row for row in half)]
+    assert "tiles of 4 x 4 pairs, queries down, keys across:  · = not visited  o = partial  # = full  blank = future" in text
+
+
+def test_terminal_cells_stand_for_more_tiles_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width, cells in ((200, 64), (20, 19)):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, color_system="truecolor", width=width, no_color=False)
+        monkeypatch.setattr("flexdilated.cli.show.Console", lambda console=console: console)
+        show("--blocks", "--heads", 1, "--tokens", 16384)
+        lines = [line.count("▀") for line in file.getvalue().splitlines() if "▀" in line]
+        assert lines == [cells] * -(-cells // 2)  # of 128 tiles, 2 or 7 per cell
 
 
 # -- what it refuses ----------------------------------------------------------------------------------------------------------
@@ -109,72 +154,40 @@ def test_show_draws_presets_at_their_published_lengths(preset: Preset, title: st
             "--dilation-rates[0] must be in [1, --segment-lengths[0]=64], got 65",
         ),
         (
-            ("--segment-lengths", "16,64", "--dilation-rates", "1"),
-            "--dilation-rates must hold one rate per segment length=2, got (1,)",
+            ("--segment-lengths", "4,8", "--dilation-rates", "1"),
+            "--dilation-rates must hold one rate per segment length=2, got ",
         ),
         (("--segment-lengths", "16,0", "--dilation-rates", "1,1"), "--segment-lengths[1] must be at least 1, got 0"),
-        (
-            ("--segment-lengths", "16,x", "--dilation-rates", "1,1"),
-            "--segment-lengths must be integers separated by commas, got '16,x'",
-        ),
-        (("--segment-lengths", "", "--dilation-rates", "1"), "--segment-lengths must be integers separated by commas, got ''"),
-        (("--segment-lengths", "9", "--dilation-rates", "4.5"), "--dilation-rates must be integers separated by commas, got '4.5'"),
-        (
-            ("--dilation-rates", "1"),
-            "--segment-lengths must be given with the other of --segment-lengths and --dilation-rates, got none",
-        ),
-        (("--heads", "65"), "--heads must be at most 64, got 65"),
-        (("--tokens", f"{2**40 + 1}"), "--tokens must be at most 1099511627776, got 1099511627777"),
-        (("--heads", "6", "--kv-heads", "4"), "--kv-heads must divide --heads=6, got 4"),
-        (("--preset", "longnet", "--dilation-rates", "1"), "--dilation-rates must not be given with --preset=longnet, got 1"),
-        (("--preset", "gigapath", "--segment-lengths", "4"), "--segment-lengths must not be given with --preset=gigapath, got 4"),
+        (("--heads", "65"), "--heads must be at most 64 key/value heads, one panel each, got 65"),
+        (("--blocks", "--tokens", "1048577"), "--tokens must be in [1, 1048576] with --block-size=128, got 1048577; use a larger "),
         (("--output", "pattern.jpg"), "--output must end in .png, got 'pattern.jpg'"),
-        (("--output", "pattern"), "--output must end in .png, got 'pattern'"),
+        (
+            ("--output", "/nowhere/a.png"),
+            "/nowhere/a.png must be a file that can be read or written, got: No such file",
+        ),
+        (("--preset", "bert"), "Invalid value for '--preset': "),
+        (("--kv-heads", "0"), "Invalid value for '--kv-heads': "),
     ],
 )
 def test_show_rejects_bad_input_with_one_line(arguments: tuple[str, ...], message: str) -> None:
-    assert show(*arguments) == (2, "", f"error: {message}\n")
+    code, out, err = invoke("show", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--tokens", "x"),
-        ("--tokens", "0"),
-        ("--segment-lengths", "1"),
-        ("--kv-heads", "0"),
-        ("--block-size", "0"),
-        ("--block-size", "1048577"),
-        ("--heads", "1.5"),
-        ("--preset", "bert"),
-        ("--offsets", "random"),
-    ],
-)
-def test_show_rejects_values_of_the_wrong_type_or_range(arguments: tuple[str, str]) -> None:
-    code, _, err = show(*arguments)
-    assert code == 2
-    assert arguments[0] in err
+def test_show_leaves_everything_as_it_was_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
 
+    def fill_the_disk(figure: Figure, file: io.BufferedWriter, **options: object) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
 
-@pytest.mark.parametrize("case", ["no folder", "a file as folder", "a folder as file", "a full disk"])
-def test_show_leaves_everything_as_it_was_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    output, why = {
-        "no folder": (tmp_path / "none" / "pattern.png", "No such file or directory"),
-        "a file as folder": (tmp_path / "file" / "pattern.png", "Not a directory"),
-        "a folder as file": (tmp_path / "pattern.png", "Is a directory"),
-        "a full disk": (tmp_path / "older.png", "No space left on device"),
-    }[case]
-    (tmp_path / "file").write_text("")
-    (tmp_path / "pattern.png").mkdir()
     (tmp_path / "older.png").write_bytes(b"older")
-    if case == "a full disk":
-        from matplotlib.figure import Figure
-
-        def fill_the_disk(figure: Figure, file: io.BufferedWriter, **options: object) -> None:
-            file.write(b"half")
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(Figure, "savefig", fill_the_disk)
-    assert show("-o", output) == (2, "", f"error: --output must be a file that can be written, got '{output}': {why}\n")
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "pattern.png", "older.png"}
-    assert (tmp_path / "older.png").read_bytes() == b"older"
+    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    code, _, err = invoke("show", "-o", tmp_path / "older.png")
+    assert (code, err) == (
+        2,
+        f"error: {tmp_path / 'older.png'} must be a file that can be read or written, got: No space left on device\n",
+    )
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("older.png", b"older")]

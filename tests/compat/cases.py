@@ -48,6 +48,7 @@ GIVEN = {
     "use_pattern_cache": True,
     "use_checkpointing": True,
     "block_size": 1024,
+    "ring_size": 3,
     "hilbert_chunk_size": 4096,
     "device": "cpu",
     "dtype": torch.float32,

@@ -35,8 +35,8 @@ def test_every_name_of_the_earlier_packages_is_here() -> None:
 
 # Arguments without effect, or without effect in some classes, that each name accepts.
 BARE_ARGUMENTS = "device dtype enable_memory_pool enable_profiling lightweight_pool"
-RING = f"{BARE_ARGUMENTS} block_size use_checkpointing use_flash_attention use_pattern_cache use_tf32"
-RING_LAYER = "block_size device dtype enable_memory_pool use_checkpointing use_flash_attention use_pattern_cache use_tf32"
+RING = f"{BARE_ARGUMENTS} block_size ring_size use_checkpointing use_flash_attention use_pattern_cache use_tf32"
+RING_LAYER = "block_size device dtype enable_memory_pool ring_size use_checkpointing use_flash_attention use_pattern_cache use_tf32"
 ACCEPTED = {
     **dict.fromkeys(BARE, RING),
     "DilatedAttention": f"{BARE_ARGUMENTS} op",
@@ -45,8 +45,8 @@ ACCEPTED = {
     **dict.fromkeys(LAYERS, RING_LAYER),
     "MultiheadDilatedAttention": "device dtype op",
     "ImprovedMultiheadDilatedAttention": "device dtype use_tf32",
-    "RingMultiheadDilatedAttentionHybrid": "device dtype enable_memory_pool use_flash_attention use_pattern_cache",
-    **dict.fromkeys(FACTORIES, "block_size device dtype enable_memory_pool use_checkpointing use_tf32"),
+    "RingMultiheadDilatedAttentionHybrid": "device dtype enable_memory_pool ring_size use_flash_attention use_pattern_cache",
+    **dict.fromkeys(FACTORIES, "block_size device dtype enable_memory_pool ring_size use_checkpointing use_tf32"),
 }
 
 

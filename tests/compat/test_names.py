@@ -1,4 +1,4 @@
-"""Every name: dropout, a ring of one process, copies; and the docs."""
+"""Every name: dropout, copies; and the docs."""
 
 import copy
 import pickle
@@ -20,19 +20,6 @@ def test_dropout_drops_weights_in_training_only(name: str) -> None:
         assert not torch.allclose(only(module.train()(*x)), plain)
     with pytest.raises(ValueError, match=r"^dropout_p must be in \[0, 1\), got 1.0$"):
         build(name, **{argument: 1.0})
-
-
-@pytest.mark.parametrize("name", [name for name in (*BARE, *LAYERS, HILBERT) if "ring_size" in arguments(name)])
-def test_ring_of_one_process(name: str) -> None:
-    """More in tests/distributed/test_compat.py."""
-    x = inputs(name)
-    torch.manual_seed(3)
-    plain = only(build(name)(*x))
-    torch.manual_seed(3)
-    assert torch.equal(only(build(name, ring_size=1)(*x)), plain)
-    for size in (2, 0):
-        with pytest.raises(ValueError, match=rf"^ring_size must be None, 1 or the number of ranks=1, got {size}; for a ring"):
-            build(name, ring_size=size)
 
 
 @pytest.mark.parametrize("name", [*BARE, *LAYERS, HILBERT])

@@ -28,11 +28,9 @@ def test_heads_are_named_briefly(heads: tuple[int, ...], text: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "num_tokens", "num_heads", "block_size", "is_causal"),
     [
-        (DilatedPattern((2048, 4096, 8192), (1, 2, 4)), 16384, 4, 128, False),
         (DilatedPattern((100, 1500, 2000), (1, 300, 2), heads="grouped"), 3100, 7, 128, True),
         (DilatedPattern((15, 31), (1, 7)), 93, 64, 8, True),
         (DilatedPattern.longnet(), 1048576, 12, 128, True),
-        (DilatedPattern((31,), (2,)), 1, 1, 128, False),
         (DilatedPattern((3000, 5000), (500, 700)), 9999, 12, 20, False),
     ],
 )

@@ -1,5 +1,7 @@
 """The picture of a pattern: its numbers, its layout."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -43,12 +45,9 @@ def test_multiplicity_equals_the_weights_of_the_oracle(
 @pytest.mark.parametrize(
     ("pattern", "num_tokens", "num_heads", "is_causal"),
     [
-        (THREE, 17, 1, False),
         (THREE, 61, 12, True),
         (MANY, 251, 2, False),
-        (MANY, 7, 3, True),
         (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 7, True),
-        (DilatedPattern((5, 11, 17), (1, 2, 3), heads="grouped"), 53, 3, False),
         (DilatedPattern((5,), (2,)), 1, MAX_HEADS, False),
         (THREE, CELLS, 1, False),
     ],
@@ -79,7 +78,7 @@ def test_picture_shows_the_multiplicity_of_each_head() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [2, 5, 7, 16, 61, 100])
+@pytest.mark.parametrize("size", [2, 7, 61, 100])
 @pytest.mark.parametrize("pattern", [THREE, MANY, DilatedPattern((5, 11, 17), (2, 3, 7), heads="grouped")])
 def test_cells_hold_the_sum_over_their_pairs(pattern: DilatedPattern, size: int, is_causal: bool) -> None:
     pairs = multiplicity(pattern, 61, 16, is_causal=is_causal)
@@ -100,34 +99,11 @@ def test_long_sequences_are_drawn_in_cells() -> None:
     assert_apart(figure, texts_of_panels(figure))
 
 
-def test_draw_refuses_what_could_not_be_seen() -> None:
-    with pytest.raises(ValueError, match=r"^num_tokens must be at most 1099511627776, got 1099511627777$"):
-        draw_pattern(THREE, 2**40 + 1, 3)
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0$"):
-        draw_pattern(THREE, 0, 3)
-    with pytest.raises(ValueError, match=r"^num_heads must be at most 64, got 65$"):
-        draw_pattern(THREE, 3, 65)
-
-
 @pytest.mark.parametrize("num_tokens", [61, 1024])
 def test_text_grows_with_the_picture(num_tokens: int) -> None:
     figure = draw(THREE, num_tokens, 12, is_causal=True)
     texts = [*figure.texts, *(axes.title for axes in figure.axes), *figure.legends[0].get_texts()]
     assert min(text.get_fontsize() for text in texts) > 0.9 * figure.get_size_inches()[0]  # points per inch: read at 8 cm
-
-
-def test_pictures_refuse_numbers_and_types_without_an_answer() -> None:
-    for draw_it in (draw, draw_blocks):
-        with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
-            draw_it(THREE, 7, 0)
-        with pytest.raises(ValueError, match="num_tokens must be at least 1, got -3"):
-            draw_it(THREE, -3, 2)
-        with pytest.raises(TypeError, match="num_tokens must be an integer, got '7'"):
-            draw_it(THREE, "7", 2)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="pattern must be a DilatedPattern, got NoneType"):
-            draw_it(None, 7, 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
-        draw_blocks(THREE, 7, 2, block_size=0)
 
 
 def test_dollar_signs_in_names_are_dollar_signs() -> None:
@@ -141,11 +117,20 @@ def test_dollar_signs_in_names_are_dollar_signs() -> None:
         figure.canvas.draw()
 
 
-def test_pictures_refuse_other_types_and_take_segments_beyond_the_sequence() -> None:
-    for draw_it in (draw, draw_blocks):
-        with pytest.raises(TypeError, match=r"^is_causal must be a bool, got 'x'"):
-            draw_it(THREE, 7, 2, is_causal="x")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"^name must be a str, got 5"):
-            draw_it(THREE, 7, 2, name=5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((THREE, 3, 65), "num_heads must be at most 64, got 65"),
+        ((THREE, 0, 3), "num_tokens must be at least 1, got 0"),
+        ((THREE, "7", 2), "num_tokens must be an integer, got '7'"),
+        ((None, 7, 2), "pattern must be a DilatedPattern, got NoneType"),
+    ],
+)
+def test_draw_refuses_numbers_and_types(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        draw(*arguments)
+
+
+def test_segments_may_be_longer_than_the_sequence() -> None:
     beyond = multiplicity(DilatedPattern((2**40, 2**40), (1, 2**39)), 7, 3)
     np.testing.assert_array_equal(beyond, multiplicity(DilatedPattern((7, 7), (1, 7)), 7, 3))

@@ -16,9 +16,7 @@ MILLION = 1 << 20
     "of",
     [
         layer(ranks=1),
-        layer(ranks=2),
         layer(ranks=17, tokens=10_007),
-        layer(ranks=64, tokens=MILLION, pattern=DilatedPattern.longnet()),
         layer(ranks=96, tokens=10**7, pattern=DilatedPattern((2**20,), (1,)), dtype="float64", batch=4096, heads=1024, kv_heads=32),
         layer(ranks=4, pattern=DilatedPattern(tuple(range(10**9, 10**9 + 10)), (10**8,) * 10)),
     ],

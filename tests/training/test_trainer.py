@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,32 +66,20 @@ def test_second_signal_stops_at_once(tmp_path: Path, text: Path, capfd: pytest.C
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_infinite_loss_ends_the_run_before_the_update(tmp_path: Path, text: Path) -> None:
-    trainer = make_trainer(tmp_path / "run", text)
-    with torch.no_grad():
-        trainer.model.layer_norm.weight.fill_(math.nan)
-    weights = trainer.model.embedding.weight.clone()
-    with pytest.raises(UserError, match=r"the loss must stay finite, got nan at step 0"):
-        trainer.run(lambda _: None)
-    assert torch.equal(trainer.model.embedding.weight, weights)
-
-
 def test_gradient_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path, text: Path) -> None:
     trainer = make_trainer(tmp_path / "run", text)
     trainer.model.embedding.weight.register_hook(lambda grad: grad * math.inf)
     weights = trainer.model.layer_norm.weight.clone()
-    with pytest.raises(UserError, match=r"^the gradient's norm must stay finite, got (nan|inf) at step 0; start again"):
+    with pytest.raises(UserError, match=r"^the gradient must stay finite, got another at step 0 with a loss of .*; start again"):
         trainer.run(lambda _: None)
     assert torch.equal(trainer.model.layer_norm.weight, weights)
 
 
-@pytest.mark.slow
-def test_bfloat16_and_compiled_steps_follow_the_plain_ones(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_steps_follow_those_of_float32(tmp_path: Path, text: Path) -> None:
+    """Compiled steps: tests/training/test_ranks.py."""
     plain = make_trainer(tmp_path / "plain", text, steps=3)
-    # What inductor makes of a model's training step, tests/nn/test_longnet.py shows.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16", compile=True)
+    low = make_trainer(tmp_path / "low", text, steps=3, dtype="bfloat16")
     plain.run(lambda _: None)
     low.run(lambda _: None)
     for a, b in zip(plain.history, low.history):
-        assert a["train"] == pytest.approx(b["train"], rel=0.05)  # dropout differs under compilation
+        assert a["train"] == pytest.approx(b["train"], rel=0.05)
