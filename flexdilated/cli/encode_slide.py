@@ -63,6 +63,8 @@ def encode_slide(
         output = tiles.with_suffix(".slide.npz" if tiles.suffix.lower() == ".npz" else ".slide.pt")
     if output.suffix.lower() not in OUTPUTS:
         refuse(f"--output must end in {' or '.join(OUTPUTS)}, got '{output}'")
+    if output.exists() and output.samefile(tiles):
+        refuse(f"--output must be another file than TILES, got '{output}'")
     if output.exists() and not overwrite:
         refuse(f"--output must not exist, got '{output}'; use --overwrite or another name")
     sizes: dict[str, Any] = {

@@ -61,7 +61,9 @@ def show(
             "and waste: for one mask over the sequence (raw), and for a mask per branch over its kept rows (packed).",
         ),
     ] = False,
-    block_size: Annotated[int, typer.Option(min=1, help="With --blocks: tokens per side of a tile.")] = BLOCK_SIZE,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="With --blocks: tokens per side of a tile.", show_default=str(BLOCK_SIZE))
+    ] = None,
     output: options.PictureOption = None,
 ) -> None:
     """Draw who attends to whom: one panel per head, queries down, keys across, coloured by how many branches join the pair.
@@ -70,6 +72,9 @@ def show(
     16,32,64 at 1,2,4; with --blocks 2048,4096,8192. With --blocks and no --tokens at most 65,536 tokens are drawn.
     """
     options.check_picture(output)
+    if block_size is not None and not blocks:
+        refuse(f"--block-size must come with --blocks, got {block_size}")
+    block_size = block_size or BLOCK_SIZE
     kv_heads = options.kv_heads_named(heads, kv_heads)
     if kv_heads > MAX_HEADS:
         refuse(f"--heads must be at most {MAX_HEADS} key/value heads, one panel each, got {kv_heads}")

@@ -98,6 +98,7 @@ def train(
         Literal["auto", "float32", "bfloat16"], typer.Option(help="bfloat16: under autocast. auto: bfloat16 where it is fast.")
     ] = "auto",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step, with fullgraph=True.")] = True,
+    context_parallel: Annotated[int, typer.Option(min=0, help="The ranks that share each sequence: all of torchrun, or 0.")] = 0,
     timeout_seconds: Annotated[
         int, typer.Option(min=1, help="How long a rank of torchrun waits for the others.")
     ] = TIMEOUT_SECONDS,
@@ -114,6 +115,9 @@ def train(
     warnings.filterwarnings("ignore", "pattern with segments", UserWarning)  # printed below, in one line
     require_matplotlib()  # which draws the losses at the end
     rank, num_ranks = ranks_started()
+    if context_parallel not in (0, num_ranks):
+        command = f"torchrun --nproc-per-node {context_parallel} -m flexdilated train"
+        refuse(f"--context-parallel must be 0 or the number of ranks={num_ranks}, got {context_parallel}; start with {command}")
     console = Console(quiet=rank > 0)
     place = device_named(device, auto=["cuda"]) if num_ranks == 1 else device_of_rank(device)
     causal = DilatedPattern.causal(sequence_length, heads)

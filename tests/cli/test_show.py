@@ -159,6 +159,7 @@ def test_terminal_cells_stand_for_more_tiles_in_a_narrow_terminal(monkeypatch: p
         ),
         (("--segment-lengths", "16,0", "--dilation-rates", "1,1"), "--segment-lengths[1] must be at least 1, got 0"),
         (("--heads", "65"), "--heads must be at most 64 key/value heads, one panel each, got 65"),
+        (("--block-size", "8"), "--block-size must come with --blocks, got 8"),
         (("--blocks", "--tokens", "1048577"), "--tokens must be in [1, 1048576] with --block-size=128, got 1048577; use a larger "),
         (("--output", "pattern.jpg"), "--output must end in .png, got 'pattern.jpg'"),
         (

@@ -249,6 +249,7 @@ def test_rank_with_another_filesystem_is_named_and_nothing_is_lost(tmp_path: Pat
     ("options", "message"),
     [
         (["--device=cpu:0"], "--device must be auto, cpu or cuda (a rank takes cuda:LOCAL_RANK) with several ranks, got 'cpu:0'"),
+        (["--context-parallel=3"], "--context-parallel must be 0 or the number of ranks=2, got 3; start with torchrun "),
         (["--timeout-seconds=1"], "all 2 ranks must start within --timeout-seconds=1, got: "),
     ],
 )
