@@ -177,7 +177,7 @@ def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int,
     place = [each for each, _ in plan.kept[branch].heads].index(head)
     begin, end = plan.begin[branch : branch + 2].tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(begin, end)]
-    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts)):
+    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.assigned_parts)):
         if begin <= segment < end and first <= place < first + places:
             found[segment - begin].append((rank, low, high))
     return found

@@ -91,7 +91,7 @@ def test_a_part_is_no_less_than_a_32nd_of_what_a_rank_takes(asked: int, row: int
 def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan) -> None:
     for branch, segments in enumerate(definition(plan)):
         begin, assigned = int(plan.begin[branch]), plan.assigned("heads")
-        parts = plan.parts.where(plan.all_segments.branch[plan.parts.segment] == branch)
+        parts = plan.assigned_parts.where(plan.all_segments.branch[plan.assigned_parts.segment] == branch)
         heads = plan.kept[branch].heads
         cut = {head: [each for each in segments if each.head == head and is_cut(plan, each)] for head, _ in heads}
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -139,7 +139,7 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
 
 def test_one_causal_head_over_many_ranks_is_cut_by_its_queries() -> None:
     plan = plan_of(DilatedPattern((MILLION,), (16,)), MILLION, 16, 1, is_causal=True)
-    parts = plan.parts
+    parts = plan.assigned_parts
     assert parts.executor.tolist() == list(range(16))
     assert parts.low.tolist() == [0, *parts.high[:-1].tolist()]
     rows = parts.high // 16

@@ -15,16 +15,17 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 
 from flexdilated import DilatedPattern
 from flexdilated.core.pieces import Piece
 from flexdilated.core.reference import _rows
-from flexdilated.distributed.planner import cost_model, message_rows, row_counts, tasks
+from flexdilated.distributed.planner import cost_model, message_rows, row_counts
 from flexdilated.distributed.planner import plan as planning
 from flexdilated.distributed.planner.message_rows import Message
 from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
 from flexdilated.distributed.planner.segments import inside
+from flexdilated.distributed.planner.spans import kept_below
 from flexdilated.distributed.planner.tasks import Task, local_pieces, tasks_of
 from flexdilated.distributed.runtime.row_index import RowIndex
 from flexdilated.distributed.runtime.schedule import Schedule, schedule
@@ -198,70 +199,47 @@ def of_equal_documents(*, zero_padding: bool) -> ContextPlan:
 
 def listed(plan: ContextPlan, exchange: str, kind: str, rank: int, *, sent: bool) -> list[tuple[int, int, int]]:
     """`(peer, head, token)` of each row."""
-    with mock.patch.object(message_rows, "TOGETHER", (1, 9, message_rows.TOGETHER)[len(plan.borders) % 3]):  # alone, some, all
-        messages = list(message_rows.messages(plan, exchange, kind, rank, sent=sent))
-    assert all(message.num_rows == sum(len(message.tokens[group]) for group in message.group) for message in messages)
+    messages = list(message_rows.messages(plan, exchange, kind, rank, sent=sent))
+    assert all(message.num_rows == sum(map(len, message.tokens)) for message in messages)
     return [
         (message.peer, head, token)
         for message in messages
-        for head, group in zip(message.heads.tolist(), message.group.tolist())
-        for token in message.tokens[group].tolist()
+        for head, tokens in zip(message.heads.tolist(), message.tokens, strict=True)
+        for token in tokens.tolist()
     ]
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------------
 
 
-runs_of_groups = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), max_size=9)
+PROGRESSIONS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("marks", [1, 99, message_rows.MARKS], ids=["one", "some", "all"])
-@pytest.mark.parametrize(
-    "way", [{"LONG": 0}, {"LONG": 99, "SPREAD": 0}, {"LONG": 99, "SPREAD": 99}], ids=["each", "sorted", "marked"]
-)
-@given(runs_of_groups)
-def test_tokens_of_progressions_are_listed_once_and_ascending(
-    way: dict[str, int], marks: int, runs: list[tuple[int, int, int, int]]
+@pytest.mark.parametrize("spread", [0, 99], ids=["sorted", "marked"])
+@given(st.lists(PROGRESSIONS, min_size=1, max_size=4), st.data())
+def test_rows_of_a_message_are_found_where_they_are(
+    spread: int, runs: list[list[tuple[int, int, int]]], data: st.DataObject
 ) -> None:
-    found = [{first + i * stride for at, first, stride, rows in runs if at == group for i in range(rows)} for group in range(4)]
-    columns = np.array(runs, np.int64).reshape(-1, 4).T
-    with mock.patch.multiple(message_rows, MARKS=marks, **way):
-        assert [tokens.tolist() for tokens in message_rows.Runs(*columns).tokens(4)] == [sorted(tokens) for tokens in found]
-
-
-@pytest.mark.parametrize("looked", [0, 99], ids=["searched", "looked up"])
-@given(runs_of_groups.filter(bool), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.data())
-def test_rows_of_a_message_are_found_where_they_stand(
-    looked: int, runs: list[tuple[int, int, int, int]], groups: list[int], data: st.DataObject
-) -> None:
-    tokens = message_rows.Runs(*np.array(runs, np.int64).T).tokens(4)
-    heads = [3 * i for i, group in enumerate(groups) if len(tokens[group])]
-    assume(heads)  # else nothing travels
-    message = Message(0, np.array(heads, np.int64), np.array([groups[head // 3] for head in heads], np.int64), tokens)
-    stands = {row: i for i, row in enumerate((head, token) for head in heads for token in tokens[groups[head // 3]].tolist())}
-    assert message.num_rows == len(stands)
-    blocks = [(head, t) for those, kinds, which in message.blocks() for head, kind in zip(those, which) for t in kinds[kind]]
-    assert blocks == list(stands)
+    heads = [3 * i for i in range(len(runs))]
+    expected = [{first + i * stride for first, stride, rows in each for i in range(rows)} for each in runs]
+    with mock.patch.object(message_rows, "SPREAD", spread):
+        message = Message(0, np.array(heads), tuple(message_rows._union(*zip(*each)) for each in runs))
+    assert [tokens.tolist() for tokens in message.tokens] == [sorted(tokens) for tokens in expected]
+    places = {row: i for i, row in enumerate((head, token) for head, each in zip(heads, expected) for token in sorted(each))}
+    assert message.num_rows == len(places)
+    assert [(head, token) for those, table in message.blocks() for head, row in zip(those, table) for token in row] == list(places)
     rows, stride = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
-    lanes = [(head, first) for head, first in stands if all((head, first + i * stride) in stands for i in range(rows))]
-    asked = np.array(data.draw(st.lists(st.sampled_from(lanes))) if lanes else [], np.int64).reshape(-1, 2).T
-    if not asked.size:
-        return
-    with mock.patch.object(message_rows, "LOOKED", looked):
-        places = RowIndex.from_lists(*message.places(*asked, stride, rows), torch.device("cpu")).read()
-        assert places.tolist() == [[stands[head, first + i * stride] for i in range(rows)] for head, first in asked.T.tolist()]
-        absent = next(i for i in range(999) if (heads[0], tokens[groups[heads[0] // 3]][0] + i) not in stands)
-        with pytest.raises((AssertionError, IndexError)):
-            message.places(np.array(heads[:1]), tokens[groups[heads[0] // 3]][:1], absent, 2)
-
-
-@given(st.lists(st.lists(st.integers(0, 99), min_size=3, max_size=3), min_size=1, max_size=4), st.data())
-def test_an_index_reads_what_it_was_made_of(kinds: list[list[int]], data: st.DataObject) -> None:
-    which = data.draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=6))
-    begin = data.draw(st.lists(st.integers(0, 9), min_size=len(which), max_size=len(which)))
-    index = RowIndex.from_lists(np.array(kinds), np.array(which), np.array(begin), torch.device("cpu"))
-    assert index.read().tolist() == [[at + x for x in kinds[kind]] for kind, at in zip(which, begin)]
-    assert index.read().dtype == torch.int32
+    lanes = [(head, first) for head, first in places if all((head, first + i * stride) in places for i in range(rows))]
+    if lanes:
+        asked = data.draw(st.lists(st.sampled_from(lanes), min_size=1))
+        table = message.places(*np.array(asked).T, stride, rows)
+        assert table.tolist() == [[places[head, first + i * stride] for i in range(rows)] for head, first in asked]
+        index = RowIndex.from_table(table, torch.device("cpu"))
+        assert index.read().dtype == torch.int32
+        assert index.read().tolist() == table.tolist()
+    absent = next(i for i in range(999) if (0, message.tokens[0][0] + i) not in places)
+    with pytest.raises(AssertionError, match="a row that does not travel"):
+        message.places(np.array([0]), message.tokens[0][:1], absent, 2)
 
 
 @pytest.mark.slow
@@ -364,9 +342,9 @@ def test_spans_are_as_many_as_cut_segments_and_pairs_of_ranks(
 
 
 @given(plans())
-def test_plan_is_local_exactly_if_no_rank_needs_anything(plan: ContextPlan) -> None:
-    expected = expected_rows(plan, "gather")
-    assert plan.is_local == (not any(expected.values()))
+def test_plan_is_local_exactly_if_no_segment_is_cut(plan: ContextPlan) -> None:
+    assert plan.is_local == (not any(len(at.token) for at in plan.segments))
+    assert not (plan.is_local and any(expected_rows(plan, "gather").values()))
     assert plan.is_local or plan.num_ranks > 1
 
 
@@ -392,7 +370,7 @@ def heads_pay(plan: ContextPlan, branch: int, index: int) -> bool:
     segment, length = int(at.number[index]), min(plan.pattern.segment_lengths[branch], num_tokens)
     tokens = range(start + segment * length, start + min(num_tokens, (segment + 1) * length))
     owners = [owner(plan, token) for token in tokens]
-    if plan.is_local or len(set(owners)) == 1:
+    if len(set(owners)) == 1:
         return False
     if plan.is_causal and len(tokens) == num_tokens:
         return True
@@ -440,8 +418,6 @@ def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
             for rank in range(plan.num_ranks):
                 low, high = plan.held(at.token[i], at.size[i], rank)
                 assert [j for j, token in enumerate(tokens) if ranks[token] == rank] == list(range(low, high))
-                near = plan.near(branch, rank)[i]
-                assert near == (bool(outputs) and ranks[outputs[0]] <= rank <= ranks[outputs[-1]])
 
 
 @given(st.integers(-5, 15), st.integers(0, 15), st.integers(1, 15), st.integers(1, 7), st.integers(0, 3))
@@ -489,6 +465,13 @@ def test_spans_of_a_rank_are_those_of_all_that_name_it_and_none_is_empty(plan: C
             assert sorted(zip(*one)) == sorted(zip(*everything.where(of == rank)))
 
 
+@given(st.lists(st.integers(0, 43), min_size=1), st.integers(1, 7), st.data())
+def test_kept_below_counts(lengths: list[int], rate: int, data: st.DataObject) -> None:
+    offset = data.draw(st.integers(0, rate - 1))
+    expected = [len([p for p in range(length) if p % rate == offset]) for length in lengths]
+    assert kept_below(np.array(lengths), rate, offset).tolist() == expected
+
+
 # -- who computes what --------------------------------------------------------------------------------------------------------
 
 
@@ -525,21 +508,17 @@ def task_softmaxes(task: Task, *, is_causal: bool) -> Iterator[tuple[int, Softma
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("together", [1, tasks.TOGETHER])
 @example(plan=of_equal_documents(zero_padding=False))
 @example(plan=of_equal_documents(zero_padding=True))
 @given(plan=plans())
-def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(
-    plan: ContextPlan, together: int, exchange: str
-) -> None:
+def test_pieces_and_tasks_of_all_ranks_compute_every_softmax_once_on_its_rank(plan: ContextPlan, exchange: str) -> None:
     expected = Counter((rank, *softmax[1:]) for rank, softmax in placed(plan, exchange))
     of_branches = {(rank, softmax) for rank, softmax in placed(plan, exchange)}
     found: Counter[tuple[Any, ...]] = Counter()
     for rank in range(plan.num_ranks):
         for piece in local_pieces(plan, rank):
             found.update((rank, *x) for x in piece_softmaxes(piece, plan.borders[rank], is_causal=plan.is_causal))
-        with mock.patch.object(tasks, "TOGETHER", together):
-            found_tasks = tasks_of(plan, exchange, rank)
+        found_tasks = tasks_of(plan, exchange, rank)
         assert len({task.shape for task in found_tasks}) == len(found_tasks)
         for task in found_tasks:
             for _, softmax in task_softmaxes(task, is_causal=plan.is_causal):
@@ -906,7 +885,7 @@ def test_the_schedules_of_many_layers_are_kept_while_they_are_small(monkeypatch:
     for each in first:
         tables = [part.row_index for task in each.tasks for part in (*task.queries, *task.keys, *task.outputs)]
         tables += [index for via in (each.kv, each.q, each.out) for local in via.local.values() for _, index in local]
-        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.lists, at.kind) if x is not None))
+        total += (held := sum(x.numel() * 4 for at in tables for x in (at.first, at.lists) if x is not None))
         assert each.nbytes == held > 0
     plans_held = 2 * sum(plan.nbytes for plan in plans)
     assert schedule.nbytes == total + plans_held
@@ -992,12 +971,3 @@ def test_plan_of_a_billion_tokens_on_128_ranks_holds_no_rows() -> None:
     assert moved["gather"]["kv"].received.sum() > 0
     assert moved["heads"]["out"].received.sum() > 0
     assert peak < 20e6
-
-
-def test_segment_whose_kept_rows_lie_on_one_rank_moves_nothing_by_any_exchange() -> None:
-    """The border cuts the segment, but all rows of its offset lie behind it: whole heads must not travel to the larger part."""
-    plan = context_plan(DilatedPattern((8,), (8,), offsets="interleaved"), (7, 1), 8, range(7, 8), 1, ((0, 8),), False)
-    assert plan.is_local
-    for exchange in EXCHANGES:
-        for kind in KINDS:
-            assert not traffic(plan, exchange, kind)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.pattern import BACKWARD, FORWARD
-from flexdilated.distributed.planner.load_balance import pairs_by_rows, pairs_of_parts, pairs_of_segments
+from flexdilated.distributed.planner.load_balance import own_parts, pairs_by_rows, pairs_of_parts
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.planner.row_counts import Counts, counts, equivalent, listed
 from flexdilated.distributed.planner.spans import Integers
@@ -189,5 +189,6 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 def _pairs(plan: ContextPlan, exchange: str) -> Integers:
     found = pairs_by_rows(plan)
     if exchange == "heads":
-        found = found - pairs_of_segments(plan, np.flatnonzero(plan.assigned(exchange))) + pairs_of_parts(plan, plan.parts)
+        by_rows = own_parts(plan, np.flatnonzero(plan.assigned(exchange)))
+        found = found - pairs_of_parts(plan, by_rows) + pairs_of_parts(plan, plan.assigned_parts)
     return found

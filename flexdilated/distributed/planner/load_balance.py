@@ -7,18 +7,16 @@ the pairs that they have already. An interval that ends inside a head cuts the h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexdilated.core.bounded_cache import recent
-from flexdilated.distributed.planner.segments import CutSegments, inside
-from flexdilated.distributed.planner.spans import Booleans, Integers, expanded, kept_below, portions
+from flexdilated.distributed.planner.segments import CutSegments
+from flexdilated.distributed.planner.spans import Booleans, Integers, expanded, kept_below
 
-Count = TypeVar("Count", int, Integers)
-
-TOGETHER = 1 << 14  # intervals of queries, each of one offset, that are counted together
 MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
 UNITS = 1 << 28  # at most so many units of pairs and tokens, so that products fit 64 bits
@@ -42,9 +40,9 @@ class HeadParts(NamedTuple):
         return HeadParts(*(x[chosen] for x in self))
 
 
-def scored(rows: Count, low: Count, high: Count, *, is_causal: bool) -> Count:
+def _scored(rows: Any, low: Any, high: Any, cut: CutSegments) -> Any:
     """The pairs of queries `low ... high` of a number of rows: numbers, or arrays."""
-    if is_causal:
+    if cut.is_causal:
         return high * (high + 1) // 2 - low * (low + 1) // 2
     return (high - low) * rows
 
@@ -52,46 +50,26 @@ def scored(rows: Count, low: Count, high: Count, *, is_causal: bool) -> Count:
 @recent(size=lambda pairs, cut: cut.nbytes)
 def pairs_by_rows(cut: CutSegments) -> Integers:
     """`(num_ranks,)` pairs if each rank computes its own outputs."""
-    return pairs_inside_shards(cut) + pairs_of_segments(cut, np.arange(len(cut.all_segments.token)))
-
-
-def pairs_inside_shards(cut: CutSegments) -> Integers:
-    """`(num_ranks,)` pairs of the segments that lie inside one shard."""
-    pairs, ranks = np.zeros(cut.num_ranks, np.int64), cut.document_parts[0]
-    start, _, offsets = cut.all_kept
-    names = np.sort(cut.named(np.repeat(np.arange(len(cut.kept)), cut.num_kept), offsets))
-    several = max(1, TOGETHER // max(1, len(ranks)))
-    for some in range(0, len(cut.kept), several):
-        branch = np.arange(some, min(some + several, len(cut.kept)))[:, None]
-        rate, kept = cut.rates[branch], cut.num_kept[branch]
-        for repeats, size, outputs in _sizes_inside_shards(cut, branch):
-            # Every head has this many rows and queries. Heads whose offset is below the remainder have one more.
-            (rows, rest), (asked, behind) = np.divmod(size, rate), np.divmod(np.minimum(size, outputs), rate)
-            more, asking = (np.searchsorted(names, cut.named(branch, left)) - start[branch] for left in (rest, behind))
-            if cut.is_causal:
-                found = kept * (asked * (asked + 1) // 2) + asking * (asked + 1)
-            else:
-                found = kept * rows * asked + rows * asking + asked * more + np.minimum(more, asking)
-            np.add.at(pairs, ranks, (repeats * found).sum(axis=0))
+    ranks, begin, end, num_tokens, count = cut.document_parts
+    pairs = np.zeros(cut.num_ranks, np.int64)
+    for branch, (rate, heads) in enumerate(cut.kept):
+        w = np.minimum(cut.lengths[branch], num_tokens)
+        stride = cut.stride_of_outputs(w, rate)
+        for offset, same in Counter(offset for _, offset in heads).items():
+            before = (_pairs_before(cut, position, num_tokens, w, stride, rate, offset) for position in (begin, end))
+            np.add.at(pairs, ranks, -same * count * np.subtract(*before))
     return pairs
 
 
-def pairs_of_segments(cut: CutSegments, chosen: Integers) -> Integers:
-    """`(num_ranks,)` pairs of some cut segments if each rank computes its own outputs; segments are numbered over all branches."""
-    pairs, at = np.zeros(cut.num_ranks, np.int64), cut.all_segments
-    which, rank = expanded(at.first_owner[chosen], (at.last_owner - at.first_owner + 1)[chosen])
-    which = chosen[which]
-    held = cut.held(at.out_token[which], at.outputs[which], rank)
-    first, count, offsets, heads = cut.offsets
-    branch = at.branch[which]
-    for a, b in portions(count[branch], TOGETHER):
-        of, number = expanded(first[branch[a:b]], count[branch[a:b]])
-        of += a
-        rate, offset = cut.rates[branch[of]], offsets[number]
-        rows = kept_below(at.size[which[of]], rate, offset)
-        low, high = (np.minimum(kept_below(slot[of], rate, offset), rows) for slot in held)
-        np.add.at(pairs, rank[of], heads[number] * scored(rows, low, high, is_causal=cut.is_causal))
-    return pairs
+def _pairs_before(
+    cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, stride: Integers, rate: int, offset: int
+) -> Integers:
+    """The pairs of one head whose outputs are before a position of a document, whose outputs of segments are `stride` apart."""
+    whole, rest = np.divmod(position, stride)
+    rows, last = (kept_below(size, rate, offset) for size in (w, np.clip(num_tokens - whole * w, 0, w)))
+    asked = np.minimum(kept_below(rest, rate, offset), last)
+    found: Integers = whole * _scored(rows, 0, rows, cut) + _scored(last, 0, asked, cut)
+    return found
 
 
 def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
@@ -99,32 +77,22 @@ def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
     pairs, at, (start, _, offsets) = np.zeros(cut.num_ranks, np.int64), cut.all_segments, cut.all_kept
     of, place = expanded(parts.place, parts.places)
     segment = parts.segment[of]
-    rate, offset = cut.rates[at.branch[segment]], offsets[start[at.branch[segment]] + place]
-    rows = kept_below(at.size[segment], rate, offset)
+    branch, size = at.branch[segment], at.size[segment]
+    rate, offset = cut.rates[branch], offsets[start[branch] + place]
+    rows = kept_below(size, rate, offset)
     low, high = (np.minimum(kept_below(slot[of], rate, offset), rows) for slot in (parts.low, parts.high))
-    np.add.at(pairs, parts.executor[of], scored(rows, low, high, is_causal=cut.is_causal))
+    np.add.at(pairs, parts.executor[of], _scored(rows, low, high, cut))
     return pairs
 
 
-def _sizes_inside_shards(cut: CutSegments, branch: Integers) -> tuple[tuple[Integers, Integers, Integers], ...]:
-    """`(count, tokens, outputs)` of the segments inside the parts of documents, for a column of branches.
-
-    Three kinds: whole segments with all their outputs, the one whose outputs the end of the document cuts, and the last one.
-    """
-    _, begin, end, num_tokens, count = cut.document_parts
-    w = np.minimum(cut.lengths[branch], num_tokens)
-    out = cut.stride_of_outputs(w, cut.rates[branch])
-    a, b = inside(begin, end, num_tokens, w, out)
-    whole, shown = num_tokens // w, num_tokens // out  # segments with all of their tokens, and with all of their outputs
-    full = count * np.clip(np.minimum(b, np.minimum(whole, shown)) - a, 0, None)
-    edge = count * ((a <= shown) & (shown < np.minimum(b, whole)))
-    last = count * ((a <= whole) & (whole < b))
-    rest = num_tokens - whole * w
-    return (
-        (full, w, w),
-        (edge, w, num_tokens - shown * out),
-        (last, rest, np.clip(num_tokens - whole * out, 0, None)),
-    )
+def own_parts(cut: CutSegments, segments: Integers) -> HeadParts:
+    """The parts of some cut segments, numbered over all branches, if each rank computes its own outputs."""
+    at = cut.all_segments.where(segments)
+    which, rank = expanded(at.first_owner, at.last_owner - at.first_owner + 1)
+    low, high = cut.held(at.out_token[which], at.outputs[which], rank)
+    places = cut.num_kept[at.branch[which]]
+    parts = HeadParts(segments[which], np.zeros_like(which), places, rank, low, high)
+    return parts.where((low < high) & (places > 0))
 
 
 def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
@@ -158,7 +126,7 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
         assigned: `(segments,)`, over all branches, whether to assign the heads of a segment.
     """
     at, segments = cut.all_segments, np.flatnonzero(assigned)
-    pairs = (pairs_by_rows(cut) - pairs_of_segments(cut, segments)).tolist()
+    pairs = (pairs_by_rows(cut) - pairs_of_parts(cut, own_parts(cut, segments))).tolist()
     which, ranks = expanded(at.first_source[segments], (at.last_source - at.first_source + 1)[segments])
     low, high = cut.held(at.token[segments[which]], at.size[segments[which]], ranks)
     some = low < high
@@ -186,7 +154,7 @@ def _parts_of_segment(
         return
 
     def pairs_of(first: int, end: int) -> int:
-        return scored(rows, first, end, is_causal=cut.is_causal)
+        return int(_scored(rows, first, end, cut))
 
     shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, asked) * len(heads))
     ends = _ends(np.array(shares), len(heads), asked, is_causal=cut.is_causal)

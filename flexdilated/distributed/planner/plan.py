@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import numpy as np
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off
+from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
 from flexdilated.distributed.planner.segments import CutSegments
-from flexdilated.distributed.planner.spans import Booleans, Integers, Spans, expanded, have_rows
+from flexdilated.distributed.planner.spans import Booleans, Spans, expanded
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where times are equal
 SPANS = 1 << 18  # at most about so many spans are made together
@@ -70,121 +69,71 @@ class ContextPlan(CutSegments):
         """
         everyone = range(self.num_ranks)
         receivers, senders = (everyone if ranks is None else ranks for ranks in (receivers, senders))
-        assigned = self.assigned(exchange)
-        found = []
-        if self._travels_by_rows(kind):
-            found.append(self._row_spans(kind, np.flatnonzero(~assigned), receivers, senders))
-        if assigned.any():
-            found.append(self._head_spans(kind, receivers, senders))
-        found = [spans for spans in found if len(spans.first)]
-        spans = Spans.joined(found)
-        return spans.where(np.argsort(spans.branch, kind="stable")) if len(found) > 1 else spans
-
-    def _travels_by_rows(self, kind: str) -> bool:
-        """Whether ranks may need rows of a kind for their own outputs. Queries travel only if outputs belong to other tokens."""
-        return kind == "kv" or (kind == "q" and self.moves)
-
-    def _row_spans(self, kind: str, chosen: Integers, receivers: range, senders: range) -> Spans:
-        """Rows of some segments that ranks need for their own outputs."""
-        at, chosen = self.all_segments, chosen[(self.num_kept > 0)[self.all_segments.branch[chosen]]]
-        first_owner, owners = _overlap(at.first_owner, at.last_owner, receivers)
-        first_source, sources = _overlap(at.first_source, at.last_source, senders)
-        # A rank that holds all tokens and all outputs of a segment needs nothing.
-        away = (at.first_source < at.last_source) | (at.first_owner != at.first_source) | (at.first_owner < at.last_owner)
-        chosen = chosen[(away & (owners > 0) & (sources > 0))[chosen]]
-        which, number = expanded(np.zeros_like(chosen), (sources * owners)[chosen])
-        of = chosen[which]
-        steps = sources[of]
-        receiver, sender = first_owner[of] + number // steps, first_source[of] + number % steps
-        low, high = self.held(at.out_token[of], at.outputs[of], receiver)  # the slots of the outputs there
-        first, end = self.held(at.token[of], at.size[of], sender)
+        executors, holders = (senders, receivers) if kind == "out" else (receivers, senders)
+        parts = self.parts(exchange)
+        parts = parts.where((executors.start <= parts.executor) & (parts.executor < executors.stop))
+        at, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
+        token = at.out_token if kind == "out" else at.token
         if kind == "q":
-            first, end = np.maximum(first, low), np.minimum(end, high)
-        elif self.is_causal:
-            end = np.minimum(end, high)
-        some = np.flatnonzero((receiver != sender) & (low < high) & (first < end))
-        of, receiver, sender, low, high, first, end = (x[some] for x in (of, receiver, sender, low, high, first, end))
-        branch, token = at.branch[of], at.token[of]
-        rate = self.rates[branch]
-        # Fewer outputs than the rate need the keys of their own offsets alone. A slot of queries has one offset.
-        few = (high - low < rate) & (kind != "q")
+            high = np.minimum(high, at.size)
+        elif kind == "kv":
+            low, high = np.zeros_like(low), np.minimum(high, at.size) if self.is_causal else at.size
+        first, end = token + low, token + high
+        holder = np.maximum(self.rank_of(first), holders.start)
+        last = np.minimum(self.rank_of(end - 1), holders.stop - 1)
+        of, rank = expanded(holder, np.maximum(0, last - holder + 1))
+        first, end = np.maximum(first[of], self.limits[rank]), np.minimum(end[of], self.limits[rank + 1])
+        some = np.flatnonzero((first < end) & (rank != parts.executor[of]))
+        of, rank, executor = of[some], rank[some], parts.executor[of[some]]
+        branch, asked = at.branch[of], (parts.high - parts.low)[of]
         return Spans(
             branch=branch,
-            receiver=receiver,
-            sender=sender,
-            first=token + first,
-            end=token + end,
-            origin=token,
-            residue=np.where(few, low % rate, 0),
-            residues=np.where(few, high - low, rate),
-            place=np.zeros_like(low),
-            places=self.num_kept[branch],
+            receiver=rank if kind == "out" else executor,
+            sender=executor if kind == "out" else rank,
+            first=first[some],
+            end=end[some],
+            origin=token[of],
+            # Fewer outputs than the rate ask for nothing of other offsets.
+            residue=parts.low[of] % self.rates[branch],
+            residues=np.minimum(asked, self.rates[branch]),
+            place=parts.place[of],
+            places=parts.places[of],
         )
 
     def assigned(self, exchange: str) -> Booleans:
         """`(segments,)`: the cut segments of all branches whose heads are assigned to ranks.
 
-        In the other segments every rank computes its own outputs. Only `"heads"` assigns heads, and only if anything must travel.
+        In the other segments every rank computes its own outputs. Only `"heads"` assigns heads.
         """
         return self._assigned if exchange == "heads" else np.zeros_like(self._assigned)
 
     @cached_property
     def _assigned(self) -> Booleans:
-        return np.zeros(int(self.begin[-1]), bool) if self.is_local else heads_exchange_pays_off(self)
+        return heads_exchange_pays_off(self)
+
+    def parts(self, exchange: str) -> HeadParts:
+        """Which rank computes which part of the heads of cut segments."""
+        return self._parts_by_heads if exchange == "heads" else self._parts_by_rows
 
     @cached_property
-    def parts(self) -> HeadParts:
-        """Which rank computes which part of the heads of assigned segments, over all branches."""
+    def _parts_by_rows(self) -> HeadParts:
+        return own_parts(self, np.arange(len(self._assigned)))
+
+    @cached_property
+    def _parts_by_heads(self) -> HeadParts:
+        both = own_parts(self, np.flatnonzero(~self._assigned)), self.assigned_parts
+        parts = HeadParts(*(np.concatenate(columns) for columns in zip(*both)))
+        return parts.where(np.argsort(parts.segment, kind="stable"))
+
+    @cached_property
+    def assigned_parts(self) -> HeadParts:
+        """The parts of the segments whose heads are assigned to ranks."""
         return assign_heads(self, self._assigned)
-
-    def _head_spans(self, kind: str, receivers: range, senders: range) -> Spans:
-        """Rows of heads that go to the ranks that compute them, or their outputs on the way back."""
-        executors, owners = (senders, receivers) if kind == "out" else (receivers, senders)
-        parts = self._part_spans(kind, executors)
-        part, rank = expanded(*_overlap(self.rank_of(parts.first), self.rank_of(parts.end - 1), owners))
-        first, end = np.maximum(parts.first[part], self.limits[rank]), np.minimum(parts.end[part], self.limits[rank + 1])
-        some = np.flatnonzero((first < end) & (rank != parts.receiver[part]))
-        part, rank = part[some], rank[some]
-        found = parts.where(part)._replace(first=first[some], end=end[some])
-        return found._replace(receiver=rank) if kind == "out" else found._replace(sender=rank)
-
-    def _part_spans(self, kind: str, executors: range) -> Spans:
-        """One span per part of heads, not cut at shards; the executor is both receiver and sender."""
-        here = (executors.start <= self.parts.executor) & (self.parts.executor < executors.stop)
-        of, place, places, executor, low, high = self.parts.where(here)
-        at = self.all_segments
-        # Offsets beyond the last query of a part ask for nothing.
-        branch, token, size, residues = at.branch[of], at.token[of], at.size[of], high - low
-        if kind == "out":
-            token = at.out_token[of]
-        elif kind == "q":
-            high = np.minimum(high, size)
-        else:
-            low, high = np.zeros_like(low), np.minimum(high, size) if self.is_causal else size
-        return Spans(
-            branch=branch,
-            receiver=executor,
-            sender=executor,
-            first=token + low,
-            end=token + high,
-            origin=token,
-            residue=np.zeros_like(low),
-            residues=np.minimum(residues, self.rates[branch]),
-            place=place,
-            places=places,
-        )
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether no rank needs anything of another."""
-        everyone = range(self.num_ranks)
-        branches = [np.arange(a, b) for a, b in pairwise(self.begin.tolist()) if a < b]
-        return not any(
-            have_rows(self._row_spans(kind, branch, receivers, everyone), self.kept)
-            for kind in (("kv", "q") if self.pattern.zero_padding else ("kv",))
-            for receivers in self.some_ranks()
-            for branch in branches
-        )
+        """Whether every segment lies inside one shard, so that no rank needs anything of another."""
+        return not len(self.all_segments.token)
 
 
 @recent(size=lambda plan, *integers: plan.nbytes)
@@ -220,12 +169,6 @@ def context_plan(
             f"got {branches} branches, a rate of {widest}, {len(documents)} documents and {sum(shard_lengths)} tokens"
         )
     return ContextPlan(pattern, shard_lengths, num_heads, within, group, documents, is_causal)
-
-
-def _overlap(first: Integers, last: Integers, ranks: range) -> tuple[Integers, Integers]:
-    """The part of runs of ranks `first ... last` that lies in a range: the first rank, and the number of ranks."""
-    low = np.maximum(first, ranks.start)
-    return low, np.maximum(0, np.minimum(last, ranks.stop - 1) - low + 1)
 
 
 def _shown(values: tuple[Any, ...]) -> Any:

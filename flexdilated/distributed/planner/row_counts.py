@@ -6,6 +6,7 @@ spans of all branches takes a microsecond per span, and counts such rows twice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ def _bounds(plan: ContextPlan, exchange: str) -> Bounds:
 
 def _most_rows(plan: ContextPlan, spans: Spans) -> Integers:
     """`(spans,)` rows at most: a head keeps one of `rate` tokens, a token is kept by the heads of one offset."""
-    same_offset = np.array([max(map(len, plan.offsets_of(branch).values()), default=0) for branch in range(len(plan.kept))])
+    same_offset = np.array([max(Counter(offset for _, offset in heads).values(), default=0) for _, heads in plan.kept])
     tokens, rate = spans.end - spans.first, plan.rates[spans.branch]
     return np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
 

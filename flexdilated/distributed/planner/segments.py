@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import DOCUMENT
 from flexdilated.core.pattern import DilatedPattern
@@ -180,13 +179,6 @@ class CutSegments:
         heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
         return tuple(BranchHeads(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
 
-    def offsets_of(self, branch: int) -> dict[int, list[int]]:
-        """The heads of each offset."""
-        found: dict[int, list[int]] = {}
-        for head, offset in self.kept[branch].heads:
-            found.setdefault(offset, []).append(head)
-        return found
-
     @cached_property
     def all_kept(self) -> tuple[Integers, Integers, Integers]:
         """The heads of all branches, one branch after another: where each branch begins, the heads, and their offsets."""
@@ -197,24 +189,6 @@ class CutSegments:
     def num_kept(self) -> Integers:
         """`(branches,)` heads held here."""
         return np.array([len(each.heads) for each in self.kept], np.int64)
-
-    @cached_property
-    def offsets(self) -> tuple[Integers, Integers, Integers, Integers]:
-        """Different offsets, branch after branch, ascending: where each branch begins, its count, the offsets, their heads."""
-        start, _, offsets = self.all_kept
-        names, heads = np.unique(self.named(np.repeat(np.arange(len(start)), self.num_kept), offsets), return_counts=True)
-        first = np.searchsorted(names, self.named(np.arange(len(start) + 1), 0))
-        count = np.diff(first)
-        return first[:-1], count, names - np.repeat(self.named(np.arange(len(start)), 0), count), heads
-
-    def named(self, branch: Integers, residue: Integers | int) -> Integers:
-        """One number for a branch and a residue, ascending by branch, then residue."""
-        return branch * (2 * int(self.rates.max())) + residue
-
-    def near(self, branch: int, rank: int) -> NDArray[np.bool_]:
-        """`(segments,)`: whether a rank may hold outputs of each cut segment of a branch."""
-        at = self.segments[branch]
-        return (at.first_owner <= rank) & (rank <= at.last_owner)
 
 
 def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:

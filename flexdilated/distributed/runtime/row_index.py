@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,16 +17,15 @@ from flexdilated.distributed.planner.spans import Integers
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """`(lanes, rows)` integers: a first one per lane, plus a common step per row, or else a list that several lanes share.
+    """`(lanes, rows)` integers: a first one per lane, plus a common step per row if there is one, else a list per lane.
 
-    Full tables would hold the rows of all ranks for a ring, and many heads have equal rows.
+    Full tables would hold the rows of all ranks for a ring.
     """
 
     first: Tensor  # (lanes, 1) int32
     step: int
     rows: int
-    lists: Tensor | None = None  # (kinds, rows) int32, added to `first`; None: there is a common step
-    kind: Tensor | None = None  # (lanes,) int32, the list of each lane; None: there is one list
+    lists: Tensor | None = None  # (lanes, rows) int32, added to `first`; None: there is a common step
 
     @classmethod
     def strided(cls, step: int, first: Integers, rows: int, device: torch.device) -> RowIndex:
@@ -34,26 +33,22 @@ class RowIndex:
         return cls(as_int32(first, device)[:, None], step, rows)
 
     @classmethod
-    def from_lists(cls, lists: Integers, kind: Integers, begin: Integers | int, device: torch.device) -> RowIndex:
-        """`begin` of each lane plus one of the lists `(kinds, rows)`; all below 2 ** 31."""
-        first, rows = lists[:, 0], lists.shape[1]
-        steps = lists[:, 1:] - lists[:, :-1]
+    def from_table(cls, table: Integers, device: torch.device) -> RowIndex:
+        """Integers `(lanes, rows)`, below 2 ** 31."""
+        steps = np.diff(table, axis=1)
         step = int(steps.flat[0]) if steps.size else 1
-        begins = as_int32(first[kind] + begin, device)[:, None]
-        if (steps == step).all():
-            return cls(begins, step, rows)
-        listed = as_int32(lists - first[:, None], device)
-        return cls(begins, step, rows, listed, as_int32(kind, device) if len(lists) > 1 else None)
+        index = cls.strided(step, table[:, 0], table.shape[1], device)
+        return index if (steps == step).all() else replace(index, lists=as_int32(table - table[:, :1], device))
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in (self.first, self.lists, self.kind) if table is not None)
+        return self.first.nbytes + (0 if self.lists is None else self.lists.nbytes)
 
     def read(self) -> Tensor:
         """The integers as one table."""
         if self.lists is None:
             return self.first + self.step * torch.arange(self.rows, dtype=torch.int32, device=self.first.device)
-        return self.first + (self.lists if self.kind is None else self.lists[self.kind])
+        return self.first + self.lists
 
 
 def as_int32(values: Integers, device: torch.device) -> Tensor:
@@ -100,8 +95,8 @@ def row_exchange(
     for message in messages(plan, exchange, kind, rank, sent=kind != "out"):
         here[message.peer] = message.num_rows
         local[message.peer] = tuple(
-            (as_int32(heads, device)[:, None], RowIndex.from_lists(tokens, which, -plan.borders[rank], device))
-            for heads, tokens, which in message.blocks()
+            (as_int32(heads, device)[:, None], RowIndex.from_table(tokens - plan.borders[rank], device))
+            for heads, tokens in message.blocks()
         )
     sends, receives = (remote, here) if kind == "out" else (here, remote)
     return RowExchange(_places(sends), _places(receives), local)

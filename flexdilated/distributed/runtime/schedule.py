@@ -89,8 +89,8 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
         for message in messages(plan, exchange, kind, rank, sent=kind == "out"):
             remote[kind][message.peer] = message.num_rows
             for number, at, rows in asked.pop(message.peer, ()):
-                places = message.places(tasks[number].heads, at, tasks[number].stride, rows)
-                index[number, kind, message.peer] = RowIndex.from_lists(*places, device)
+                table = message.places(tasks[number].heads, at, tasks[number].stride, rows)
+                index[number, kind, message.peer] = RowIndex.from_table(table, device)
         assert not asked, "a message that is not sent"
 
     def ranges(number: int, kind: str) -> tuple[RowRange, ...]:
