@@ -177,7 +177,7 @@ def _shapes(inputs: Inputs, options: tuple[Flat, RankContext]) -> tuple[Tensor, 
 def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
     """Elements that the forward leaves to the backward, as far as they are known before it runs."""
     q = inputs.q
-    if not context.keeps or context.exchange == "ring":
+    if not context.keeps:
         return 0
     # Where documents lie, and sizes that change from call to call, are known at run time only. Where that cannot be traced, each
     # length gets a graph of its own.
@@ -186,11 +186,9 @@ def _received_size(inputs: Inputs, flat: Flat, context: RankContext) -> Any:
         return torch.library.get_ctx().new_dynamic_size()
     plan = context.plan(inputs, flat)
     exchange = context.chosen_exchange(plan, inputs)
-    if exchange == "ring":
-        return 0
-    rows = [rows_received(plan, exchange, kind, context.rank) for kind in ("kv", "q")]
-    kv_width = 2 * q.shape[3] + (inputs.key_padding_mask is not None)
-    return q.shape[0] * (rows[0] * kv_width + rows[1] * plan.group * q.shape[3])
+    keys, queries = (rows_received(plan, exchange, kind, context.rank) for kind in ("kv", "q"))
+    kv_width = 0 if exchange == "ring" else 2 * q.shape[3] + (inputs.key_padding_mask is not None)
+    return q.shape[0] * (keys * kv_width + queries * plan.group * q.shape[3])
 
 
 def _backward(

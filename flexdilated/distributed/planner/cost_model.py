@@ -95,8 +95,8 @@ def bytes_received(
     kv, q, out = rows["kv"], rows["q"], rows["out"]
     forward = kv.received * size.kv + q.received * size.q + out.received * size.out
     backward = kv.sent * size.dkv + q.sent * size.q + out.sent * size.dout
-    if exchange == "ring":  # nothing is kept: rows travel again
-        backward = backward + kv.received * size.kv + q.received * size.q
+    if exchange == "ring":  # keys are not kept and travel again
+        backward = backward + kv.received * size.kv
     if plan.pattern.detach_weights and exchange == "ring":  # once more: a branch's own softmax comes before its gradient
         backward = backward + kv.received * size.kv
     return forward, backward

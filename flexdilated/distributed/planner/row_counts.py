@@ -7,15 +7,15 @@ spans of all branches takes a microsecond per span, and counts such rows twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from flexdilated.core.bounded_cache import PIECE, recent
+from flexdilated.core.bounded_cache import recent
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import KINDS, ContextPlan
-from flexdilated.distributed.planner.spans import Integers, Spans
+from flexdilated.distributed.planner.spans import Integers
 
 MESSAGE = 1 << 12  # rows that are listed in the time that one message takes
 
@@ -27,20 +27,14 @@ class RowCounts(NamedTuple):
     sent: Integers
     largest_received: Integers  # rows of the largest message
     largest_sent: Integers
+    messages: int  # of all ranks
 
     def reversed(self) -> RowCounts:
         """The counts of the same rows on their way back."""
-        return RowCounts(self.sent, self.received, self.largest_sent, self.largest_received)
+        return RowCounts(self.sent, self.received, self.largest_sent, self.largest_received, self.messages)
 
 
 Counts = dict[str, RowCounts]  # by kind
-
-
-class Bounds(NamedTuple):
-    """At most so many rows travel, and the work of listing all ranks, in rows."""
-
-    most: Counts
-    to_list: int
 
 
 def equivalent(plan: ContextPlan, exchange: str) -> str:
@@ -48,71 +42,58 @@ def equivalent(plan: ContextPlan, exchange: str) -> str:
     return "heads" if exchange == "heads" and plan.assigned(exchange).any() else "gather"
 
 
-def listed(plan: ContextPlan, exchange: str, ranks: Sequence[int] | None = None) -> Counts:
-    """The rows that some ranks exchange, by kind, exactly.
-
-    Args:
-        plan: The plan.
-        exchange: One of `EXCHANGES`.
-        ranks: Default: all ranks.
-    """
-    each = [_listed(plan, equivalent(plan, exchange), rank) for rank in (range(plan.num_ranks) if ranks is None else ranks)]
-    return {kind: RowCounts(*np.array([counts[kind] for counts in each], np.int64).T) for kind in KINDS}
-
-
-@recent(size=lambda found, *of: PIECE * len(KINDS))
-def _listed(plan: ContextPlan, exchange: str, rank: int) -> dict[str, tuple[int, ...]]:
-    """The fields of `RowCounts` for one rank, by kind."""
-    found: dict[str, tuple[int, ...]] = {}
-    for kind in KINDS:
-        if kind == "out" and not plan.moves:  # outputs go back as their queries came
-            received, sent, largest_received, largest_sent = found["q"]
-            found[kind] = sent, received, largest_sent, largest_received
-            continue
-        rows = [[message.num_rows for message in messages(plan, exchange, kind, rank, sent=sent)] for sent in (False, True)]
-        found[kind] = *map(sum, rows), *(max(each, default=0) for each in rows)
-    return found
+def listed(plan: ContextPlan, exchange: str) -> Counts:
+    """The rows that ranks exchange, by kind, exactly."""
+    return _counts(plan, equivalent(plan, exchange), _listed_rows)
 
 
 def rows_received(plan: ContextPlan, exchange: str, kind: str, rank: int) -> int:
     """The rows of one kind that one rank receives of all others, exactly."""
-    return _listed(plan, equivalent(plan, exchange), rank)[kind][0]
+    return sum(message.num_rows for message in messages(plan, exchange, kind, rank, sent=False))
 
 
-def bounds(plan: ContextPlan, exchange: str) -> Bounds:
-    """At most so many rows travel: the sum over branches."""
-    return _bounds(plan, equivalent(plan, exchange))
+def bounds(plan: ContextPlan, exchange: str) -> Counts:
+    """At most so many rows travel, by kind: the sum over branches."""
+    return _counts(plan, equivalent(plan, exchange), _most_rows)
 
 
-@recent(size=lambda found, plan, exchange: plan.nbytes * 2 * len(KINDS))
-def _bounds(plan: ContextPlan, exchange: str) -> Bounds:
-    ranks = plan.num_ranks
-    held = np.array(plan.shard_lengths, np.int64) * len(plan.within)
+@recent(size=lambda found, plan, *options: plan.nbytes * 2 * len(KINDS))
+def _counts(plan: ContextPlan, exchange: str, rows_of: Callable[[ContextPlan, str, str], Integers]) -> Counts:
     found: Counts = {}
-    to_list = 0
     for kind in KINDS:
-        if kind == "out" and not plan.moves:
+        if kind == "out" and not plan.moves:  # outputs go back as their queries came
             found[kind] = found["q"].reversed()
             continue
-        rows = np.zeros((ranks, ranks), np.int64)  # [receiver, sender]
-        for receivers in plan.some_ranks():
-            spans = plan.spans(exchange, kind, receivers=receivers)
-            # Sums of floats are exact below 2 ** 53 rows.
-            pairs = (spans.receiver - receivers.start) * ranks + spans.sender
-            most = np.bincount(pairs, _most_rows(plan, spans), len(receivers) * ranks)
-            rows[receivers.start : receivers.stop] = most.reshape(-1, ranks)
-        to_list += 2 * int(rows.sum() + MESSAGE * (ranks + np.count_nonzero(rows)))  # listed by senders and by receivers
-        # A message holds no row twice.
-        rows = np.minimum(rows, held[:, None] if kind == "out" else held)
-        found[kind] = RowCounts(rows.sum(axis=1), rows.sum(axis=0), rows.max(axis=1), rows.max(axis=0))
-    return Bounds(found, to_list)
+        rows = rows_of(plan, exchange, kind)
+        found[kind] = RowCounts(rows.sum(1), rows.sum(0), rows.max(1), rows.max(0), np.count_nonzero(rows))
+    return found
 
 
-def _most_rows(plan: ContextPlan, spans: Spans) -> Integers:
-    """`(spans,)` rows at most: a head keeps one of `rate` tokens, a token is kept by the heads of one offset."""
+def _listed_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
+    """`(receivers, senders)` rows of one kind."""
+    rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
+    for rank in range(plan.num_ranks):
+        for message in messages(plan, exchange, kind, rank, sent=False):
+            rows[rank, message.peer] = message.num_rows
+    return rows
+
+
+def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
+    """`(receivers, senders)` rows of one kind at most."""
+    ranks = plan.num_ranks
+    rows = np.zeros((ranks, ranks), np.int64)
     same_offset = np.array([max(Counter(offset for _, offset in heads).values(), default=0) for _, heads in plan.kept])
-    tokens, rate = spans.end - spans.first, plan.rates[spans.branch]
-    return np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
+    for receivers in plan.some_ranks():
+        spans = plan.spans(exchange, kind, receivers=receivers)
+        # A head keeps one of `rate` tokens, a token is kept by the heads of one offset.
+        tokens, rate = spans.end - spans.first, plan.rates[spans.branch]
+        most = np.minimum(spans.places * -(-tokens // rate), tokens * same_offset[spans.branch])
+        # Sums of floats are exact below 2 ** 53 rows.
+        pairs = (spans.receiver - receivers.start) * ranks + spans.sender
+        rows[receivers.start : receivers.stop] = np.bincount(pairs, most, len(receivers) * ranks).reshape(-1, ranks)
+    # A message holds no row twice.
+    held = np.array(plan.shard_lengths, np.int64) * len(plan.within)
+    return np.minimum(rows, held[:, None] if kind == "out" else held)
 
 
 def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
@@ -121,9 +102,9 @@ def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
     Args:
         plan: The plan.
         exchange: One of `EXCHANGES`.
-        most: The work of listing all ranks, as in `Bounds`, up to which they are listed.
+        most: The work of listing all ranks, in rows, up to which they are listed.
     """
     found = bounds(plan, exchange)
-    if found.to_list <= most:
-        return listed(plan, exchange), True
-    return found.most, False
+    some = [found[kind] for kind in (KINDS if plan.moves else KINDS[:2])]
+    work = 2 * sum(int(rows.received.sum()) + MESSAGE * (plan.num_ranks + rows.messages) for rows in some)
+    return (listed(plan, exchange), True) if work <= most else (found, False)

@@ -10,13 +10,12 @@ from torch import Tensor
 from flexdilated.backends.piece_loop import backward
 from flexdilated.distributed.runtime.buffers import Gradients
 from flexdilated.distributed.runtime.messages import (
-    exchange_keys,
     exchange_queries,
     return_key_gradients,
     return_query_gradients,
     view_bits,
 )
-from flexdilated.distributed.runtime.ring import ring
+from flexdilated.distributed.runtime.ring import sources
 from flexdilated.distributed.runtime.task_attention import OutputGradients, TaskAttention
 from flexdilated.distributed.runtime.transport import Transport
 
@@ -34,52 +33,36 @@ def context_backward(
     """
     buffers, (q, k, v) = work.buffers, (work.inputs.q, work.inputs.k, work.inputs.v)
     remote, wait_for_outputs = _exchange_output_gradients(work, given, transport)
-    if work.is_ring:
-        buffers.receive_into(q.new_empty(buffers.num_queries_received))
+    is_received = received is not None
+    received = q.new_empty(buffers.num_received) if received is None else received
+    buffers.receive_into(received)
+    if not is_received:
         exchange_queries(buffers, transport)()
-    elif received is not None:
-        buffers.receive_into(received)
-    else:
-        buffers.receive_into(q.new_empty(buffers.num_received))
-        for wait in (exchange_queries(buffers, transport), exchange_keys(buffers, transport)):
-            wait()
     # Rows have one term per branch and source: sums of many ranks are kept in float32.
     grads = Gradients(buffers, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.loop, sums=buffers.sums))
     wait_for_outputs()
     of_tasks = _of_tasks(work, given, remote)
     if work.flat.detach_weights:
-        of_tasks = _with_own_outputs(work, of_tasks, transport)
-    if work.is_ring:
-        _ring_backward(work, of_tasks, grads, transport)
-    else:
+        of_tasks = _with_own_outputs(work, of_tasks, transport, received=is_received)
+        is_received = True
+    # In a ring, the gradients of one rank's keys return while those of the next are computed: two more messages of memory than the
+    # forward.
+    returning: Callable[[], None] | None = None
+    for source in sources(work, transport, received=is_received):
         for peer in work.schedule.kv.receives:
-            grads.allocate_keys(peer)
-        for number, each in enumerate(of_tasks):
-            work.differentiate(number, work.keys_of(number, None), each, grads)
-        return_key_gradients(buffers, transport, grads, list(work.schedule.kv.sends))()
-    return_query_gradients(buffers, transport, grads)
-    return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)
-
-
-def _ring_backward(work: TaskAttention, of_tasks: list[OutputGradients], grads: Gradients, transport: Transport) -> None:
-    """Differentiate the keys of one rank after another.
-
-    The gradients of one rank's keys return while those of the next are computed: two more messages of memory than the forward.
-    """
-    returning: list[Callable[[], None]] = []
-
-    def differentiate(source: int) -> None:
-        if source in work.schedule.kv.receives:
-            grads.allocate_keys(source)
+            if source in (peer, None):
+                grads.allocate_keys(peer)
         for number, each in enumerate(of_tasks):
             work.differentiate(number, work.keys_of(number, source), each, grads)
-        if returning:
-            returning.pop()()
-        peer = (2 * work.rank - source) % work.plan.num_ranks  # for which this rank is the source in this step
-        returning.append(return_key_gradients(work.buffers, transport, grads, [peer]))
-
-    ring(work, transport, differentiate)
-    returning.pop()()
+        if returning is not None:
+            returning()
+        # In this step of a ring, this rank is the source of another one.
+        peers = list(work.schedule.kv.sends) if source is None else [(2 * work.rank - source) % work.plan.num_ranks]
+        returning = return_key_gradients(buffers, transport, grads, peers)
+    assert returning is not None  # there is a source
+    returning()
+    return_query_gradients(buffers, transport, grads)
+    return grads.dq.to(q.dtype), grads.dk.to(k.dtype), grads.dv.to(v.dtype)
 
 
 def _exchange_output_gradients(
@@ -124,13 +107,13 @@ def _of_tasks(work: TaskAttention, given: OutputGradients, remote: dict[int, Ten
     ]
 
 
-def _with_own_outputs(work: TaskAttention, of_tasks: list[OutputGradients], transport: Transport) -> list[OutputGradients]:
+def _with_own_outputs(
+    work: TaskAttention, of_tasks: list[OutputGradients], transport: Transport, *, received: bool
+) -> list[OutputGradients]:
     """Replace the final output and lse by each task's own, computed again: with constant weights of branches, these are needed."""
     partials = work.empty_partials()
-    if work.is_ring:
-        ring(work, transport, lambda source: work.attend(partials, source))
-    else:
-        work.attend(partials)
+    for source in sources(work, transport, received=received):
+        work.attend(partials, source)
     work.add_zero_keys(partials)
     found = []
     for given, (out, lse) in zip(of_tasks, partials):

@@ -50,10 +50,9 @@ class Buffers:
 
     @property
     def num_received(self) -> int:
-        """Elements that a forward receives and its backward needs; 0 in a ring, where they travel again."""
-        if not self.keeps:
-            return 0
-        return self.schedule.kv.num_received * self.batch * self.kv_width + self.num_queries_received
+        """Elements that a forward receives and its backward needs; in a ring no keys, which travel again."""
+        keys = self.schedule.kv.num_received * self.batch * self.kv_width if self.keeps else 0
+        return keys + self.num_queries_received
 
     def receive_into(self, received: Tensor) -> None:
         """Let the rows of other ranks be parts of a flat buffer: keys and values, unless in a ring, then queries."""

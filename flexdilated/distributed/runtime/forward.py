@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexdilated.backends.piece_loop import forward
 from flexdilated.core.lse import merge_
-from flexdilated.distributed.runtime.messages import exchange_keys, exchange_outputs, exchange_queries
-from flexdilated.distributed.runtime.ring import ring
+from flexdilated.distributed.runtime.messages import exchange_outputs, exchange_queries
+from flexdilated.distributed.runtime.ring import sources
 from flexdilated.distributed.runtime.schedule import with_spans
 from flexdilated.distributed.runtime.task_attention import TaskAttention
 from flexdilated.distributed.runtime.transport import Transport
@@ -21,35 +21,21 @@ def context_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, 
     """`out`, `lse` of this rank's shard, and the rows of other ranks that a backward needs, flat."""
     buffers, inputs = work.buffers, work.inputs
     received = inputs.q.new_empty(buffers.num_received)
-    if work.is_ring:
-        out, lse, partials = _ring_forward(work, transport)
-    else:
-        buffers.receive_into(received)
-        arrivals = [exchange_queries(buffers, transport), exchange_keys(buffers, transport)]
-        out, lse = forward(inputs.q, inputs.k, inputs.v, work.loop)  # while messages travel
-        for wait in arrivals:
-            wait()
-        partials = work.empty_partials()
-        work.attend(partials)
+    buffers.receive_into(received)
+    wait_for_queries = exchange_queries(buffers, transport)
+    pieces: list[tuple[Tensor, Tensor]] = []
+    partials = work.empty_partials()
+
+    def attend_inside() -> None:
+        pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
+        wait_for_queries()
+
+    for source in sources(work, transport, attend_inside):
+        work.attend(partials, source)
     work.add_zero_keys(partials)
+    ((out, lse),) = pieces
     _merge_outputs(work, transport, out, lse, partials)
     return out, lse, received
-
-
-def _ring_forward(work: TaskAttention, transport: Transport) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """`out` and `lse` of the pieces, and the partial `(out, lse)` of each task."""
-    inputs, partials = work.inputs, work.empty_partials()
-    pieces: list[tuple[Tensor, Tensor]] = []
-    work.buffers.receive_into(inputs.q.new_empty(work.buffers.num_queries_received))
-    exchange_queries(work.buffers, transport)()
-
-    def attend_and_merge(source: int) -> None:
-        if source == work.rank:
-            pieces.append(forward(inputs.q, inputs.k, inputs.v, work.loop))
-        work.attend(partials, source)
-
-    ring(work, transport, attend_and_merge)
-    return *pieces[0], partials
 
 
 def _merge_outputs(

@@ -1,30 +1,46 @@
-"""Ring attention: each step, a rank attends to one rank's keys while the next rank's keys arrive.
+"""The ranks whose keys a rank attends to: all after one exchange, or in a ring one after another while the next keys arrive.
 
-Source: Ring Attention, arXiv 2310.01889, section 3. Here each rank sends to each other rank,
+Source of the ring: Ring Attention, arXiv 2310.01889, section 3. Here each rank sends to each other rank,
 directly, only the rows that the receiver needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
+from flexdilated.distributed.runtime.messages import exchange_keys
 from flexdilated.distributed.runtime.task_attention import TaskAttention
 from flexdilated.distributed.runtime.transport import Pending, Transport
 
 
-def ring(work: TaskAttention, transport: Transport, attend_and_merge: Callable[[int], None]) -> None:
-    """Call `attend_and_merge(source)` for the keys of each rank, this rank first, then `rank - 1`, `rank - 2`, and so on.
+def sources(
+    work: TaskAttention, transport: Transport, meanwhile: Callable[[], object] = lambda: None, *, received: bool = False
+) -> Iterator[int | None]:
+    """The ranks whose keys can be read now in `work.buffers.kv_rows`; None: all. In a ring two ranks' rows are held at a time.
 
-    During the call the rows of the source are in `work.buffers.kv_rows`. Two ranks' rows are held at a time.
+    A ring begins with this rank, then `rank - 1`, `rank - 2`, and so on.
+
+    Args:
+        work: The call.
+        transport: Of the keys.
+        meanwhile: Called once, while the first messages travel.
+        received: Whether keys are there already, unless in a ring.
     """
+    if not work.is_ring:
+        wait = (lambda: None) if received else exchange_keys(work.buffers, transport)
+        meanwhile()
+        wait()
+        yield None
+        return
     num_ranks, messages = work.plan.num_ranks, _RingMessages(work, transport)
     for step in range(num_ranks):
-        if step + 1 < num_ranks:
-            arrival = messages.send_and_receive(step + 1)
-        attend_and_merge((work.rank - step) % num_ranks)
-        if step + 1 < num_ranks:
+        arrival = messages.send_and_receive(step + 1) if step + 1 < num_ranks else None
+        if step == 0:
+            meanwhile()
+        yield (work.rank - step) % num_ranks
+        if arrival is not None:
             arrival.wait()
 
 
