@@ -296,8 +296,6 @@ def test_bounds_are_exact_where_whole_periods_of_one_branch_travel() -> None:
         exact, bounds = row_counts.listed(plan, exchange), row_counts.bounds(plan, exchange)
         rows = [[[x.tolist() for x in found[kind][:4]] for kind in KINDS] for found in (exact, bounds)]
         assert rows[0] == rows[1]
-            [x.tolist() for x in bounds[kind][:4]] for kind in KINDS
-        ]
 
 
 def test_no_message_holds_more_rows_than_its_sender() -> None:
