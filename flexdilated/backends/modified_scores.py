@@ -97,29 +97,46 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """Out `b s o h g r d` and lse `b s o h g r` of a piece; `tokens`: the first token that q holds, or `(N,)`, all of them."""
     group, device = q.shape[2] // k.shape[2], q.device
-    lanes = piece.offsets * piece.heads
-    per_row = max(1, known_batch(q.shape[0]) * lanes * group * piece.rows)
-    segments = max(1, SCORES // (per_row * piece.rows))
-    rows = max(1, SCORES // (per_row * min(segments, piece.segments)))
-
     position = tokens_of(piece, device)
     position = tokens[position] if isinstance(tokens, Tensor) else tokens + position
     b = torch.arange(q.shape[0], device=device)[:, None, None, None, None, None, None]
     h = heads_of(piece, group, device)[None, None, ..., None, None]
-
-    q_s, k_s, v_s = (x.split(segments, dim=1) for x in (read(q, piece, group=group), read(k, piece), read(v, piece)))
     hidden = None
     if ignored is not None:
-        hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0].split(segments, dim=1)
+        hidden = read(ignored[:, :, None, None].expand(-1, -1, k.shape[2], 1), piece)[..., None, :, 0]
+    pairs = position[None, :, :, None, None, :, None], position[None, :, :, None, None, None, :]
+    return attend_lanes(read(q, piece, group=group), read(k, piece), read(v, piece), hidden, b, h, *pairs, call)
+
+
+def attend_lanes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_rows`, in portions of dim 1 and of rows with about `SCORES` scores."""
+    lanes, rows = q.shape[1], q.shape[-2]
+    per_row = max(1, known_batch(q.shape[0]) * math.prod(q.shape[2:-2]) * k.shape[-2])
+    several = max(1, SCORES // max(1, per_row * rows))
+    most = max(1, SCORES // (per_row * min(several, lanes)))
+    count = -(-lanes // several)
+    # Split, not sliced: the gradients of the parts are then put together once.
+    split = [
+        [x] * count if x is None or x.shape[1] == 1 else x.split(several, dim=1) for x in (q, k, v, hidden, b, h, q_idx, kv_idx)
+    ]
     outs, lses = [], []
-    for i, kv_idx in enumerate(position.split(segments)):
-        chunks = []
-        for q_c, q_idx in zip(q_s[i].split(rows, dim=5), kv_idx.split(rows, dim=2)):
-            mask = None if hidden is None else hidden[i]
-            pairs = q_idx[None, :, :, None, None, :, None], kv_idx[None, :, :, None, None, None, :]
-            chunks.append(attend_rows(q_c, k_s[i], v_s[i], mask, b, h, *pairs, call))
-        outs.append(torch.cat([out for out, _ in chunks], dim=5))
-        lses.append(torch.cat([lse for _, lse in chunks], dim=5))
+    for q_l, k_l, v_l, hidden_l, b_l, h_l, q_idx_l, kv_idx_l in zip(*split):
+        chunks = [
+            attend_rows(q_c, k_l, v_l, hidden_l, b_l, h_l, q_idx_c, kv_idx_l, call)
+            for q_c, q_idx_c in zip(q_l.split(most, dim=-2), q_idx_l.split(most, dim=-2))
+        ]
+        outs.append(torch.cat([out for out, _ in chunks], dim=-2))
+        lses.append(torch.cat([lse for _, lse in chunks], dim=-1))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 

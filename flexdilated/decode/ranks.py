@@ -212,7 +212,7 @@ def _swap(
     """Exchange messages whose tags cannot match those of another call."""
     device = next(iter(receives.values())).device
     tag = Fields(json.loads(described)).tag(number)
-    GroupTransport(group, device, tag, f"call {number} over this mesh, of a cache").swap(sends, receives).wait()
+    GroupTransport(group, device, tag, f"call {number} over this mesh, of a cache").swap(sends, receives)()
 
 
 def _gather(parts: Tensor, lengths: Tensor, scale: float | None, group_name: str, described: str) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexdilated.distributed.mesh import group_of
 
@@ -113,7 +113,7 @@ def shard_sequence(batch: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_length
     lengths = shard_lengths_of(mesh, num_tokens, shard_lengths)
     _, rank, _ = group_of(mesh)
     start = sum(lengths[:rank])
-    return map_tensors(lambda x: x.narrow(dim, start, lengths[rank]), batch)
+    return tree_map_only(Tensor, lambda x: x.narrow(dim, start, lengths[rank]), batch)
 
 
 def replicated_like(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,9 +132,8 @@ def replicated_like(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def length_of(batch: Any, dim: int) -> int:
     """The length of the tensors of a batch along `dim`."""
-    leaves, _ = tree_flatten(batch)
     lengths: list[int] = []
-    for leaf in leaves:
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(f"batch must hold tensors with dim={dim}, got shape {tuple(leaf.shape)}")
@@ -147,9 +146,3 @@ def length_of(batch: Any, dim: int) -> int:
     if any(length != lengths[0] for length in lengths):
         raise ValueError(f"batch must hold tensors of one length along dim={dim}, got lengths {lengths}")
     return lengths[0]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """A batch with a function applied to each tensor."""
-    leaves, structure = tree_flatten(batch)
-    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)

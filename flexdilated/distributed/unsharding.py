@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flexdilated.core.checks import refuse_shards_of_torch
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels, refuse_regions, unknown
@@ -17,7 +17,7 @@ from flexdilated.core.functorch import is_transformed
 from flexdilated.distributed.consistency import Fields, compare, one_call
 from flexdilated.distributed.mesh import group_of, process_group
 from flexdilated.distributed.runtime.transport import explained
-from flexdilated.distributed.sharding import Batch, length_of, local_shard_lengths, map_tensors
+from flexdilated.distributed.sharding import Batch, length_of, local_shard_lengths
 
 
 def unshard_sequence(
@@ -44,7 +44,7 @@ def unshard_sequence(
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
         reduce_gradients: Whether the gradients of all ranks are added up. The loss that is differentiated is then the sum of those
             of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. The backward
-            is then a call, which each rank must make.
+            is then a call, which each rank must make, and which has no derivative of its own.
 
     Returns:
         The same structure, with tensors of `sum(shard_lengths)` tokens.
@@ -65,7 +65,7 @@ def _unsharded(
     if num_ranks == 1:
         return batch_local
     refuse_regions()
-    tensors = [x for x in tree_flatten(batch_local)[0] if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(batch_local) if isinstance(x, Tensor)]
     if any(hasattr(x, "device_mesh") for x in tensors):
         raise TypeError("the tensors must be plain ones, this rank's shards, got a DTensor; full_tensor() is the whole of one")
     if is_transformed(*tensors):
@@ -78,7 +78,7 @@ def _unsharded(
         options = rank, list(lengths), dim % x.dim(), list(also), bool(reduces), differentiates
         return _gather(x, unknown(x.device), name, *options)[0]
 
-    return map_tensors(gather, batch_local)
+    return tree_map_only(Tensor, gather, batch_local)
 
 
 def gather_tokens(
@@ -230,20 +230,14 @@ def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]
     return mine, *[None] * 8
 
 
-def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.group_name, ctx.rank, ctx.lengths, ctx.dim = inputs
-
-
-def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
-    differentiates = torch.is_grad_enabled() and grad.requires_grad
-    whole, _ = _gather(
-        grad.contiguous(), unknown(grad.device), ctx.group_name, ctx.rank, ctx.lengths, ctx.dim, [], True, differentiates
+def _refuse(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError(
+        "reduce_gradients must be False where unshard_sequence or gather_tokens is differentiated twice, got True; "
+        "add up the gradients of the ranks afterwards"
     )
-    return whole, *[None] * 5
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)
-_reduce.register_autograd(_differentiate_reduce, setup_context=_save_of_reduce)
+_reduce.register_autograd(_refuse)
 keep_order(_gather)
 keep_order(_reduce)

@@ -49,11 +49,11 @@ class SimulatedTransport:
     def __init__(self, rank: int, mail: Mail, tamper: Callable[[int, int, Tensor], Tensor] = lambda s, r, x: x) -> None:
         self.rank, self._mail, self._tamper = rank, mail, tamper
 
-    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Arrival:
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
         for peer, message in sends.items():
             if message.numel():
                 self._mail.put(peer, self.rank, self._tamper(self.rank, peer, message.clone()))
-        return _Arrival(self._mail, self.rank, receives)
+        return _Arrival(self._mail, self.rank, receives).wait
 
 
 class _Arrival:

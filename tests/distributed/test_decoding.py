@@ -75,7 +75,7 @@ class Simulated(CacheRanks):
         return torch.cat(list(parts.values()), dim)
 
     def swap(self, sends: Any, receives: Any) -> None:
-        self._transport.swap(sends, receives).wait()
+        self._transport.swap(sends, receives)()
 
     def agree(self, q: Tensor, softmax: Softmax, shard_lengths: Any) -> None: ...
 

@@ -774,7 +774,7 @@ def test_choice_is_equal_whether_rows_are_counted_exactly_or_at_most(
         }
         for counted in (1 << 40, 0):
             monkeypatch.setattr(cost_model, "CHOICE", counted)
-            chosen = cost_model.choose(plan, budget=1 << 40, **BFLOAT16)
+            chosen = cost_model.choose.__wrapped__(plan, budget=1 << 40, **BFLOAT16)
             assert times[chosen] == pytest.approx(min(times.values()), rel=1e-3)
 
 

@@ -57,9 +57,20 @@ def _speed(name: str, default: float) -> float:
 
 
 class _RowBytes:
-    """Bytes of one row of each kind of message."""
+    """Bytes of one row of each kind of message.
 
-    def __init__(self, head_dim: int, itemsize: int, group: int, batch: int, masked: bool, lse_size: int) -> None:
+    Args:
+        group: Query heads per key/value head.
+        head_dim: Elements per head.
+        itemsize: Bytes of an element of q, k and v.
+        batch: Sequences.
+        masked: Whether a key padding mask travels with the keys.
+        lse_size: Bytes of an element of lse.
+    """
+
+    def __init__(
+        self, group: int, *, head_dim: int, itemsize: int, batch: int = 1, masked: bool = False, lse_size: int = 4
+    ) -> None:
         self.kv = batch * (2 * head_dim + masked) * itemsize
         self.dkv = batch * 2 * head_dim * itemsize
         self.q = batch * group * head_dim * itemsize
@@ -67,57 +78,31 @@ class _RowBytes:
         self.dout = batch * group * (2 * head_dim * itemsize + 2 * lse_size)
 
 
-def bytes_received(
-    plan: ContextPlan,
-    exchange: str,
-    *,
-    head_dim: int,
-    itemsize: int,
-    batch: int = 1,
-    masked: bool = False,
-    lse_size: int = 4,
-    rows: Counts | None = None,
-) -> tuple[Integers, Integers]:
+def bytes_received(plan: ContextPlan, exchange: str, *, rows: Counts | None = None, **sizes: Any) -> tuple[Integers, Integers]:
     """`(num_ranks,)` bytes that each rank receives in a forward, and in its backward.
 
     Args:
         plan: The plan.
         exchange: One of `EXCHANGES`.
-        head_dim: Elements per head.
-        itemsize: Bytes of an element of q, k and v.
-        batch: Sequences.
-        masked: Whether a key padding mask travels with the keys.
-        lse_size: Bytes of an element of lse.
-        rows: The rows that ranks exchange, by kind. Default: all ranks, exactly, by listing them.
+        rows: The rows that ranks exchange, by kind. Default: exactly, by listing them.
+        sizes: The keywords of `_RowBytes`.
     """
-    size = _RowBytes(head_dim, itemsize, plan.group, batch, masked, lse_size)
+    size = _RowBytes(plan.group, **sizes)
     rows = listed(plan, exchange) if rows is None else rows
     kv, q, out = rows["kv"], rows["q"], rows["out"]
     forward = kv.received * size.kv + q.received * size.q + out.received * size.out
     backward = kv.sent * size.dkv + q.sent * size.q + out.sent * size.dout
-    if exchange == "ring":  # keys are not kept and travel again
-        backward = backward + kv.received * size.kv
-    if plan.pattern.detach_weights and exchange == "ring":  # once more: a branch's own softmax comes before its gradient
-        backward = backward + kv.received * size.kv
+    if exchange == "ring":  # keys travel again: once for the gradients, and once for the branches' own outputs
+        backward = backward + (1 + plan.pattern.detach_weights) * kv.received * size.kv
     return forward, backward
 
 
-def buffer_bytes(
-    plan: ContextPlan,
-    exchange: str,
-    *,
-    head_dim: int,
-    itemsize: int,
-    batch: int = 1,
-    masked: bool = False,
-    lse_size: int = 4,
-    rows: Counts | None = None,
-) -> Integers:
+def buffer_bytes(plan: ContextPlan, exchange: str, *, rows: Counts | None = None, **sizes: Any) -> Integers:
     """`(num_ranks,)` bytes of the messages that each rank holds in a forward: what it packs and what it receives.
 
     The arguments are those of `bytes_received`.
     """
-    size = _RowBytes(head_dim, itemsize, plan.group, batch, masked, lse_size)
+    size = _RowBytes(plan.group, **sizes)
     rows = listed(plan, exchange) if rows is None else rows
     kv, q, out = rows["kv"], rows["q"], rows["out"]
     queries = (q.received + q.sent) * size.q
@@ -159,6 +144,7 @@ def seconds_of(received: Integers, scored: Integers, head_dim: int, speeds: Spee
     return received / speeds.link + scored * float((FORWARD + BACKWARD) * head_dim) / speeds.compute
 
 
+@recent(size=lambda choice, plan, **options: plan.nbytes)
 def choose(plan: ContextPlan, *, budget: int, speeds: Speeds | None = None, **sizes: Any) -> str:
     """The exchange whose busiest rank takes the least time, among those whose buffers fit `budget` bytes.
 

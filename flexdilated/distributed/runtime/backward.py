@@ -79,7 +79,7 @@ def _exchange_output_gradients(
         messages[peer] = torch.cat([*wide, *bits], dim=-1)
     width = buffers.group * (2 * buffers.head_dim + 2 * (buffers.sums.itemsize // buffers.dtype.itemsize))
     remote = via.split(given.dout.new_empty(via.num_sent, buffers.batch, width), sent=True)
-    return remote, transport.swap(messages, remote).wait
+    return remote, transport.swap(messages, remote)
 
 
 def _of_tasks(work: TaskAttention, given: OutputGradients, remote: dict[int, Tensor]) -> list[OutputGradients]:

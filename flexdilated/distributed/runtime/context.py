@@ -43,8 +43,11 @@ class RankContext(NamedTuple):
         """The exchange that is asked for, or that `"auto"` takes."""
         if self.exchange != "auto":
             return self.exchange
-        masked, speeds = inputs.key_padding_mask is not None, cost_model.speeds_of_environment()
-        return _choice(plan, inputs.q.shape[3], inputs.q.dtype, inputs.q.shape[0], masked, speeds)
+        q = inputs.q
+        sizes = {"head_dim": q.shape[3], "itemsize": q.dtype.itemsize, "batch": q.shape[0]}
+        more = {"masked": inputs.key_padding_mask is not None, "lse_size": accumulated(q.dtype).itemsize}
+        budget, speeds = cost_model.default_budget(plan, **sizes), cost_model.speeds_of_environment()
+        return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, **more)
 
     def fields(self, plan: ContextPlan, inputs: Inputs, flat: Flat, **functions: bool) -> Fields:
         """What ranks compare; `functions`: which there are, since they cannot be compared."""
@@ -77,16 +80,6 @@ def version_and_speeds(exchange: str) -> str:
     As an argument of the operator it makes compilers discard graphs on disk of another version of this library, or of other speeds.
     """
     return f"flexdilated {__version__}" + (f", {cost_model.speeds_of_environment()}" if exchange == "auto" else "")
-
-
-@recent(size=lambda choice, plan, *sizes: plan.nbytes)
-def _choice(plan: ContextPlan, head_dim: int, dtype: torch.dtype, batch: int, masked: bool, speeds: cost_model.Speeds) -> str:
-    """The exchange that `"auto"` takes: equal integers, and so an equal answer, on every rank."""
-    if plan.is_local:
-        return "gather"
-    sizes = {"head_dim": head_dim, "itemsize": dtype.itemsize, "batch": batch}
-    budget, lse_size = cost_model.default_budget(plan, **sizes), accumulated(dtype).itemsize
-    return cost_model.choose(plan, budget=budget, speeds=speeds, **sizes, masked=masked, lse_size=lse_size)
 
 
 @recent(size=lambda fields, plan, options: plan.nbytes)

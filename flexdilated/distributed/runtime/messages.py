@@ -17,12 +17,12 @@ from flexdilated.distributed.runtime.transport import Transport
 def exchange_queries(buffers: Buffers, transport: Transport) -> Callable[[], None]:
     """Begin to send and receive queries."""
     via = buffers.schedule.q
-    return transport.swap({peer: buffers.local_rows(buffers.q, via, peer) for peer in via.sends}, buffers.q_rows).wait
+    return transport.swap({peer: buffers.local_rows(buffers.q, via, peer) for peer in via.sends}, buffers.q_rows)
 
 
 def exchange_keys(buffers: Buffers, transport: Transport) -> Callable[[], None]:
     """Begin to send and receive keys and values, of all ranks at the same time."""
-    return transport.swap({peer: buffers.kv_message(peer) for peer in buffers.schedule.kv.sends}, buffers.kv_rows).wait
+    return transport.swap({peer: buffers.kv_message(peer) for peer in buffers.schedule.kv.sends}, buffers.kv_rows)
 
 
 def exchange_outputs(buffers: Buffers, transport: Transport, out: Tensor, lse: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def exchange_outputs(buffers: Buffers, transport: Transport, out: Tensor, lse: T
     via = buffers.schedule.out
     message = torch.cat([out.to(buffers.dtype).flatten(2), view_bits(lse, buffers.dtype)], dim=-1)
     received = message.new_empty(via.num_sent if back else via.num_received, buffers.batch, message.shape[-1])
-    transport.swap(via.split(message, sent=not back), via.split(received, sent=back)).wait()
+    transport.swap(via.split(message, sent=not back), via.split(received, sent=back))()
     width = buffers.group * buffers.head_dim
     return received[..., :width].unflatten(-1, (buffers.group, buffers.head_dim)), view_bits(received[..., width:], buffers.sums)
 
@@ -46,10 +46,10 @@ def return_key_gradients(buffers: Buffers, transport: Transport, grads: Gradient
     returned = {
         peer: buffers.k.new_empty(place.stop - place.start, buffers.batch, 2 * buffers.head_dim) for peer, place in sent.items()
     }
-    pending = transport.swap(messages, returned)
+    wait = transport.swap(messages, returned)
 
     def wait_and_add() -> None:
-        pending.wait()
+        wait()
         for peer, grad in returned.items():  # one after another: several peers may return gradients of one row
             grads.add_returned_keys(peer, grad)
 
@@ -61,7 +61,7 @@ def return_query_gradients(buffers: Buffers, transport: Transport, grads: Gradie
     via = buffers.schedule.q
     messages = {peer: grad.to(buffers.dtype) for peer, grad in grads.q_rows.items()}
     returned = via.split(buffers.q.new_empty(via.num_sent, buffers.batch, buffers.group, buffers.head_dim), sent=True)
-    transport.swap(messages, returned).wait()
+    transport.swap(messages, returned)()
     for peer, grad in returned.items():
         grads.add_returned_queries(peer, grad)
 

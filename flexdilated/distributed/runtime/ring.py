@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.distributed.runtime.messages import exchange_keys
 from flexdilated.distributed.runtime.task_attention import TaskAttention
-from flexdilated.distributed.runtime.transport import Pending, Transport
+from flexdilated.distributed.runtime.transport import Transport
 
 
 def sources(
@@ -41,7 +41,7 @@ def sources(
             meanwhile()
         yield (work.rank - step) % num_ranks
         if arrival is not None:
-            arrival.wait()
+            arrival()
 
 
 class _RingMessages:
@@ -58,7 +58,7 @@ class _RingMessages:
         buffers = self._work.buffers
         return buffers.k.new_empty(longest, buffers.batch, buffers.kv_width)
 
-    def send_and_receive(self, step: int) -> Pending:
+    def send_and_receive(self, step: int) -> Callable[[], None]:
         """Begin to send this rank's keys to `rank + step`, and to receive those of `rank - step`."""
         rank, num_ranks, via = self._work.rank, self._work.plan.num_ranks, self._work.schedule.kv
         source, target = (rank - step) % num_ranks, (rank + step) % num_ranks

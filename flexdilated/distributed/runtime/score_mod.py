@@ -154,30 +154,8 @@ def _attend_task(buffers: Buffers, scheduled: ScheduledTask, call: Call) -> tupl
     first = torch.as_tensor(task.tokens, device=device)[None, :, None, None, None]
     q_idx = first + task.stride * torch.arange(*task.queries, device=device)[:, None]
     kv_idx = first + task.stride * torch.arange(scheduled.keys[0].first, scheduled.keys[-1].end, device=device)
-    per_row = batch * group * k.shape[3]
-    several = max(1, modified_scores.SCORES // (per_row * q.shape[3]))
-    most = max(1, modified_scores.SCORES // (per_row * min(several, lanes)))
-    outs, lses = [], []
-    for at in range(0, lanes, several):
-        lane, parts = slice(at, at + several), []
-        for row in range(0, q.shape[3], most):
-            some = slice(row, row + most)
-            parts.append(
-                modified_scores.attend_rows(
-                    q[:, lane, :, some],
-                    k[:, lane],
-                    v[:, lane],
-                    None if hidden is None else hidden[:, lane],
-                    b,
-                    h[:, lane],
-                    q_idx[:, lane, :, some],
-                    kv_idx[:, lane],
-                    call,
-                )
-            )
-        outs.append(torch.cat([out for out, _ in parts], dim=3))
-        lses.append(torch.cat([lse for _, lse in parts], dim=3))
-    return torch.cat(outs, dim=1).transpose(2, 3), torch.cat(lses, dim=1).transpose(2, 3)
+    out, lse = modified_scores.attend_lanes(q, k, v, hidden, b, h, q_idx, kv_idx, call)
+    return out.transpose(2, 3), lse.transpose(2, 3)
 
 
 def _return_gradients(buffers: Buffers, received: Tensor, grads: Gradients, transport: Transport) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,35 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Pending(Protocol):
-    """Messages on their way."""
-
-    def wait(self) -> None:
-        """Return when what was sent may be overwritten and what was received may be read."""
-
-
 class Transport(Protocol):
     """How messages travel. Between two ranks, in one direction, they arrive in the order in which they were swapped."""
 
-    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
-        """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel.
 
-
-class _PendingMessages:
-    def __init__(self, works: list[dist.Work], call: str, kept: list[Tensor], headers: list[Tensor], tag: int) -> None:
-        self._works, self._call, self._kept, self._headers, self._tag = works, call, kept, headers, tag
-
-    def wait(self) -> None:
-        for work in self._works:
-            with explained(self._call):
-                work.wait()
-        self._kept = []
-        if self._headers:
-            same = (torch.cat(self._headers) == self._tag).all()
-            torch._assert_async(
-                same, "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
-            )
-            self._headers = []
+        Returns:
+            A function that returns when what was sent may be overwritten and what was received may be read.
+        """
 
 
 @contextmanager
@@ -82,8 +62,8 @@ class GroupTransport:
         self._group, self._tag, self._device, self._call = group, tag, device, call
         self._is_tagged = has_tags(device)
 
-    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Pending:
-        """Begin to send and to fill contiguous tensors, one for each peer; empty ones do not travel."""
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+        """As `Transport.swap`."""
         parts = [(peer, message, True) for peer, message in sends.items() if message.numel()]
         parts += [(peer, message, False) for peer, message in receives.items() if message.numel()]
         assert all(message.is_contiguous() for _, message, _ in parts)
@@ -96,4 +76,15 @@ class GroupTransport:
                 operations.append(dist.P2POp(make, headers[-1], rank, self._group, self._tag))
         with explained(self._call):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _PendingMessages(works, self._call, [*sends.values(), *receives.values()], headers, self._tag)
+
+        def wait() -> None:
+            for work in works:
+                with explained(self._call):
+                    work.wait()
+            parts.clear()  # the tensors had to live until here
+            if headers:
+                same = (torch.cat(headers) == self._tag).all()
+                said = "ranks must make the same calls of dilated_attention in the same order, got rows of another call"
+                torch._assert_async(same, said)
+
+        return wait
