@@ -43,16 +43,6 @@ def unwrapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
         ValueError: If their placements differ, or `mesh` or `shard_lengths` are given where they are sharded on tokens.
         NotImplementedError: If a placement is none of replicated, sharded on batch, tokens or heads, or two axes shard one dim.
     """
-    q, k, v, layout = _alike(q, k, v)
-    axis = layout.axis(TOKENS)
-    call = _narrowed(q, k, layout, call, call.mesh if axis is None else _axis_of(layout.mesh, axis))
-    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
-    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
-    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
-
-
-def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor, _Layout]:
-    """DTensors of one layout, and that."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name} must be a DTensor where q, k or v is one, got {type(x).__name__}")
@@ -63,7 +53,11 @@ def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[DTensor, DTensor, DTensor, 
     for name, x in (("k", k), ("v", v)):
         if (x.device_mesh, x.placements) != (q.device_mesh, q.placements):
             raise ValueError(f"{name} must have the mesh and placements of q={q.placements}, got {x.placements}")
-    return q, k, v, layout
+    axis = layout.axis(TOKENS)
+    call = _narrowed(q, k, layout, call, call.mesh if axis is None else _axis_of(layout.mesh, axis))
+    # What a rank computes depends on its own part alone, where nothing is replicated; a replica computes the same once more.
+    local = [x.to_local(grad_placements=x.placements) for x in (q, k, v)]
+    return local[0], local[1], local[2], call, Wrap(q.device_mesh, q.placements, q.shape, layout.dims)
 
 
 def _narrowed(q: DTensor, k: DTensor, layout: _Layout, call: Call, mesh: DeviceMesh | None) -> Call:

@@ -29,34 +29,13 @@ def even_shard_lengths(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return (length + 1,) * longer + (length,) * (num_ranks - longer)
 
 
-def shard_lengths_of(mesh: DeviceMesh, num_tokens: int, shard_lengths: Sequence[int] | None = None) -> tuple[int, ...]:
-    """How many of `num_tokens` each rank of a 1-D mesh holds: equally many, or what `shard_lengths` declares.
-
-    Raises:
-        TypeError: If `mesh` is no `DeviceMesh`, or a length no integer.
-        ValueError: If the mesh cannot be used, the ranks do not divide the tokens, or the lengths do not tile them.
-    """
-    _, _, num_ranks = group_of(mesh)
-    if shard_lengths is None:
-        if num_tokens % num_ranks:
-            raise ValueError(
-                f"num_tokens must be a multiple of the ranks of mesh={num_ranks}, got {num_tokens}; "
-                f"give shard_lengths, as {even_shard_lengths(num_tokens, num_ranks)}"
-            )
-        return (num_tokens // num_ranks,) * num_ranks
-    lengths = _check_lengths(shard_lengths, num_ranks)
-    if sum(lengths) != num_tokens:
-        raise ValueError(f"shard_lengths must sum to num_tokens={num_tokens}, got {lengths} of sum {sum(lengths)}")
-    return lengths
-
-
 def local_shard_lengths(
     mesh: DeviceMesh, num_tokens_local: int, shard_lengths: Sequence[int] | None = None
 ) -> tuple[int, tuple[int, ...]]:
     """This rank in a 1-D mesh, and the shard lengths of all, given that of this rank: equal ones, or what `shard_lengths` declares.
 
     Raises:
-        TypeError: As `shard_lengths_of`.
+        TypeError: If `mesh` is no `DeviceMesh`, or a length no integer.
         ValueError: If the mesh cannot be used, or the lengths are malformed or give this rank another number of tokens.
     """
     _, rank, num_ranks = group_of(mesh)
@@ -106,12 +85,19 @@ def shard_sequence(batch: Batch, mesh: DeviceMesh, *, dim: int = 1, shard_length
         The same structure, with tensors of `shard_lengths[rank]` tokens.
 
     Raises:
-        TypeError: If the batch holds no tensor, or something of another type.
-        ValueError: If the tensors differ in length, or the shards do not tile them.
+        TypeError: If the batch holds no tensor, or something of another type, `mesh` is no `DeviceMesh`, or a length no integer.
+        ValueError: If the tensors differ in length, the mesh cannot be used, or the shards do not tile the tokens.
     """
     num_tokens = length_of(batch, dim)
-    lengths = shard_lengths_of(mesh, num_tokens, shard_lengths)
-    _, rank, _ = group_of(mesh)
+    _, rank, num_ranks = group_of(mesh)
+    if shard_lengths is None and num_tokens % num_ranks:
+        raise ValueError(
+            f"num_tokens must be a multiple of the ranks of mesh={num_ranks}, got {num_tokens}; "
+            f"give shard_lengths, as {even_shard_lengths(num_tokens, num_ranks)}"
+        )
+    lengths = _check_lengths(even_shard_lengths(num_tokens, num_ranks) if shard_lengths is None else shard_lengths, num_ranks)
+    if sum(lengths) != num_tokens:
+        raise ValueError(f"shard_lengths must sum to num_tokens={num_tokens}, got {lengths} of sum {sum(lengths)}")
     start = sum(lengths[:rank])
     return tree_map_only(Tensor, lambda x: x.narrow(dim, start, lengths[rank]), batch)
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -175,9 +176,9 @@ def traffic(plan: ContextPlan, exchange: str, kind: str) -> dict[tuple[int, int]
 def executors(plan: ContextPlan, branch: int, head: int) -> list[list[tuple[int, int, int]]]:
     """Per cut segment, the parts of a head that ranks compute, `(rank, first slot, end)`; none where rows travel."""
     place = [each for each, _ in plan.kept[branch].heads].index(head)
-    begin, end = plan.begin[branch : branch + 2].tolist()
+    begin, end = np.searchsorted(plan.all_segments.branch, [branch, branch + 1]).tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(begin, end)]
-    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.assigned_parts)):
-        if begin <= segment < end and first <= place < first + places:
+    for segment, first, places, rank, low, high in zip(*(x.tolist() for x in plan.parts("heads"))):
+        if plan.assigned[segment] and begin <= segment < end and first <= place < first + places:
             found[segment - begin].append((rank, low, high))
     return found

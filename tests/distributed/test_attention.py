@@ -67,7 +67,7 @@ def test_drawn_cases_cover_the_options(size: int) -> None:
         lambda case: case.pattern.offsets == "interleaved",
     ):
         assert any(holds(case) for case, _ in moving)
-    assert any((case.plan().assigned_parts.low > 0).any() for case, exchange in moving if exchange == "heads")
+    assert any((case.plan().parts("heads").low > 0).any() for case, exchange in moving if exchange == "heads")
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -85,7 +85,8 @@ def test_one_head_is_computed_by_several_ranks(ranks: Ranks, is_causal: bool, ze
     case = simple(ranks.world_size, kv_heads=1, group=1, is_causal=is_causal, ignored=0.2)
     case = replace(case, pattern=replace(case.pattern, zero_padding=zero_padding))
     plan = case.plan()
-    parts = plan.assigned_parts.where(plan.assigned_parts.segment >= plan.begin[1])  # of the second branch
+    parts = plan.parts("heads")
+    parts = parts.where(plan.all_segments.branch[parts.segment] == 1)
     assert len(parts.executor) == ranks.world_size or ranks.world_size < 3
     ranks.run(check_oracle, case, "heads")
 

@@ -90,8 +90,9 @@ def test_a_part_is_no_less_than_a_32nd_of_what_a_rank_takes(asked: int, row: int
 @given(plans())
 def test_ranks_take_parts_of_segments_that_they_hold_tokens_of(plan: ContextPlan) -> None:
     for branch, segments in enumerate(definition(plan)):
-        begin, assigned = int(plan.begin[branch]), plan.assigned("heads")
-        parts = plan.assigned_parts.where(plan.all_segments.branch[plan.assigned_parts.segment] == branch)
+        begin, assigned = int(np.searchsorted(plan.all_segments.branch, branch)), plan.assigned
+        parts = plan.parts("heads")
+        parts = parts.where(plan.assigned[parts.segment] & (plan.all_segments.branch[parts.segment] == branch))
         heads = plan.kept[branch].heads
         cut = {head: [each for each in segments if each.head == head and is_cut(plan, each)] for head, _ in heads}
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -130,7 +131,7 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
     ratios = []
     for lengths in ((320, 640), (640, 320)):
         plan = plan_of(DilatedPattern(lengths, (1, 1)), 640, 10, 8, is_causal=is_causal)
-        assert plan.assigned("heads").all()
+        assert plan.assigned.all()
         pairs = cost_model.pairs(plan, "heads")
         ratios.append(pairs.max() / pairs.mean())
     assert ratios[0] == ratios[1]
@@ -139,7 +140,7 @@ def test_narrow_segments_are_dealt_before_the_wide_ones_that_level_them(is_causa
 
 def test_one_causal_head_over_many_ranks_is_cut_by_its_queries() -> None:
     plan = plan_of(DilatedPattern((MILLION,), (16,)), MILLION, 16, 1, is_causal=True)
-    parts = plan.assigned_parts
+    parts = plan.parts("heads")
     assert parts.executor.tolist() == list(range(16))
     assert parts.low.tolist() == [0, *parts.high[:-1].tolist()]
     rows = parts.high // 16

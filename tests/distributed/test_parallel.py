@@ -15,8 +15,7 @@ from flexdilated import DilatedPattern
 from flexdilated.core.call import Call
 from flexdilated.core.custom_op import Inputs
 from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
-from flexdilated.distributed.planner.spans import Spans
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan, Spans
 from flexdilated.distributed.runtime.backward import context_backward
 from flexdilated.distributed.runtime.buffers import Gradients
 from flexdilated.distributed.runtime.forward import context_forward

@@ -24,8 +24,7 @@ from flexdilated.distributed.planner import cost_model, message_rows, row_counts
 from flexdilated.distributed.planner import plan as planning
 from flexdilated.distributed.planner.message_rows import Message
 from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
-from flexdilated.distributed.planner.segments import inside
-from flexdilated.distributed.planner.spans import kept_below
+from flexdilated.distributed.planner.segments import inside, kept_below
 from flexdilated.distributed.planner.tasks import Task, local_pieces, tasks_of
 from flexdilated.distributed.runtime.row_index import RowIndex
 from flexdilated.distributed.runtime.schedule import Schedule, schedule
@@ -125,7 +124,7 @@ def placed(plan: ContextPlan, exchange: str) -> Iterator[tuple[int, Softmax]]:
                 takers = [rank for rank, low, high in parts if low <= slot < high]
                 assert len(takers) == (len(parts) > 0)
                 yield takers[0] if takers else owner(plan, softmax.out), softmax
-        assert all(len(plan.segments[branch].token) == count for count in turn.values())
+        assert all((plan.all_segments.branch == branch).sum() == count for count in turn.values())
 
 
 Rows = dict[tuple[int, int], set[tuple[int, int]]]  # (receiver, sender): (head, token)
@@ -316,108 +315,11 @@ def test_bounds_are_made_for_as_many_ranks_as_their_pairs_are_spans(spans: int, 
     assert [column.tolist() for column in parts[:4]] == [column.tolist() for column in whole[:4]]
 
 
-MANY = (3, 5, 7, 9, 11, 13, 17, 19, 23, 29, 31, 37)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rates", "zero_padding"),
-    [
-        ((5,), (3,), True),
-        ((256,), (3,), True),
-        (MANY, tuple(w - 1 for w in MANY), True),
-        (tuple(65536 - 101 * i for i in range(12)), MANY, False),
-        (tuple(4096 * (5 * i + 1) + 37 * i for i in range(12)), MANY, True),
-    ],
-    ids=["5_3", "256_3", "tiny", "wide", "spread"],
-)
-def test_spans_are_as_many_as_cut_segments_and_pairs_of_ranks(
-    lengths: tuple[int, ...], rates: tuple[int, ...], zero_padding: bool
-) -> None:
-    pattern = DilatedPattern(lengths, rates, offsets="interleaved", zero_padding=zero_padding)
-    num_tokens, num_ranks = 1 << 16, 16
-    plan = plan_of(pattern, num_tokens, num_ranks, 17)
-    for exchange, kind in (("gather", "kv"), ("gather", "q"), ("heads", "kv"), ("heads", "q"), ("heads", "out")):
-        made = len(plan.spans(exchange, kind).first)
-        assert made <= 3 * len(plan.all_segments.token) + num_ranks**2 * len(lengths) * 2
-
-
 @given(plans())
 def test_plan_is_local_exactly_if_no_segment_is_cut(plan: ContextPlan) -> None:
-    assert plan.is_local == (not any(len(at.token) for at in plan.segments))
+    assert plan.is_local == (not any(is_cut(plan, segment) for segments in definition(plan) for segment in segments))
     assert not (plan.is_local and any(expected_rows(plan, "gather").values()))
     assert plan.is_local or plan.num_ranks > 1
-
-
-@given(plans())
-def test_heads_are_dealt_where_they_travel_less_and_where_late_tokens_would_wait(plan: ContextPlan) -> None:
-    for branch, segments in enumerate(definition(plan)):
-        by_place: dict[tuple[range, int], list[Segment]] = {}  # outputs of one document may stand where the next begins
-        for segment in segments:
-            if is_cut(plan, segment):
-                by_place.setdefault((segment.tokens, segment.out), []).append(segment)
-        whole = plan.assigned("heads")[slice(*plan.begin[branch : branch + 2])].tolist()
-        assert not plan.assigned("gather").any()
-        if not by_place:
-            assert not any(whole)
-            continue
-        assert whole == [heads_pay(plan, branch, index) for index in range(len(by_place))]
-
-
-def heads_pay(plan: ContextPlan, branch: int, index: int) -> bool:
-    """The rule of `heads_exchange_pays_off`, token by token."""
-    at = plan.segments[branch]
-    start, num_tokens = plan.cut_documents[at.document[index]]
-    segment, length = int(at.number[index]), min(plan.pattern.segment_lengths[branch], num_tokens)
-    tokens = range(start + segment * length, start + min(num_tokens, (segment + 1) * length))
-    owners = [owner(plan, token) for token in tokens]
-    if len(set(owners)) == 1:
-        return False
-    if plan.is_causal and len(tokens) == num_tokens:
-        return True
-    by_rows = sum(
-        2 * (token < tokens[owners.index(rank)] or not plan.is_causal)
-        for rank in set(owners)
-        for token, at in zip(tokens, owners)
-        if at != rank
-    )
-    # A head goes to the rank of any of its tokens: so many of them are with it, on average.
-    held = sum(owners.count(rank) for rank in owners) // len(tokens)
-    return (2 + 2 * plan.group) * (len(tokens) - held) < by_rows
-
-
-@given(plans())
-@example(shifted((60, 60, 60), 5, 3, 2))  # many neighbours with tokens at one rank and outputs at another
-@example(shifted((0, 61, 0, 59, 7), 7, 4, 2))
-def test_what_is_cut_is_what_ranks_share(plan: ContextPlan) -> None:
-    """Documents, segments and their ranks, as the fields of `Segments` are documented, by a look at every token."""
-    ranks = [rank for rank, length in enumerate(plan.shard_lengths) for _ in range(length)]
-    shared = [(start, n) for start, n in plan.documents if len(set(ranks[start : start + n])) > 1]
-    assert list(plan.cut_documents) == shared
-    for branch, (length, rate) in enumerate(plan.pattern.branches):
-        at, found = plan.segments[branch], []
-        for start, n in shared:
-            w = min(length, n)
-            out = -(-w // rate) * rate if plan.pattern.zero_padding else w
-            for index in range(-(-n // w)):
-                tokens = range(start + index * w, start + min((index + 1) * w, n))
-                outputs = range(start + index * out, start + min((index + 1) * out, n))
-                if len(set(ranks[tokens.start : max(tokens.stop, outputs.stop)])) > 1:
-                    slots = out if len(tokens) == w < n else len(tokens)
-                    found.append((start, n, index, slots, tokens, outputs))
-        starts = [plan.cut_documents[i][0] for i in at.document.tolist()]
-        assert list(zip(starts, at.document_tokens.tolist(), at.number.tolist(), strict=True)) == [row[:3] for row in found]
-        for i, (*_, slots, tokens, outputs) in enumerate(found):
-            assert (at.token[i], at.size[i]) == (tokens.start, len(tokens))
-            assert (at.out_token[i], at.outputs[i]) == (outputs.start, len(outputs))
-            # Only a shifted output shows the padding row of a whole segment.
-            assert at.slots[i] == slots
-            assert (at.first_source[i], at.last_source[i]) == (ranks[tokens[0]], ranks[tokens[-1]])
-            if outputs:
-                assert (at.first_owner[i], at.last_owner[i]) == (ranks[outputs[0]], ranks[outputs[-1]])
-            assert (at.first_owner[i] <= at.last_owner[i]) == (len(outputs) > 0)
-            for rank in range(plan.num_ranks):
-                low, high = plan.held(at.token[i], at.size[i], rank)
-                assert [j for j, token in enumerate(tokens) if ranks[token] == rank] == list(range(low, high))
 
 
 @given(st.integers(-5, 15), st.integers(0, 15), st.integers(1, 15), st.integers(1, 7), st.integers(0, 3))
@@ -448,21 +350,7 @@ def test_ranks_share_a_description_in_json_types_that_stays_short() -> None:
 def test_a_plan_of_no_documents_is_local() -> None:
     plan = context_plan(DilatedPattern((8,), (1,)), (0, 0), 1, range(1), 1, (), False)
     assert plan.is_local
-    assert [len(each.token) for each in plan.segments] == [0]
-
-
-@given(plans(), st.sampled_from(EXCHANGES), st.sampled_from(KINDS))
-@example(shifted((3, 8, 11, 9, 3), 5, 2, 4, is_causal=False), "heads", "kv")  # whole heads of a segment without outputs
-def test_spans_of_a_rank_are_those_of_all_that_name_it_and_none_is_empty(plan: ContextPlan, exchange: str, kind: str) -> None:
-    everything = plan.spans(exchange, kind)
-    assert (everything.first < everything.end).all()
-    assert (everything.residues > 0).all()
-    for rank in range(plan.num_ranks):
-        for one, of in (
-            (plan.spans(exchange, kind, receivers=range(rank, rank + 1)), everything.receiver),
-            (plan.spans(exchange, kind, senders=range(rank, rank + 1)), everything.sender),
-        ):
-            assert sorted(zip(*one)) == sorted(zip(*everything.where(of == rank)))
+    assert len(plan.all_segments.token) == 0
 
 
 @given(st.lists(st.integers(0, 43), min_size=1), st.integers(1, 7), st.data())
@@ -634,9 +522,6 @@ def test_many_branches_that_drift_move_and_compute_what_the_definition_says(plan
     assert not any(found.values())
 
 
-MANY = (3, 5, 7, 9, 11, 13, 17, 19, 23, 29, 31, 37)
-
-
 # -- bytes and the choice -----------------------------------------------------------------------------------------------------
 
 SIZES = st.fixed_dictionaries(
@@ -658,67 +543,28 @@ def received_rows(plan: ContextPlan, exchange: str, kind: str, *, returned: bool
     return rows
 
 
-@given(plans(), st.sampled_from(EXCHANGES), SIZES)
-def test_forward_bytes_are_those_of_the_rows(plan: ContextPlan, exchange: str, sizes: dict[str, Any]) -> None:
-    kv, q, out = (received_rows(plan, exchange, kind) for kind in KINDS)
-    element = sizes["batch"] * sizes["itemsize"]
-    expected = kv * (2 * sizes["head_dim"] + sizes["masked"]) * element
-    expected = expected + q * plan.group * sizes["head_dim"] * element
-    expected = expected + out * plan.group * (sizes["head_dim"] * element + sizes["batch"] * sizes["lse_size"])
-    assert cost_model.bytes_received(plan, exchange, **sizes)[0].tolist() == expected.tolist()
-
-
 @given(plans(), SIZES)
-def test_backward_of_gather_returns_what_its_forward_brought(plan: ContextPlan, sizes: dict[str, Any]) -> None:
-    kv, q = (received_rows(plan, "gather", kind, returned=True) for kind in ("kv", "q"))
-    forward, backward = cost_model.bytes_received(plan, "gather", **sizes)
-    per_row = sizes["batch"] * sizes["head_dim"] * sizes["itemsize"]
-    assert backward.tolist() == (kv * 2 * per_row + q * plan.group * per_row).tolist()
-    if not sizes["masked"]:
-        assert backward.sum() == forward.sum()
-
-
-@given(plans(), SIZES)
-def test_ring_fetches_again_in_its_backward(plan: ContextPlan, sizes: dict[str, Any]) -> None:
-    gathered, ring = (cost_model.bytes_received(plan, exchange, **sizes) for exchange in ("gather", "ring"))
-    assert ring[0].tolist() == gathered[0].tolist()
-    again = ring[1] - gathered[1] - gathered[0]
-    element = sizes["batch"] * sizes["itemsize"]
-    kv = received_rows(plan, "ring", "kv") * (2 * sizes["head_dim"] + sizes["masked"]) * element
-    queries = received_rows(plan, "ring", "q") * plan.group * sizes["head_dim"] * element  # are kept
-    assert again.tolist() == (kv * plan.pattern.detach_weights - queries).tolist()
-
-
-@given(plans(), st.sampled_from(EXCHANGES), SIZES)
-def test_a_mask_adds_one_element_per_row_of_keys(plan: ContextPlan, exchange: str, sizes: dict[str, Any]) -> None:
-    plain, masked = (cost_model.bytes_received(plan, exchange, **{**sizes, "masked": masked}) for masked in (False, True))
-    kv = received_rows(plan, exchange, "kv") * sizes["batch"] * sizes["itemsize"]
-    assert (masked[0] - plain[0]).tolist() == kv.tolist()
-    travels = {"gather": 0, "heads": 0, "ring": 1 + plan.pattern.detach_weights}[exchange]
-    assert (masked[1] - plain[1]).tolist() == (travels * kv).tolist()
-
-
-@given(plans(), SIZES)
-def test_buffers_hold_all_messages_of_gather_and_heads_but_three_of_the_ring(plan: ContextPlan, sizes: dict[str, Any]) -> None:
-    one = sizes["batch"] * sizes["itemsize"]
-    per_row = {
-        "kv": (2 * sizes["head_dim"] + sizes["masked"]) * one,
-        "q": plan.group * sizes["head_dim"] * one,
-        "out": plan.group * (sizes["head_dim"] * one + sizes["batch"] * sizes["lse_size"]),
-    }
-    for exchange in ("gather", "heads"):
-        held = sum(
-            per_row[kind] * (received_rows(plan, exchange, kind) + received_rows(plan, exchange, kind, returned=True))
-            for kind in KINDS
-        )
-        assert cost_model.buffer_bytes(plan, exchange, **sizes).tolist() == held.tolist()
-    pairs = traffic(plan, "ring", "kv")
-    received, sent = (
-        [max((n for pair, n in pairs.items() if pair[i] == r), default=0) for r in range(plan.num_ranks)] for i in (0, 1)
-    )
-    queries = received_rows(plan, "ring", "q") + received_rows(plan, "ring", "q", returned=True)
-    expected = (2 * np.array(received) + np.array(sent)) * per_row["kv"] + queries * per_row["q"]
-    assert cost_model.buffer_bytes(plan, "ring", **sizes).tolist() == expected.tolist()
+def test_bytes_and_buffers_are_those_of_the_rows(plan: ContextPlan, sizes: dict[str, Any]) -> None:
+    element, group, dim = sizes["batch"] * sizes["itemsize"], plan.group, sizes["head_dim"]
+    lse = sizes["batch"] * sizes["lse_size"]
+    for exchange in EXCHANGES:
+        kv, q, out = (received_rows(plan, exchange, kind) for kind in KINDS)
+        kv_back, q_back, out_back = (received_rows(plan, exchange, kind, returned=True) for kind in KINDS)
+        key, query, output = (2 * dim + sizes["masked"]) * element, group * dim * element, group * (dim * element + lse)
+        again = (1 + plan.pattern.detach_weights) * kv * key if exchange == "ring" else 0 * kv
+        forward, backward = cost_model.bytes_received(plan, exchange, **sizes)
+        assert forward.tolist() == (kv * key + q * query + out * output).tolist()
+        returned = kv_back * 2 * dim * element + q_back * query + out_back * group * 2 * (dim * element + lse)
+        assert backward.tolist() == (returned + again).tolist()
+        held = (kv + kv_back) * key
+        if exchange == "ring":  # one message is read, one comes, one leaves
+            pairs = traffic(plan, "ring", "kv")
+            received, sent = (
+                [max((n for pair, n in pairs.items() if pair[i] == r), default=0) for r in range(plan.num_ranks)] for i in (0, 1)
+            )
+            held = (2 * np.array(received) + np.array(sent)) * key
+        expected = held + (q + q_back) * query + (out + out_back) * output
+        assert cost_model.buffer_bytes(plan, exchange, **sizes).tolist() == expected.tolist()
 
 
 @pytest.mark.slow

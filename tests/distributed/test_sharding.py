@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flexdilated.distributed import even_shard_lengths, gather_tokens, shard_sequence, unshard_sequence
 from flexdilated.distributed.mesh import group_of
-from flexdilated.distributed.sharding import local_shard_lengths, shard_lengths_of
+from flexdilated.distributed.sharding import local_shard_lengths
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, several
 from tests.tolerances import EXACT
 
@@ -240,17 +240,15 @@ def test_even_shard_lengths_give_the_first_ranks_one_more() -> None:
 
 
 def test_shard_lengths_are_equal_or_declared(mesh: DeviceMesh) -> None:
-    assert shard_lengths_of(mesh, 6) == (2, 2, 2)
-    assert shard_lengths_of(mesh, 0) == (0, 0, 0)
-    assert shard_lengths_of(mesh, 7, [0, 6, 1]) == (0, 6, 1)
+    assert shard_sequence(torch.arange(6)[None], mesh).tolist() == [[2, 3]]
+    assert shard_sequence(torch.arange(0)[None], mesh).tolist() == [[]]
+    assert shard_sequence(torch.arange(7)[None], mesh, shard_lengths=[0, 6, 1]).tolist() == [[0, 1, 2, 3, 4, 5]]
     assert local_shard_lengths(mesh, 6) == (1, (6, 6, 6))
     assert local_shard_lengths(mesh, 6, [0, 6, 1]) == (1, (0, 6, 1))
 
 
 def test_shard_lengths_that_do_not_tile_are_refused(mesh: DeviceMesh) -> None:
     message = r"^num_tokens must be a multiple of the ranks of mesh=3, got 7; give shard_lengths, as \(3, 2, 2\)$"
-    with pytest.raises(ValueError, match=message):
-        shard_lengths_of(mesh, 7)
     with pytest.raises(ValueError, match=message):
         shard_sequence(torch.zeros(2, 7), mesh)
     for lengths, message in (

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.pattern import BACKWARD, FORWARD
-from flexdilated.distributed.planner.load_balance import own_parts, pairs_by_rows, pairs_of_parts
+from flexdilated.distributed.planner.load_balance import pairs_by_rows, pairs_of_parts
 from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan
 from flexdilated.distributed.planner.row_counts import Counts, counts, equivalent, listed
-from flexdilated.distributed.planner.spans import Integers
+from flexdilated.distributed.planner.segments import Integers
 
 LEAST_BUDGET = 1 << 27  # bytes of messages that are worth their time however small a shard is
 CHOICE = 1 << 21  # the work of listing all ranks, in rows, up to which the choice counts exactly
@@ -175,6 +175,5 @@ def pairs(plan: ContextPlan, exchange: str) -> Integers:
 def _pairs(plan: ContextPlan, exchange: str) -> Integers:
     found = pairs_by_rows(plan)
     if exchange == "heads":
-        by_rows = own_parts(plan, np.flatnonzero(plan.assigned(exchange)))
-        found = found - pairs_of_parts(plan, by_rows) + pairs_of_parts(plan, plan.assigned_parts)
+        found = found - pairs_of_parts(plan, plan.parts("gather")) + pairs_of_parts(plan, plan.parts("heads"))
     return found

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexdilated.core.bounded_cache import recent
-from flexdilated.distributed.planner.segments import CutSegments
-from flexdilated.distributed.planner.spans import Booleans, Integers, expanded, kept_below
+from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded, kept_below
 
 MOST = (5, 4)  # a rank takes 5/4 of its part of a segment's tokens at most: more would travel than it saves
 LEAST = 32  # a head is not cut for less than one in so many of the queries that a rank takes: its keys would travel once more
@@ -138,8 +137,7 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
     for number in sorted(range(len(segments)), key=lambda number: cut.pattern.segment_lengths[branch[number]]):
         here = slice(begin[number], begin[number + 1])
         found += _parts_of_segment(cut, int(segments[number]), ranks[here], tokens[here], pairs)
-    parts = HeadParts(*np.array(found, np.int64).reshape(-1, len(HeadParts._fields)).T)
-    return parts.where(np.argsort(at.branch[parts.segment], kind="stable"))
+    return HeadParts(*np.array(found, np.int64).reshape(-1, len(HeadParts._fields)).T)
 
 
 def _parts_of_segment(

@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.spans import Integers, expanded
+from flexdilated.distributed.planner.segments import Integers, expanded
 
 SPREAD = 64  # with more tokens than so many per row, rows are sorted; else they are marked in a table of tokens
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,33 @@ from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
-from flexdilated.distributed.planner.segments import CutSegments
-from flexdilated.distributed.planner.spans import Booleans, Spans, expanded
+from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where times are equal
 SPANS = 1 << 18  # at most about so many spans are made together
 KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
+
+
+class Spans(NamedTuple):
+    """Tokens that `receiver` gets from `sender`: one array entry per span, branch by branch and ascending in each pair of ranks.
+
+    Token `t` has offset `(t - origin) % rate`. Only `residues` offsets from `residue` on, modulo the rate, take part, and only
+    `places` heads of the branch from number `place` on.
+    """
+
+    branch: Integers
+    receiver: Integers
+    sender: Integers
+    first: Integers
+    end: Integers
+    origin: Integers
+    residue: Integers
+    residues: Integers
+    place: Integers
+    places: Integers
+
+    def where(self, chosen: Booleans | Integers | slice) -> Spans:
+        return Spans(*(x[chosen] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +121,12 @@ class ContextPlan(CutSegments):
             places=parts.places[of],
         )
 
-    def assigned(self, exchange: str) -> Booleans:
-        """`(segments,)`: the cut segments of all branches whose heads are assigned to ranks.
-
-        In the other segments every rank computes its own outputs. Only `"heads"` assigns heads.
-        """
-        return self._assigned if exchange == "heads" else np.zeros_like(self._assigned)
-
     @cached_property
-    def _assigned(self) -> Booleans:
+    def assigned(self) -> Booleans:
+        """`(segments,)`: the cut segments of all branches whose heads `"heads"` assigns to ranks.
+
+        In the other segments, and in all of them by the other exchanges, every rank computes its own outputs.
+        """
         return heads_exchange_pays_off(self)
 
     def parts(self, exchange: str) -> HeadParts:
@@ -117,18 +135,13 @@ class ContextPlan(CutSegments):
 
     @cached_property
     def _parts_by_rows(self) -> HeadParts:
-        return own_parts(self, np.arange(len(self._assigned)))
+        return own_parts(self, np.arange(len(self.assigned)))
 
     @cached_property
     def _parts_by_heads(self) -> HeadParts:
-        both = own_parts(self, np.flatnonzero(~self._assigned)), self.assigned_parts
+        both = own_parts(self, np.flatnonzero(~self.assigned)), assign_heads(self, self.assigned)
         parts = HeadParts(*(np.concatenate(columns) for columns in zip(*both)))
         return parts.where(np.argsort(parts.segment, kind="stable"))
-
-    @cached_property
-    def assigned_parts(self) -> HeadParts:
-        """The parts of the segments whose heads are assigned to ranks."""
-        return assign_heads(self, self._assigned)
 
     @cached_property
     def is_local(self) -> bool:

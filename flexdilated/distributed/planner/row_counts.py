@@ -15,7 +15,7 @@ import numpy as np
 from flexdilated.core.bounded_cache import recent
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import KINDS, ContextPlan
-from flexdilated.distributed.planner.spans import Integers
+from flexdilated.distributed.planner.segments import Integers
 
 MESSAGE = 1 << 12  # rows that are listed in the time that one message takes
 
@@ -39,7 +39,7 @@ Counts = dict[str, RowCounts]  # by kind
 
 def equivalent(plan: ContextPlan, exchange: str) -> str:
     """An exchange that moves the same rows between the same ranks: `"gather"` for all that assign no heads."""
-    return "heads" if exchange == "heads" and plan.assigned(exchange).any() else "gather"
+    return "heads" if exchange == "heads" and plan.assigned.any() else "gather"
 
 
 def listed(plan: ContextPlan, exchange: str) -> Counts:

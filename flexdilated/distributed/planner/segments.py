@@ -10,14 +10,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexdilated.core.bounded_cache import DOCUMENT
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.distributed.planner.spans import BranchHeads, Integers, expanded
+
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+
+
+class BranchHeads(NamedTuple):
+    """The heads of one branch that are held here, with their offsets."""
+
+    rate: int
+    heads: tuple[tuple[int, int], ...]  # (head, offset), ascending
 
 
 class Segments(NamedTuple):
@@ -28,8 +38,6 @@ class Segments(NamedTuple):
     """
 
     branch: Integers
-    document: Integers  # number among the documents that shards cut
-    number: Integers  # of the segment in its document
     document_tokens: Integers
     token: Integers
     out_token: Integers
@@ -154,17 +162,7 @@ class CutSegments:
         last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
         padded = out if self.pattern.zero_padding and not self.is_causal else slots
         sizes = size, slots, outputs, padded
-        return Segments(branch, document, index, num_tokens, token, out_token, *sizes, *sources, first_owner, last_owner)
-
-    @cached_property
-    def begin(self) -> Integers:
-        """`(branches + 1,)`: the number of cut segments in the branches before each."""
-        return np.searchsorted(self.all_segments.branch, np.arange(len(self.lengths) + 1))
-
-    @cached_property
-    def segments(self) -> tuple[Segments, ...]:
-        """Per branch, its cut segments."""
-        return tuple(self.all_segments.where(slice(a, b)) for a, b in pairwise(self.begin.tolist()))
+        return Segments(branch, num_tokens, token, out_token, *sizes, *sources, first_owner, last_owner)
 
     @cached_property
     def moves(self) -> bool:
@@ -204,3 +202,15 @@ def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any
     first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
     stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
     return first, np.maximum(first, stop)
+
+
+def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
+    """The numbers of runs `first ... first + count`, run by run: the run of each number, and the number."""
+    ends = np.cumsum(count)
+    run = np.repeat(np.arange(len(count)), count)
+    return run, np.arange(len(run)) + np.repeat(first - ends + count, count)
+
+
+def kept_below(length: Integers, rate: int | Integers, offset: int | Integers) -> Integers:
+    """The number of positions `offset, offset + rate, ...` below `length`."""
+    return np.maximum(0, -((offset - length) // rate))

@@ -10,8 +10,7 @@ import numpy as np
 from flexdilated.core.bounded_cache import PIECE, recent
 from flexdilated.core.pieces import Piece, branch_order, document_pieces, everything_kept
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.segments import Segments, inside
-from flexdilated.distributed.planner.spans import Integers, kept_below
+from flexdilated.distributed.planner.segments import Integers, Segments, inside, kept_below
 
 NOBODY: Integers = np.empty(0, np.int64)
 
@@ -117,6 +116,6 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
 
 def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
     """Whether a rank holds a part of a cut segment of a branch."""
-    at = plan.segments[branch]
+    at = plan.all_segments
     first, last = np.minimum(at.first_source, at.first_owner), np.maximum(at.last_source, at.last_owner)
-    return bool(((first <= rank) & (rank <= last)).any())
+    return bool(((at.branch == branch) & (first <= rank) & (rank <= last)).any())

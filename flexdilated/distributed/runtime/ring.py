@@ -34,40 +34,24 @@ def sources(
         wait()
         yield None
         return
-    num_ranks, messages = work.plan.num_ranks, _RingMessages(work, transport)
+    rank, num_ranks, via, buffers = work.rank, work.plan.num_ranks, work.schedule.kv, work.buffers
+
+    def longest(places: Mapping[int, slice]) -> Tensor:
+        rows = max((place.stop - place.start for place in places.values()), default=0)
+        return buffers.k.new_empty(rows, buffers.batch, buffers.kv_width)
+
+    packed = longest(via.sends)  # has left when the next message is packed
+    arriving = [longest(via.receives) for _ in range(2)]
     for step in range(num_ranks):
-        arrival = messages.send_and_receive(step + 1) if step + 1 < num_ranks else None
-        if step == 0:
-            meanwhile()
-        yield (work.rank - step) % num_ranks
-        if arrival is not None:
-            arrival()
-
-
-class _RingMessages:
-    """The messages of each step, in three buffers: one that is sent, and two that are received in turn."""
-
-    def __init__(self, work: TaskAttention, transport: Transport) -> None:
-        self._work, self._transport = work, transport
-        via = work.schedule.kv
-        self._packed = self._buffer(via.sends)  # has left when the next message is packed
-        self._received = [self._buffer(via.receives) for _ in range(2)]
-
-    def _buffer(self, places: Mapping[int, slice]) -> Tensor:
-        longest = max((place.stop - place.start for place in places.values()), default=0)
-        buffers = self._work.buffers
-        return buffers.k.new_empty(longest, buffers.batch, buffers.kv_width)
-
-    def send_and_receive(self, step: int) -> Callable[[], None]:
-        """Begin to send this rank's keys to `rank + step`, and to receive those of `rank - step`."""
-        rank, num_ranks, via = self._work.rank, self._work.plan.num_ranks, self._work.schedule.kv
-        source, target = (rank - step) % num_ranks, (rank + step) % num_ranks
+        source, target = (rank - step - 1) % num_ranks, (rank + step + 1) % num_ranks
         sends, receives = {}, {}
         if target in via.sends:
-            place = via.sends[target]
-            sends[target] = self._work.buffers.kv_message(target, self._packed[: place.stop - place.start])
+            sends[target] = buffers.kv_message(target, packed[: via.sends[target].stop - via.sends[target].start])
         if source in via.receives:
-            place = via.receives[source]
-            receives[source] = self._received[step % 2][: place.stop - place.start]
-        self._work.buffers.kv_rows.update(receives)
-        return self._transport.swap(sends, receives)
+            receives[source] = arriving[step % 2][: via.receives[source].stop - via.receives[source].start]
+        buffers.kv_rows.update(receives)
+        wait = transport.swap(sends, receives)  # of the last step, nothing: a rank has no rows for itself
+        if step == 0:
+            meanwhile()
+        yield (rank - step) % num_ranks
+        wait()

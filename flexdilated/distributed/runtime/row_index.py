@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import ContextPlan
-from flexdilated.distributed.planner.spans import Integers
+from flexdilated.distributed.planner.segments import Integers
 
 
 @dataclass(frozen=True, eq=False)

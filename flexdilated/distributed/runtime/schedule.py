@@ -14,7 +14,7 @@ from flexdilated.core.bounded_cache import recent
 from flexdilated.core.functorch import in_no_mode
 from flexdilated.distributed.planner.message_rows import messages
 from flexdilated.distributed.planner.plan import KINDS, ContextPlan
-from flexdilated.distributed.planner.spans import Integers
+from flexdilated.distributed.planner.segments import Integers
 from flexdilated.distributed.planner.tasks import Task, tasks_of
 from flexdilated.distributed.runtime.row_index import RowExchange, RowIndex, as_int32, row_exchange
 

@@ -31,26 +31,18 @@ class OutputGradients(NamedTuple):
     lse: Tensor
 
 
-class _Block(NamedTuple):
-    """Queries and keys, by row number, of one kernel call."""
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    is_causal: bool
-
-
-def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Iterator[_Block]:
-    """The kernel calls for some queries and keys: rectangles and, if causal, one square on the diagonal."""
+def _blocks(queries: tuple[int, int], keys: tuple[int, int], is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """The kernel calls for some queries and keys, by row number: rectangles and, if causal, one square on the diagonal."""
     if not is_causal:
-        yield _Block(queries, keys, False)
+        yield slice(*queries), slice(*keys), False
         return
     if keys[0] < min(keys[1], queries[0]):
-        yield _Block(queries, (keys[0], min(keys[1], queries[0])), False)
+        yield slice(*queries), slice(keys[0], min(keys[1], queries[0])), False
     low, high = max(keys[0], queries[0]), min(keys[1], queries[1])
     if low < high:
-        yield _Block((low, high), (low, high), True)
+        yield slice(low, high), slice(low, high), True
         if high < queries[1]:
-            yield _Block((high, queries[1]), (low, high), False)
+            yield slice(high, queries[1]), slice(low, high), False
 
 
 class TaskAttention:
@@ -131,12 +123,10 @@ class TaskAttention:
         task = self.schedule.tasks[number]
         k, v, ignored = self.buffers.keys(keys, task)
         first, origin = keys[0].first, task.task.queries[0]
-        for place, block in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
-            columns = slice(block.keys[0] - first, block.keys[1] - first)
-            options = Options(
-                is_causal=block.is_causal, scale=self.flat.scale, ignored=None if ignored is None else ignored[:, columns]
-            )
+        for place, (rows, of, is_causal) in enumerate(_blocks(task.task.queries, (first, keys[-1].end), self.plan.is_causal)):
+            rows, columns = slice(rows.start - origin, rows.stop - origin), slice(of.start - first, of.stop - first)
+            options = Options(is_causal=is_causal, scale=self.flat.scale, ignored=None if ignored is None else ignored[:, columns])
             if self._seed is not None:
                 ordinal = 1 + ((number * self.plan.num_ranks + keys[0].rank) * 4 + place)
                 options = options._replace(dropout=Dropout(self.flat.dropout_p, spread(self._seed, -ordinal)))
-            yield slice(block.queries[0] - origin, block.queries[1] - origin), columns, k[:, :, columns], v[:, :, columns], options
+            yield rows, columns, k[:, :, columns], v[:, :, columns], options
