@@ -64,9 +64,9 @@ def _pairs_before(
     cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, stride: Integers, rate: int, offset: int
 ) -> Integers:
     """The pairs of one head whose outputs are before a position of a document, whose outputs of segments are `stride` apart."""
-    whole, rest = np.divmod(position, stride)
+    whole: Integers = position // stride
     rows, last = (kept_below(size, rate, offset) for size in (w, np.clip(num_tokens - whole * w, 0, w)))
-    asked = np.minimum(kept_below(rest, rate, offset), last)
+    asked = np.minimum(kept_below(position - whole * stride, rate, offset), last)
     found: Integers = whole * _scored(rows, 0, rows, cut) + _scored(last, 0, asked, cut)
     return found
 
