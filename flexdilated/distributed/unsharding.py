@@ -44,7 +44,7 @@ def unshard_sequence(
         shard_lengths: Tokens of each rank, the same on every rank. Must be given where they differ. Default: all as this rank.
         reduce_gradients: Whether the gradients of all ranks are added up. The loss that is differentiated is then the sum of those
             of the ranks, or their mean where gradients are averaged, as over a model whose output stays in shards. The backward
-            is then a call, which each rank must make, and which has no derivative of its own.
+            is then a call, which each rank must make.
 
     Returns:
         The same structure, with tensors of `sum(shard_lengths)` tokens.
@@ -230,14 +230,18 @@ def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]
     return mine, *[None] * 8
 
 
-def _refuse(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    raise NotImplementedError(
-        "reduce_gradients must be False where unshard_sequence or gather_tokens is differentiated twice, got True; "
-        "add up the gradients of the ranks afterwards"
-    )
+def _save_of_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.options = inputs[2:]
+
+
+def _differentiate_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Each rank's whole is added to all shards: its derivative is the whole of their derivatives."""
+    differentiates = torch.is_grad_enabled() and grad.requires_grad
+    whole, _ = _gather(grad.contiguous(), unknown(grad.device), *ctx.options, [], True, differentiates)
+    return whole, *[None] * 5
 
 
 _gather.register_autograd(_differentiate, setup_context=_save)
-_reduce.register_autograd(_refuse)
+_reduce.register_autograd(_differentiate_reduce, setup_context=_save_of_reduce)
 keep_order(_gather)
 keep_order(_reduce)
