@@ -128,7 +128,7 @@ def test_random_weights_are_reported_and_the_same_each_time(tmp_path: Path) -> N
         (["--random"], "--weights must name a checkpoint, or --random be given in its place, got both"),
         (["--output=/nowhere/a.pt"], "/nowhere/a.pt must be a file that can be read or written, got: No such file"),
         (["--output=a.txt"], "--output must end in .pt or .npz, got 'a.txt'"),
-        (["--output={folder}/a.pt"], "--output must not exist, got '{folder}/a.pt'; use --overwrite or another name"),
+        (["--output={folder}/a.pt"], "--output must be another file than TILES, got '{folder}/a.pt'"),
         (["--weights=/nowhere"], "Invalid value for '--weights': "),
         (["--weights={folder}/a.pt"], "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got "),
         (["--in-chans=8"], "--weights must be a whole checkpoint that fits --arch and the tile embeddings, got "),

@@ -65,7 +65,7 @@ def _counts(plan: ContextPlan, exchange: str, rows_of: Callable[[ContextPlan, st
             found[kind] = found["q"].reversed()
             continue
         rows = rows_of(plan, exchange, kind)
-        found[kind] = RowCounts(rows.sum(1), rows.sum(0), rows.max(1), rows.max(0), np.count_nonzero(rows))
+        found[kind] = RowCounts(rows.sum(1), rows.sum(0), rows.max(1), rows.max(0), int(np.count_nonzero(rows)))
     return found
 
 

@@ -65,7 +65,8 @@ def _tasks_of_part(plan: ContextPlan, at: Segments, offsets: Integers, low: int,
     rate, offset = plan.kept[int(at.branch)].rate, offsets[:, None]
     rows, slots, padded = (kept_below(size, rate, offsets).tolist() for size in (at.size, at.slots, at.padded))
     sources = _rows_of_ranks(plan, at.first_source, at.last_source, at.token, (0, at.size), rate, offset)
-    owners = _rows_of_ranks(plan, *plan.rank_of(at.out_token + np.array([low, high - 1])), at.out_token, (low, high), rate, offset)
+    first, last = plan.rank_of(at.out_token + np.array([low, high - 1]))
+    owners = _rows_of_ranks(plan, first, last, at.out_token, (low, high), rate, offset)
     for i, (of_source, of_owner) in enumerate(zip(sources, owners)):
         if not of_owner:
             yield None
