@@ -32,10 +32,6 @@ def doctor(
         typer.Option(help="The device to examine, as torch spells it: cpu, cuda, cuda:1, mps. auto: cuda, else mps, else cpu."),
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    every: Annotated[
-        bool,
-        typer.Option("--all", help="Check engines that compile on all cases: many minutes on a GPU, else one or two."),
-    ] = False,
 ) -> None:
     """Say what this machine can run and why not, and check every kernel against the definition. Exit code 1 if a check fails."""
     place = device_named(device, auto=["cuda", "mps"])
@@ -47,7 +43,7 @@ def doctor(
         console.print(_engine_table(hardware))
         console.print(Text(_preference(hardware), "italic"))
     with Console(stderr=True).status("checking kernels") as status:
-        reports = self_check(place, hardware, every=every, tell=lambda what: status.update(f"checking {what}"))
+        reports = self_check(place, hardware, tell=lambda what: status.update(f"checking {what}"))
     if as_json:
         typer.echo(json.dumps(_as_json(machine, hardware, reports), indent=2, allow_nan=False))
     else:

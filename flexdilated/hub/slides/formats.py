@@ -144,19 +144,6 @@ def files_beside(path: Path, coords_folder: Path | None = None) -> list[Path]:
     return [file for file in (_beside(path, coords_folder), meta, table, index) if file is not None and file.is_file()]
 
 
-def read_arrays(path: Path) -> tuple[dict[str, Any], float | None]:
-    """The arrays of a .pt, .npz or .h5 file by key, in order, and the tile width at level 0 if the file has it.
-
-    Only what can be used is read, the rest is None.
-
-    Raises:
-        ImportError: If the file needs a library that is not installed.
-        OSError: If it is damaged, like the others of `DAMAGED`.
-    """
-    found = _open(path)
-    return dict(found.arrays), _tile_side(found.attributes, None)
-
-
 def _load(path: Path) -> Any:
     """What torch.save wrote of tensors and, as TRIDENT does, of arrays; nothing else is unpickled."""
     try:
