@@ -105,7 +105,7 @@ def train(
 ) -> None:
     """Train a byte-level LongNet on text and report bits per held-out byte (lower is better; raw bytes are 8).
 
-    Without lengths and rates the pattern is DilatedPattern.causal(tokens, heads); a saved model keeps its own pattern.
+    Without lengths and rates the pattern is DilatedPattern.causal(tokens, heads), also with --weights.
 
     The default run takes some minutes on 2 CPU cores. Ctrl-C saves a checkpoint first; --resume goes on exactly there.
 
