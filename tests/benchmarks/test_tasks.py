@@ -1,4 +1,4 @@
-"""The four tasks: what each kind of attention scores, and what is run and kept."""
+"""The four tasks: what each kind of attention scores, what is run and kept, and what the page quotes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import tasks
-from benchmarks.tasks import HEADS, IGNORED, KINDS, TASKS, Kind
+from benchmarks.tasks import HEADS, IGNORED, KINDS, RESULTS, TASKS, Kind
 
 SPARSE = [name for name in KINDS if name != "dense"]
 
@@ -117,3 +117,12 @@ def test_runs_of_other_settings_are_not_taken_for_finished(tiny: None, tmp_path:
     output.write_text(json.dumps({"runs": [tasks.settings("copy", "dense", 0) | {"steps": 2, "accuracy": 0.5}]}))
     tasks.main(["--task", "copy", "--kind", "dense", "--seeds", "1", "--workers", "1", "--output", str(output)])
     assert [each["steps"] for each in json.loads(output.read_text())["runs"]] == [2, 1]
+
+
+def test_every_number_of_the_page_has_three_seeds() -> None:
+    runs = json.loads(RESULTS.read_text())["runs"]
+    for name, task in TASKS.items():
+        for kind in task.kinds:
+            wanted = [tasks.settings(name, kind, seed) for seed in range(3)]
+            found = [each for each in runs if any(cell.items() <= each.items() for cell in wanted)]
+            assert len(found) == 3, (name, kind)
