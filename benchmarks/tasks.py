@@ -54,12 +54,9 @@ class Kind(NamedTuple):
 
     def multiplicity(self, num_tokens: int) -> NDArray[np.int64]:
         """How often head h of query i scores key j, `(H, N, N)`: the `m` in `softmax(score + log m)`."""
-        shape = (HEADS, num_tokens, num_tokens)
-        found = (
-            np.zeros(shape, dtype=np.int64) if self.pattern is None else multiplicity(self.pattern, *shape[1::-1], is_causal=True)
-        )
+        found: Any = 0 if self.pattern is None else multiplicity(self.pattern, num_tokens, HEADS, is_causal=True)
         distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
-        return found + ((distance >= 0) & (distance < self.window))
+        return np.broadcast_to(found + ((distance >= 0) & (distance < self.window)), (HEADS, num_tokens, num_tokens))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention by `multiplicity`, `(B, N, H, D)`."""
@@ -100,8 +97,6 @@ KINDS = {
     "window + far": Kind(DilatedPattern((512,), (4,)), window=9),
     "grouped heads": Kind(DilatedPattern.grouped((64, 512), (1, 4))),
 }
-#: Pairs of kinds of equal cost that differ in the near keys alone: connected segments, and a sliding window.
-LOCAL_OR_WINDOW = (("two local branches", "sliding window"), ("connected", "window + nested"), ("local + far", "window + far"))
 
 
 class Batch(NamedTuple):

@@ -46,8 +46,8 @@ class Trainer:
 
     Raises:
         OSError: If the folder cannot be made.
-        UserError: If a sequence has fewer bytes than there are ranks, the weights are of another
-            model, or ranks differ in options, text, weights or version.
+        UserError: If a sequence has fewer bytes than there are ranks, the weights are of another model, or ranks differ in options,
+            text, weights or version.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class Trainer:
         self.rank, self.num_ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         if options.sequence_length < self.num_ranks:
             raise UserError(f"--tokens must be at least the number of ranks={self.num_ranks}, got {options.sequence_length}")
-        self._lengths = tuple(len(shard) for shard in torch.arange(options.sequence_length).tensor_split(self.num_ranks))
+        self._lengths: tuple[int, ...] = (options.sequence_length,)
+        if mesh is not None:
+            from flexdilated.distributed.sharding import even_shard_lengths  # not in every build, as above
+
+            self._lengths = even_shard_lengths(options.sequence_length, self.num_ranks)
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         self.model = (LongNetLM(config) if mesh is None else LongNetLM(config, mesh=mesh)).to(device)
