@@ -27,11 +27,11 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
     "flex": flex_kernel.why_not,
     "reference": _reference_why_not,
 }
-# Those that run under the one differentiable operation, with their kernels, fastest first.
-KERNEL_ENGINES: dict[str, tuple[Kernel, ...]] = {
-    "sdpa": sdpa.KERNELS,
-    "flash": (flash.KERNEL,),
-    "triton": (triton_engine.KERNEL,),
+# Those that run under the one differentiable operation, with their kernels in order of preference.
+KERNEL_ENGINES: dict[str, Callable[[Request], tuple[Kernel, ...]]] = {
+    "sdpa": sdpa.preferred,
+    "flash": lambda request: (flash.KERNEL,),
+    "triton": lambda request: (triton_engine.KERNEL,),
 }
 
 
@@ -79,7 +79,7 @@ def choose_kernel(engine: str, request: Request) -> Kernel:
     Raises:
         NotImplementedError: If none can, with every reason.
     """
-    for kernel in KERNEL_ENGINES[engine]:
+    for kernel in KERNEL_ENGINES[engine](request):
         if kernel.why_not(request) is None:
             return kernel
     raise NotImplementedError(f"backend {engine!r} cannot run this on {request.hardware.name}: {BACKENDS[engine](request)}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +79,8 @@ def draws_of_its_own(seed: int | None, device: torch.device) -> Iterator[None]:
             yield
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, options)
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (dout, q, k, v, out, lse, options)
 
 
 class InPlace(Protocol):
@@ -118,6 +118,17 @@ class Kernel:
 
     `forward` gives `out` and `lse`, `backward` the gradients for a given `out` and `lse`: these may be the mixture's instead of
     the kernel's own, which makes the sum over all pieces the exact gradient of the mixture.
+
+    Attributes:
+        name: Of the kernel.
+        why_not: Why it cannot run a request, or None.
+        run_forward: `(q, k, v, options)` to `(out, lse)`.
+        run_backward: `(dout, q, k, v, out, lse, options)` to `(dq, dk, dv)`.
+        head_dim_multiple: What the head dim must be a multiple of.
+        shares_kv: Whether k and v may have fewer heads than q.
+        takes_dlse: Whether `run_backward` takes `dlse=`, the gradient of lse or None. Others get one more column for it.
+        writes: Whether both take `into=`, a tuple of the memory of their results, of any strides.
+        in_place: Gives what computes pieces without boxes, where the kernel can; asked when it runs.
     """
 
     name: str
@@ -125,21 +136,33 @@ class Kernel:
     run_forward: Forward
     run_backward: Backward
     head_dim_multiple: int = 1
-    shares_kv: bool = True  # whether k and v may have fewer heads than q
-    in_place: Callable[[], InPlace] | None = None  # where it can do without boxes of its own; asked when it runs
+    shares_kv: bool = True
+    takes_dlse: bool = False
+    writes: bool = False
+    in_place: Callable[[], InPlace] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.
+
+        `into`: two tensors of these shapes that the results are written to and returned as.
+        """
         head_dim = q.shape[-1]
         q, options, _ = with_positive_scale(q, options)
         k, v = self._repeat(k, q), self._repeat(v, q)
-        out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options)
+        memory = self._memory(into if options.ignored is None else None, head_dim)
+        out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options, **memory)
         out = out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
             empty = _empty_rows(options.ignored, options.is_causal)
             lse = lse.masked_fill(empty[:, None], -math.inf)
             out = out.masked_fill(empty[:, None, :, None], 0.0)
+        if into is not None and not memory:
+            into[0].copy_(out)
+            into[1].copy_(lse)
+            return into[0], into[1]
         return out, lse
 
     def backward(
@@ -152,25 +175,38 @@ class Kernel:
         out: Tensor,
         lse: Tensor,
         options: Options,
+        into: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`dq, dk, dv` for `dout` and, where given, `dlse`.
+        """`dq, dk, dv` for `dout` and, where given, `dlse`; `into`: the memory that they are written to and returned as.
 
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
         q, options, factor = with_positive_scale(q, options)
+        memory = self._memory(into if factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads) else None, head_dim)
         if dlse is not None:
             dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # what makes something of -inf has NaN as its derivative
+        own: dict[str, Any] = {"dlse": dlse} if self.takes_dlse else {}
+        if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         k, v = self._repeat(k, q), self._repeat(v, q)
         dout, q, k, v, out = (self._pad(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options))
+        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options, **own, **memory))
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
-        return dq if factor == 1.0 else dq * factor, dk, dv
+        dq = dq if factor == 1.0 else dq * factor
+        if into is not None and not memory:
+            for target, grad in zip(into, (dq, dk, dv)):
+                target.copy_(grad)
+            return into[0], into[1], into[2]
+        return dq, dk, dv
+
+    def _memory(self, into: tuple[Tensor, ...] | None, head_dim: int) -> dict[str, tuple[Tensor, ...]]:
+        """The argument that makes the kernel write its results itself, where it can."""
+        return {} if into is None or not self.writes or head_dim % self.head_dim_multiple else {"into": into}
 
     def _pad(self, x: Tensor) -> Tensor:
         missing = -x.shape[-1] % self.head_dim_multiple

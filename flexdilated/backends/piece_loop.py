@@ -8,21 +8,24 @@ a piece needs its own output and log-sum-exp instead: they are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexdilated.backends import choose_kernel
-from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Options, spread
+from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, spread
 from flexdilated.backends.math import differential
+from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
 from flexdilated.core.lse import accumulated, add_zero_keys_, merge_
-from flexdilated.core.pieces import Piece, box, fold, slabs, unfold
+from flexdilated.core.pieces import Part, Piece, box, fold, fold_view, slabs, unfold, view_parts
 from flexdilated.core.request import Request
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
-# piece is one launch over views, or as few as a CUDA grid allows. See docs/adr/0002.
+# piece is as few launches as its views allow. See docs/adr/0002.
 CPU_SLAB_BYTES = 4 << 20
 
 
@@ -35,60 +38,109 @@ class PieceLoop:
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         self.detaches = flat.detach_weights
-        request = Request.of(q, k, masked=key_padding_mask is not None, dropout=flat.dropout_p > 0.0)
-        self.kernel = choose_kernel(flat.engine, request)
+        self._engine = flat.engine
+        self._request = Request.of(q, k, masked=key_padding_mask is not None, dropout=flat.dropout_p > 0.0)
+        self.kernel = choose_kernel(flat.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
-        self._batch = q.shape[0]
+        self._sizes = q.shape[:2]
         self._row_bytes = self.group * q.shape[3] * q.element_size()
         self._packs = q.device.type == "cpu"
+        self._triton = merging(self._request)
+        self._apart = key_padding_mask is not None or self.group > 1  # of `fold`
         # The mask has no heads: every head reads the same column.
         self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
         self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
         self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
+
+    def differentiating(self, dlse: Tensor | None) -> Kernel:
+        """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
+        return self.kernel if dlse is None else choose_kernel(self._engine, replace(self._request, dlse=True))
 
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
         """Memory to merge or add into; where the first pieces tile it, they write it, and it needs no start."""
         memory = torch.empty(shape, dtype=dtype, device=self.device)
         return memory if self.pieces and self.pieces[0].tiles else memory.fill_(start)
 
-    def slabs(self) -> Iterator[tuple[Piece, tuple[slice, slice], Options]]:
-        """Every slab: the piece, its part of (batch, segments), and the kernel's options."""
+    def slabs(self) -> Iterator[tuple[Piece, Part, Options]]:
+        """Every slab: the piece, its part of the box, and the kernel's options."""
         ordinal = 0
+        batch, num_tokens = self._sizes
         for piece in self.pieces:
-            per_segment = piece.offsets * piece.heads * piece.rows * self._row_bytes
-            limit = CPU_SLAB_BYTES if self._packs else per_segment * (GRID_LIMIT // piece.offsets)
-            for part in slabs(piece, self._batch, per_segment, limit):
+            if self._packs:
+                parts = slabs(piece, batch, piece.offsets * piece.heads * piece.rows * self._row_bytes, CPU_SLAB_BYTES)
+            else:
+                parts = view_parts(piece, batch, num_tokens, self.group, GRID_LIMIT, offsets_apart=self._apart)
+            for part in parts:
                 options = self.options._replace(ignored=None)
                 if self._ignored is not None:
                     rows = box(self._ignored, piece)[part][:, :, :, :1]
-                    options = options._replace(ignored=fold(rows, piece.rows)[:, 0, :, 0])
+                    options = options._replace(ignored=fold(rows, piece.rows, offsets_apart=True)[:, 0, :, 0])
                 if self._dropout is not None:
                     options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, ordinal)))
                 ordinal += 1
                 yield piece, part, options
 
-    def inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: tuple[slice, slice], options: Options
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: Part, options: Options) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
-        q = fold(box(q, piece, group=self.group)[part], piece.rows)
-        k, v = (fold(box(x, piece)[part], piece.rows) for x in (k, v))
+        q, k, v = (self._fold(box(x, piece, group=group)[part], piece.rows) for x, group in ((q, self.group), (k, 1), (v, 1)))
         if options.ignored is not None:
             k, v = (x.masked_fill(options.ignored[:, None, :, None], 0.0) for x in (k, v))
         return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs else (q, k, v)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: tuple[slice, slice], options: Options
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        piece: Piece,
+        part: Part,
+        options: Options,
+        into: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A slab's own output and lse."""
-        out, lse = self.kernel.forward(*self.inputs(q, k, v, piece, part, options), options)
+        """A slab's own output and lse, written to `into` where given."""
+        out, lse = self.kernel.forward(*self.inputs(q, k, v, piece, part, options), options, into)
         if piece.zero_keys:
             add_zero_keys_(out, lse, piece.zero_keys)
         return out, lse
 
-    def outputs(self, x: Tensor, piece: Piece, part: tuple[slice, slice], fill: float = 0.0) -> Tensor:
+    def outputs(self, x: Tensor, piece: Piece, part: Part, fill: float = 0.0) -> Tensor:
         """A slab's rows of `x` `(B, N, H, ...)`, which belongs to outputs, as a kernel takes them."""
-        return fold(box(x, piece, group=self.group, output=True)[part], piece.rows, fill)
+        return self._fold(box(x, piece, group=self.group, output=True)[part], piece.rows, fill)
+
+    def merge(self, out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
+        """Merge a slab's results, as a kernel gives them, into the boxes `out` and `lse` of the slab."""
+        views = self.views(out, lse) if self._triton else None
+        if views is not None:
+            self._triton.merge_into(views[0], views[1][..., 0], out_i, lse_i)
+        else:
+            merge_(out, lse[..., 0], unfold(out_i, out), unfold(lse_i[..., None], lse)[..., 0])
+
+    def add(self, total: Tensor, term: Tensor) -> None:
+        """Add a slab's gradient, as a kernel gives it, to the box `total` of the slab."""
+        views = self.views(total) if self._triton else None
+        if views is not None:
+            self._triton.add_to(views[0], term)
+        else:
+            total.add_(unfold(term, total))
+
+    def views(self, *boxes: Tensor, rows: int | None = None) -> tuple[Tensor, ...] | None:
+        """Boxes of a slab as a kernel takes them, where all of them can be viewed so and have `rows` rows, if given."""
+        if rows is not None and boxes[0].shape[5] != rows:
+            return None
+        views = [fold_view(x, offsets_apart=self._apart) for x in boxes]
+        return None if any(x is None for x in views) else tuple(x for x in views if x is not None)
+
+    def _fold(self, x: Tensor, rows: int, fill: float = 0.0) -> Tensor:
+        return fold(x, rows, fill, offsets_apart=self._apart)
+
+
+def merging(request: Request) -> Any:
+    """The module of the Triton kernels that merge and add on a GPU, or None where torch's operations do."""
+    if request.hardware.device_type != "cuda" or triton_engine.why_not(replace(request, dropout=False)) or triton_engine.UNBUILT:
+        return None
+    from flexdilated.backends.triton import merging as kernels  # imports triton, which is optional
+
+    return kernels
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, Tensor]:
@@ -99,15 +151,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
         return out, lse
     lse_rows = lse.transpose(1, 2)[..., None]
     for piece, part, options in loop.slabs():
+        out_box, lse_box = (box(x, piece, group=loop.group, output=True)[part] for x in (out, lse_rows))
+        into = loop.views(out_box, lse_box, rows=piece.rows) if piece.tiles else None
+        if into is not None:
+            loop.attend(q, k, v, piece, part, options, (into[0], into[1][..., 0]))
+            continue
         out_i, lse_i = loop.attend(q, k, v, piece, part, options)
-        out_box = box(out, piece, group=loop.group, output=True)[part]
-        lse_box = box(lse_rows, piece, group=loop.group, output=True)[part]
-        out_i, lse_i = unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)
         if piece.tiles:
-            out_box.copy_(out_i)
-            lse_box.copy_(lse_i)
+            out_box.copy_(unfold(out_i, out_box))
+            lse_box.copy_(unfold(lse_i[..., None], lse_box))
         else:
-            merge_(out_box, lse_box[..., 0], out_i, lse_i[..., 0])
+            loop.merge(out_box, lse_box, out_i, lse_i)
     return out, lse
 
 
@@ -132,6 +186,7 @@ def backward(
         return grads
     lse_rows = lse.transpose(1, 2)[..., None]
     dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
+    kernel, groups = loop.differentiating(dlse), (loop.group, 1, 1)
     for piece, part, options in loop.slabs():
         q_i, k_i, v_i = loop.inputs(q, k, v, piece, part, options)
         # Rows without an output have no gradient either: -inf takes them out of the backward.
@@ -145,11 +200,14 @@ def backward(
             dlse_i = None if dlse_i is None else dlse_i * weight
         else:
             out_i = loop.outputs(out, piece, part)
-        terms = loop.kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options)
-        for total_grad, grad, group in zip((dq, dk, dv), terms, (loop.group, 1, 1)):
-            rows = box(total_grad, piece, group=group)[part]
-            write = rows.copy_ if piece.tiles else rows.add_
-            write(unfold(grad, rows))
+        boxes = [box(x, piece, group=group)[part] for x, group in zip((dq, dk, dv), groups)]
+        into = loop.views(*boxes, rows=piece.rows) if piece.tiles and dq.dtype == q.dtype else None
+        terms = kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options, into)
+        for total, term in zip(boxes, terms if into is None else ()):
+            if piece.tiles:
+                total.copy_(unfold(term, total))
+            else:
+                loop.add(total, term)
     return dq, dk, dv
 
 

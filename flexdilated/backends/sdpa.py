@@ -14,6 +14,7 @@ from flexdilated.core.lse import accumulated
 from flexdilated.core.request import Request
 
 aten = torch.ops.aten
+LEAST_CUDNN = 91501  # `check_prefer_cudnn_attention` in torch's sdp_utils.cpp, torch 2.11 to 2.14
 
 
 def why_not(request: Request) -> str | None:
@@ -92,19 +93,19 @@ def _cuda_why_not(request: Request, level: tuple[int, int], dtypes: tuple[torch.
 
 
 def _fused_why_not(request: Request, most_head_dim: int, unmasked: str, flag: str) -> str | None:
-    """For the kernels in half precision alone; of their head dim, a column is that of a gradient of lse."""
+    """For the kernels in half precision alone. A gradient of lse is one more column of their head dim."""
     reason = _cuda_why_not(request, (8, 0), (torch.bfloat16, torch.float16))
     if reason is not None:
         return reason
     if request.masked:
         return unmasked
-    if request.head_dim > most_head_dim:
-        return f"head_dim must be at most {most_head_dim}, got {request.head_dim}"
+    if request.head_dim + request.dlse > most_head_dim:
+        return f"head_dim must be at most {most_head_dim}, got {request.head_dim + request.dlse}"
     return disabled(flag)
 
 
 def _flash_why_not(request: Request) -> str | None:
-    return _fused_why_not(request, 248, "it has no key padding mask", "flash_sdp_enabled")
+    return _fused_why_not(request, 256, "it has no key padding mask", "flash_sdp_enabled")
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -140,16 +141,14 @@ def _flash_backward(
 
 def _cudnn_why_not(request: Request) -> str | None:
     unmasked = "its key padding mask is not used here: the memory-efficient kernel's is"
-    return _fused_why_not(request, 120, unmasked, "cudnn_sdp_enabled")
-
-
-def _is_single(q: Tensor, k: Tensor) -> bool:
-    """Whether there is one query and one key: cuDNN has no backward for it."""
-    return q.shape[2] == k.shape[2] == 1
+    reason = _fused_why_not(request, 128, unmasked, "cudnn_sdp_enabled")
+    if reason is None and torch.are_deterministic_algorithms_enabled():
+        return "its backward does not repeat in every bit, as torch.use_deterministic_algorithms asks"
+    return reason
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    if _is_single(q, k):
+    if q.shape[2] == 1:
         return MATH.run_forward(q, k, v, options)
     q, k, v = (aligned(x) for x in (q, k, v))
     result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale)
@@ -159,7 +158,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_single(q, k):
+    if q.shape[2] == 1:  # cuDNN has no backward for one key, and may give NaN for more (NVIDIA/cudnn-frontend#1072)
         return MATH.run_backward(dout, q, k, v, out, lse, options)
     dout, q, k, v, out = (aligned(x) for x in (dout, q, k, v, out))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only under dropout
@@ -232,7 +231,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# In order of preference.
+def preferred(request: Request) -> tuple[Kernel, ...]:
+    """The kernels in order of preference: cuDNN before flash on the levels and from the version on where torch prefers it too."""
+    is_newest = (torch.backends.cudnn.version() or 0) >= LEAST_CUDNN
+    if request.hardware.capability in ((9, 0), (10, 0)) and is_newest:
+        return tuple(sorted(KERNELS, key=lambda kernel: kernel.name != "cudnn"))
+    return KERNELS
+
+
 KERNELS: tuple[Kernel, ...] = (
     # It sums the key gradients of shared heads in half precision; older ones do not know shared heads.
     Kernel("cpu_flash", _cpu_flash_why_not, _cpu_flash_forward, _cpu_flash_backward, shares_kv=False),

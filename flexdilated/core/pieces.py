@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -305,14 +305,53 @@ def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
     yield first, offsets, step
 
 
-def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[tuple[slice, slice]]:
+Part = tuple[slice, slice, slice, slice]  # of a box: sequences, segments, offsets, heads
+
+
+def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Iterator[Part]:
     """Cut the (batch, segments) of a piece so that one packed tensor of a slab holds about `limit` bytes."""
     per_slab = max(1, limit // max(1, bytes_per_segment))
     batch_step = max(1, per_slab // piece.segments)
     segment_step = min(piece.segments, per_slab)
     for b in range(0, batch, batch_step):
         for s in range(0, piece.segments, segment_step):
-            yield slice(b, b + batch_step), slice(s, s + segment_step)
+            yield slice(b, b + batch_step), slice(s, s + segment_step), slice(None), slice(None)
+
+
+def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[Part]:
+    """The parts of a piece that `fold` makes views of, for tensors whose sequences follow one another without a gap.
+
+    A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
+
+    Args:
+        piece: The box.
+        batch: Sequences.
+        num_tokens: Tokens per sequence.
+        group: Query heads per key/value head.
+        most: The largest batch of one launch.
+        offsets_apart: As in `fold`.
+    """
+    sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
+    if batch > 1 and piece.segments > 1 and (piece.moved or piece.segments * piece.segment_stride != num_tokens):
+        if batch <= piece.segments:
+            sequences = _each(batch)
+        else:
+            segments = _each(piece.segments)
+    if piece.offsets > 1:
+        if offsets_apart or piece.offsets <= piece.heads:
+            offsets = _each(piece.offsets)
+        else:
+            heads = _each(piece.heads)
+    if group > 1 and piece.heads > 1 and piece.head_step > 1:  # query heads of different key heads have no common stride
+        heads = _each(piece.heads)
+    for b, s, o, h in product(sequences, segments, offsets, heads):
+        counts = (len(range(batch)[b]), len(range(piece.segments)[s]))
+        for some, those, *_ in slabs(piece._replace(segments=counts[1]), counts[0], 1, most):
+            yield some if counts[0] == batch else b, those if counts[1] == piece.segments else s, o, h
+
+
+def _each(count: int) -> list[slice]:
+    return [slice(i, i + 1) for i in range(count)]
 
 
 def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Tensor:
@@ -348,18 +387,31 @@ def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Ten
     )
 
 
-def fold(rows: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
+def fold(rows: Tensor, num_rows: int, fill: float = 0.0, *, offsets_apart: bool = False) -> Tensor:
     """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`, of `num_rows` rows: a view where strides allow.
 
-    Rows that the slab lacks (`zero_row`, outputs behind the end) are filled.
+    Where each offset has one head, offsets are the kernel's heads, `(b s) o r d`, unless they must stay `offsets_apart`: with key
+    heads shared by query heads, or a key padding mask. Rows that the slab lacks (`zero_row`, outputs after the end) are filled.
     """
+    if rows.shape[5] < num_rows:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, num_rows - rows.shape[5]), value=fill)
+    return rows.reshape(_folded(rows, offsets_apart))
+
+
+def fold_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
+    """All rows of a slab as `fold` gives them, where strides make that a view, else None."""
+    try:
+        return rows.view(_folded(rows, offsets_apart))
+    except RuntimeError:
+        return None
+
+
+def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
     b, s, o, h, g, r, d = rows.shape
-    if r < num_rows:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, num_rows - r), value=fill)
-    return rows.reshape(b * s * o, h * g, num_rows, d)
+    return (b * s * o, h * g, r, d) if offsets_apart or h * g > 1 else (b * s, o, r, d)
 
 
 def unfold(rows: Tensor, like: Tensor) -> Tensor:
-    """A kernel's `(b s o) (h g) r d` in the shape of the slab `like`, `b s o h g r d`, which may have fewer rows."""
+    """A kernel's rows, as `fold` gives them, in the shape of the slab `like`, `b s o h g r d`, which may have fewer rows."""
     b, s, o, h, g, r, d = like.shape
     return rows[:, :, :r].view(b, s, o, h, g, r, d)

@@ -24,6 +24,7 @@ class Request:
     differentiable: bool = False  # a gradient may be asked for
     transformed: bool = False  # torch.func or forward-mode differentiation is at work
     wants_lse: bool = False
+    dlse: bool = False  # a backward is asked for, with a gradient of lse
     num_tokens: int = 0  # per sequence, or of all packed documents
     dynamic: bool = False  # that number is a symbol, in compiled code that is to hold for several
 

@@ -166,6 +166,31 @@ def test_kernels_are_in_order_of_preference() -> None:
     assert [kernel.name for kernel in KERNELS] == ["cpu_flash", "flash", "cudnn", "efficient", "math"]
 
 
+@pytest.mark.parametrize(
+    ("level", "version", "changes", "kernel"),
+    [
+        ("sm_90", 91501, {}, "cudnn"),
+        ("sm_100", 92000, {"head_dim": 128, "group": 4}, "cudnn"),
+        ("sm_90", 91500, {}, "flash"),
+        ("sm_90", None, {}, "flash"),
+        ("sm_80", 92000, {}, "flash"),
+        ("sm_120", 92000, {}, "flash"),
+        ("sm_90", 92000, {"head_dim": 129}, "flash"),
+        ("sm_90", 92000, {"head_dim": 127, "dlse": True}, "cudnn"),
+        ("sm_90", 92000, {"head_dim": 128, "dlse": True}, "flash"),
+        ("sm_90", 92000, {"masked": True}, "efficient"),
+    ],
+)
+def test_cudnn_comes_first_where_torch_prefers_it(
+    level: str, version: int | None, changes: dict[str, object], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    asked = request(hardware=simulate(level), dtype=torch.bfloat16, **changes)
+    assert choose_kernel("sdpa", asked).name == kernel
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # cuDNN's backward does not repeat
+    assert choose_kernel("sdpa", asked).name == kernel.replace("cudnn", "flash")
+
+
 def test_kernel_refusal_is_the_text_of_why_not() -> None:
     asked = request(hardware=MPS, dtype=torch.float64)
     reason = sdpa.why_not(asked)
@@ -186,13 +211,13 @@ def test_kernel_refusal_is_the_text_of_why_not() -> None:
         ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "it has no key padding mask"),
         (
             "flash",
-            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 249},
-            "head_dim must be at most 248, got 249",
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 256, "dlse": True},
+            "head_dim must be at most 256, got 257",
         ),
         (
             "cudnn",
-            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 121},
-            "head_dim must be at most 120, got 121",
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 128, "dlse": True},
+            "head_dim must be at most 128, got 129",
         ),
         ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "its key padding mask is not used"),
         ("efficient", {"hardware": simulate("sm_75"), "dtype": torch.bfloat16}, "it has no bfloat16 kernel there"),
@@ -209,8 +234,8 @@ def test_kernel_says_why_not(kernel: str, changes: dict[str, object], message: s
     ("kernel", "changes"),
     [
         ("cpu_flash", {"masked": True}),
-        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 248}),
-        ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 120}),
+        ("flash", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 256}),
+        ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 128}),
         ("efficient", {"hardware": simulate("sm_60"), "dtype": torch.float16, "masked": True}),
         ("math", {"hardware": MPS, "dropout": True}),
     ],

@@ -173,7 +173,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def anywhere(package: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stand-in on this CPU in every dtype."""
-    monkeypatch.setitem(backends.KERNEL_ENGINES, "flash", (replace(flash.KERNEL, why_not=lambda request: None),))
+    monkeypatch.setitem(backends.KERNEL_ENGINES, "flash", lambda request: (replace(flash.KERNEL, why_not=lambda request: None),))
     monkeypatch.setitem(BACKENDS, "flash", lambda request: None)
     return package
 

@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.backends import piece_loop
-from flexdilated.core.call import Call, documents
-from flexdilated.core.custom_op import Inputs
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.call import documents
 from tests.cases import Case, differentiate
 from tests.distributed.processes import run_ranks
 from tests.tolerances import EXACT
@@ -47,23 +45,6 @@ def test_slabs_of_any_size_give_the_same_result(case: Case, slab_bytes: int, mon
     monkeypatch.setattr(piece_loop, "CPU_SLAB_BYTES", slab_bytes)
     for a, e in zip(differentiate(attend(case), *case.tensors()), expected):
         torch.testing.assert_close(a, e, **EXACT)
-
-
-@pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_a_launch_elsewhere_fits_the_grid(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_loop, "GRID_LIMIT", limit)
-    case = Case(DilatedPattern((5, 2), (3, 1)), batch=3)
-    q, k, _, _, _ = case.tensors()
-    pieces = plan_pieces(case.pattern, documents(None, q.shape[1]), k.shape[2], False)
-    flat = Call(case.pattern, scale=1.0, backend="sdpa", num_heads=k.shape[2]).flat()
-    run = piece_loop.PieceLoop(Inputs(q, k, k, None, None, None), flat, pieces, None)
-    run._packs = False  # as off the CPU
-    launches: dict[Piece, int] = {}
-    for piece, (batch, segments), _ in run.slabs():
-        rows = len(range(*batch.indices(3))) * len(range(*segments.indices(piece.segments)))
-        assert rows * piece.offsets <= max(limit, piece.offsets)
-        launches[piece] = launches.get(piece, 0) + rows
-    assert launches == {piece: 3 * piece.segments for piece in run.pieces}
 
 
 def test_documents_are_first_tokens_and_sizes() -> None:

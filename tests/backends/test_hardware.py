@@ -80,7 +80,7 @@ def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype
 
 
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
-    for head_dim, kernel in ((120, "flash"), (248, "flash"), (249, "efficient"), (512, "efficient")):
+    for head_dim, kernel in ((128, "flash"), (256, "flash"), (257, "efficient"), (512, "efficient")):
         assert choose_kernel("sdpa", Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
 
 

@@ -10,7 +10,20 @@ import torch
 from hypothesis import given
 
 from flexdilated import DilatedPattern
-from flexdilated.core.pieces import Order, Piece, arrange, box, fold, plan_pieces, runs_of, segment_pieces, slabs, unfold
+from flexdilated.core.pieces import (
+    Order,
+    Piece,
+    arrange,
+    box,
+    fold,
+    fold_view,
+    plan_pieces,
+    runs_of,
+    segment_pieces,
+    slabs,
+    unfold,
+    view_parts,
+)
 from tests.cases import least_heads, patterns
 
 
@@ -223,13 +236,55 @@ def test_slabs_cover_batch_and_segments_once_within_their_limit(batch: int, size
     assert PIECE.segments == 7
     found: Counter[tuple[int, int]] = Counter()
     parts = list(slabs(PIECE, batch, size, limit))
-    for batches, segments in parts:
+    for batches, segments, *rest in parts:
+        assert rest == [slice(None)] * 2
         slab = [(b, s) for b in range(batch)[batches] for s in range(PIECE.segments)[segments]]
         assert slab
         assert size * len(slab) <= max(limit, size)
         found.update(slab)
     assert found == Counter((b, s) for b in range(batch) for s in range(PIECE.segments))
     assert len(parts) == 1 or 7 * batch * max(1, size) > limit
+
+
+LONGNET, GIGAPATH = DilatedPattern.longnet(), DilatedPattern.gigapath()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "batch", "num_tokens", "kv_heads", "group", "masked", "launches"),
+    [  # rates 4 and below take 1 + 2 + 3 launches; offsets of 6 and 12 are in two pieces, of one or two heads each
+        (LONGNET, 1, 1 << 15, 12, 1, False, 12),
+        (LONGNET, 1, 1 << 15, 12, 1, True, 25),
+        (LONGNET, 3, 1 << 15, 12, 1, False, 12),
+        (GIGAPATH, 1, 1 << 15, 16, 1, False, None),
+        (LONGNET, 2, 9_001, 4, 3, False, None),
+        (LONGNET, 5, 9_001, 12, 1, False, None),
+        (DilatedPattern((8, 16), (1, 4), offsets="interleaved"), 2, 48, 8, 2, False, 1 + 8),
+        (DilatedPattern((8, 16), (1, 4), offsets="interleaved"), 7, 53, 9, 1, False, None),
+        (DilatedPattern((5, 7), (1, 2), heads="grouped"), 3, 35, 4, 2, True, None),
+        (DilatedPattern.torchscale((6, 10), (1, 4)), 4, 43, 8, 1, False, None),
+    ],
+)
+def test_parts_hold_every_row_once_as_views(
+    pattern: DilatedPattern, batch: int, num_tokens: int, kv_heads: int, group: int, masked: bool, launches: int | None
+) -> None:
+    apart = masked or group > 1
+    pieces, count = plan_pieces(pattern, ((0, num_tokens),), kv_heads, False), 0
+    x = torch.arange(batch * num_tokens * kv_heads * group).view(batch, num_tokens, kv_heads * group, 1).expand(-1, -1, -1, 2)
+    wide = torch.empty(batch, num_tokens, 3, kv_heads * group, 2, device="meta")[:, :, 1]  # heads of q, as packed q, k and v are
+    keys = torch.empty(batch, num_tokens, kv_heads, 2, device="meta")
+    for piece in pieces:
+        found = []
+        for part in view_parts(piece, batch, num_tokens, group, 3000, offsets_apart=apart):
+            rows = box(x, piece, group=group)[part]
+            folded, boxed = fold(rows, rows.shape[5], offsets_apart=apart), box(x, piece, group=group, output=True)[part]
+            assert folded.shape[0] <= 3000
+            assert torch.equal(unfold(folded, rows), rows)
+            found.append(rows.flatten())
+            for each in (rows, boxed, box(wide, piece, group=group)[part], box(keys, piece)[part]):
+                assert fold_view(each, offsets_apart=apart) is not None
+            count += 1
+        assert torch.equal(torch.cat(found).sort()[0], box(x, piece, group=group).flatten().sort()[0])
+    assert launches in (None, count)
 
 
 # -- views --------------------------------------------------------------------------------------------------------------------

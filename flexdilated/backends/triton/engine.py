@@ -122,28 +122,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return KERNEL.backward(dout, None, q, k, v, out, lse, options)
+    from flexdilated.backends.triton import launch
+
+    return launch.dense_backward(dout, dlse, q, k, v, out, lse, options)
 
 
-class _Kernel(Kernel):
-    """Its backward takes the gradient of lse itself, and needs no column for it."""
-
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: Options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flexdilated.backends.triton import launch
-
-        return launch.dense_backward(dout, dlse, q, k, v, out, lse, options)
-
-
-KERNEL = _Kernel("triton", why_not, _forward, _backward, in_place=_launches)
+KERNEL = Kernel("triton", why_not, _forward, _backward, takes_dlse=True, in_place=_launches)

@@ -178,7 +178,7 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: d
     if programs == 0:
         return
     blocks = {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys} if "BLOCK_M" not in constants else {}
-    with _device(on):
+    with on_device(on):
         launch = partial(kernel[(programs,)], *arguments, **constants, **blocks, **options_of(tiles))
         if tiles.described:
             copy_context().run(_with_allocator, launch)  # a program's own allocator stays what it is
@@ -201,7 +201,7 @@ def options_of(tiles: Tiles) -> dict[str, Any]:
     return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
 
 
-def _device(x: Tensor) -> AbstractContextManager[object]:
+def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

@@ -1,0 +1,172 @@
+"""Dense kernels on pieces as on a GPU: read in place, merged and added by the Triton kernels, here in the interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import piece_loop
+from flexdilated.backends.kernel import Kernel, Options
+from flexdilated.backends.math import MATH
+from flexdilated.backends.triton import engine
+from flexdilated.core.lse import merge_
+from tests.backends import interpreter
+from tests.cases import Case, run_engine, run_reference
+from tests.hardware import simulate
+from tests.tolerances import SINGLE
+
+if not engine.INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
+merging = pytest.importorskip("flexdilated.backends.triton.merging")
+
+PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
+CASES = {
+    "plain": Case(PATTERN, batch=2, kv_heads=7, head_dim=8),
+    "fewer_heads_than_offsets": Case(PATTERN, batch=2, kv_heads=3, head_dim=8, lse_gradient=False),
+    "interleaved": Case(DilatedPattern((16, 43), (1, 3), offsets="interleaved"), kv_heads=7, head_dim=8, is_causal=True),
+    "interleaved_groups": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=7, group=2, head_dim=8),
+    "groups": Case(PATTERN, batch=3, kv_heads=3, group=2, head_dim=5, is_causal=True),
+    "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), batch=2, kv_heads=3, group=2, head_dim=8),
+    "mask": Case(PATTERN, batch=2, kv_heads=2, head_dim=8, ignored=0.5),
+    "documents": Case(PATTERN, kv_heads=5, head_dim=8, borders=(0, 13, 13, 43), is_causal=True),
+    "detached": Case(replace(PATTERN, detach_weights=True), batch=2, kv_heads=5, head_dim=8),
+    "zero_keys": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=7, head_dim=8),
+    "negative_scale": Case(PATTERN, kv_heads=5, head_dim=8, scale=-0.4),
+    "strided": Case(PATTERN, batch=2, kv_heads=5, head_dim=8, strided=True),
+    "one_token": Case(PATTERN, num_tokens=1, kv_heads=2, head_dim=8),
+}
+# No branch keeps everything, or the head dim is padded.
+NOT_WRITTEN = ("interleaved_groups", "grouped_heads", "groups")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        interpreter.mend(patch)
+        yield
+
+
+class Dense:
+    """A stand-in for a kernel of GPUs, as plain operations; notes which of its calls wrote memory that it was given."""
+
+    def __init__(self, *, own: bool) -> None:
+        self.own, self.wrote, self.calls = own, 0, 0
+        self.kernel = Kernel(
+            "dense", lambda request: None, self.forward, self.backward, head_dim_multiple=4, takes_dlse=own, writes=own
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Any = None) -> tuple[Tensor, ...]:
+        assert into is None or self.own
+        return self._put(into, MATH.forward(q, k, v, options))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: Options,
+        into: Any = None,
+        dlse: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        assert (into is None and dlse is None) or self.own
+        return self._put(into, MATH.backward(dout, dlse, q, k, v, out, lse, options))
+
+    def _put(self, into: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.calls += 1
+        if into is None:
+            return results
+        self.wrote += 1
+        for target, result in zip(into, results, strict=True):
+            target.copy_(result)
+        return into
+
+
+def as_on_gpu(patch: pytest.MonkeyPatch, kernel: Kernel, kernels: Any) -> None:
+    start = piece_loop.PieceLoop.__init__
+
+    def init(self: piece_loop.PieceLoop, *arguments: Any) -> None:
+        start(self, *arguments)
+        self._packs = False
+
+    patch.setattr(piece_loop.PieceLoop, "__init__", init)
+    patch.setattr(piece_loop, "choose_kernel", lambda engine, request: kernel)
+    patch.setattr(piece_loop, "merging", lambda request: kernels)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "writes"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_equals_the_definition(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, dense = CASES[name], Dense(own=own)
+    as_on_gpu(monkeypatch, dense.kernel, merging)
+    for actual, expected in zip(run_engine(case, "sdpa", torch.float32), run_reference(case, torch.float32)):
+        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+    assert (dense.wrote > 0) == (own and name not in NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("kernels", [merging, None], ids=["triton", "torch"])
+def test_pieces_are_read_and_written_in_place(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation of a forward and backward makes a copy as large as a head of the sequence, but the kernel's own results."""
+    given: list[Tensor] = []
+
+    class Watching(Dense):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Any = None) -> tuple[Tensor, ...]:
+            given.extend((q, k, v))
+            return super().forward(q, k, v, options, into)
+
+        def backward(
+            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *more: Any, **own: Any
+        ) -> tuple[Tensor, ...]:
+            given.extend((dout, q, k, v, out))
+            return super().backward(dout, q, k, v, out, *more, **own)
+
+    dense = Watching(own=True)
+    as_on_gpu(monkeypatch, dense.kernel, kernels)
+    case = Case(DilatedPattern.longnet(), num_tokens=4096 + 301, kv_heads=6, head_dim=4)
+    q, k, v, dout, dlse = case.tensors(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dilated_attention(*leaves, case.pattern, return_lse=True, backend="sdpa")
+    torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    memory = {x.untyped_storage().data_ptr() for x in (q, k, v, out, dout)}
+    assert {x.untyped_storage().data_ptr() for x in given} == memory
+    assert dense.wrote == 4  # whole segments and the last one, forward and backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 24, 128])
+def test_merging_and_adding_equal_torch(dtype: torch.dtype, head_dim: int) -> None:
+    torch.manual_seed(0)
+    out, part = torch.randn(2, 90, 3, head_dim).to(dtype)[:, ::2].transpose(1, 2), torch.randn(2, 3, 50, head_dim).to(dtype)
+    lse, part_lse = torch.randn(2, 90, 3)[:, ::2].transpose(1, 2), torch.randn(2, 3, 50)
+    lse[:, 1, :30], part_lse[:, 1, 20:] = -math.inf, -math.inf  # rows that one side reaches, or neither
+    out[:, 1, :30], part[:, 1, 20:] = 0.0, 0.0
+    part[0, 0, 7] = math.nan
+    total = out.clone()
+    expected = (out.float(), lse.double().float())
+    merge_(*expected, part[:, :, :45].float(), part_lse[:, :, :45])
+    merging.merge_into(out, lse, part, part_lse)
+    torch.testing.assert_close(out, expected[0].to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(lse, expected[1])
+    added = (total.float() + part[:, :, :45].float()).to(dtype)
+    merging.add_to(total, part)
+    torch.testing.assert_close(total, added, equal_nan=True)
+
+
+def test_where_triton_kernels_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(engine, "INSTALLED", (3, 6))
+    request = piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64, masked=True, dropout=True)
+    assert piece_loop.merging(request) is merging
+    for change in ({"hardware": simulate("cpu")}, {"hardware": simulate("sm_75")}, {"dtype": torch.float64}, {"head_dim": 512}):
+        assert piece_loop.merging(replace(request, **change)) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(engine, "INSTALLED", None)
+    assert piece_loop.merging(request) is None
