@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import platform
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import flexdilated.backends
 
 
 @lru_cache(maxsize=1)
@@ -57,6 +61,26 @@ def driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def source_of(engine: str, form: str) -> str:
+    """A hash of the code that computes a form of `"triton"` or `"flash"`.
+
+    Forms are `"forward"` and `"backward"`, each also with `", grouped heads"`.
+    """
+    folder = Path(flexdilated.backends.__file__).parent
+    direction = form.partition(",")[0]
+    own = [folder / "triton" / f"{name}.py" for name in (direction, "places", "tiles")]
+    return digest("".join(path.read_text() for path in (own if engine == "triton" else sorted(folder.glob("flash*.py")))))
+
+
+def digest(code: str) -> str:
+    """A hash of Python code that comments, docstrings and layout do not change."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def provenance(program: str, device: str, arguments: Sequence[str], commit_given: str | None = None) -> dict[str, Any]:

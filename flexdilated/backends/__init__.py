@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flexdilated.backends import flash, sdpa
-from flexdilated.backends.crossovers import prefer
+from flexdilated.backends.crossovers import prefer, unproven
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton import engine as triton_engine
@@ -59,8 +59,8 @@ def choose(backend: str, request: Request, *, divided: bool = False) -> str:
         reasons = {}
         for name in prefer(request):
             reasons[name] = _divided_why_not(name, request, asked=False) if divided else BACKENDS[name](request)
-            if reasons[name] is None and name == "triton":
-                reasons[name] = triton_engine.why_not_unasked(request)
+            if reasons[name] is None:
+                reasons[name] = unproven(name, request) or (triton_engine.why_not_unasked(request) if name == "triton" else None)
             if reasons[name] is None:
                 return name
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -1,7 +1,8 @@
 """Which engine `backend="auto"` prefers, from measurements kept beside this file with their provenance.
 
 `nox -s bench -- --crossover` measures the machine at hand and rewrites its part of `crossovers.json`. Where nothing is kept for a
-device and dtype, the order is that of `DEFAULT`.
+device and dtype, the order is that of `DEFAULT`. Kernels of this project's own and private entry points are chosen only in forms
+that a GPU has run since their code last changed: the file's `ran` has the form, the device, the commit and a hash of the code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from flexdilated.core.request import Request
 
 FILE = Path(__file__).with_name("crossovers.json")
 DEFAULT = ("sdpa", "flex")  # the oracle, which takes O(N^2) memory, is never chosen unasked
-CHALLENGERS = ("triton", "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine
+PROVEN = ("triton", "flash")  # these need an entry of `ran`
+CHALLENGERS = (*PROVEN, "flex")  # what is measured against sdpa; an entry without a ratio says nothing of that engine
 ENOUGH = 0.95  # one of them is chosen when it takes at most this share of sdpa's time: less is noise
 
 
@@ -76,6 +78,17 @@ def is_measured(hardware: Hardware) -> bool:
     return any(c.device == device_class(hardware) for c in KEPT)
 
 
+def unproven(engine: str, request: Request) -> str | None:
+    """Why `backend="auto"` leaves an engine out that has not run on a GPU since it changed, or None."""
+    if engine not in PROVEN:
+        return None
+    device, suffix = device_class(request.hardware), ", grouped heads" if request.group > 1 else ""
+    for form in ("forward", "backward") if request.differentiable else ("forward",):
+        if (engine, form + suffix, device) not in RAN:
+            return f"no {device} has run its {form}{suffix} since that changed"
+    return None
+
+
 def prefer(request: Request, crossovers: Iterable[Crossover] | None = None) -> tuple[str, ...]:
     """The engines for `backend="auto"`, the fastest first: as measured on this class of device at the nearest head dim.
 
@@ -111,3 +124,4 @@ def _is_nearer(a: int, b: int, wanted: int) -> bool:
 
 
 KEPT = load(FILE.read_text())
+RAN = tuple((entry["engine"], entry["form"], entry["device"]) for entry in json.loads(FILE.read_text())["ran"])

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flexdilated._version import __version__
 from flexdilated.backends import Request, choose, why_not
-from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, device_class, is_measured
+from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, device_class, is_measured, unproven
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
 from flexdilated.core.hardware import Hardware, detect, recommended_dtype
@@ -122,13 +122,14 @@ def _preference(hardware: Hardware) -> str:
         kept = json.loads(FILE.read_text())["provenance"]
         (about,) = (entry for entry in kept if entry["device"] == device_class(hardware))
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
-        return f"auto takes the engine that was the fastest on one device of this class ({where}): {_measured_choice(hardware)}"
-    text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
-    if why_not("triton", _request(hardware, torch.bfloat16, "plain")) is None:
-        text += (
-            ". By published rates triton needs the least time there forward, and did on an H200: name it to try it; "
-            "python -m benchmarks.crossover in a clone measures it, and auto follows"
-        )
+        text = f"auto takes the engine that was the fastest on one device of this class ({where}): {_measured_choice(hardware)}"
+    else:
+        text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
+    plain = _request(hardware, torch.bfloat16, "plain")
+    for name in PROVEN:
+        reason = unproven(name, plain) or unproven(name, replace(plain, group=2))
+        if reason is not None and why_not(name, plain) is None:
+            text += f". auto leaves {name} out: {reason}. python -m benchmarks.gpu --all in a clone runs and measures it"
     return text
 
 

@@ -1,5 +1,6 @@
 """The table of engines and kernels, the choice, and the two CPU kernels against each other."""
 
+import json
 import math
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import environment
 from flexdilated import DilatedPattern, backends, dilated_attention, reference
-from flexdilated.backends import BACKENDS, Request, choose_kernel, engines, sdpa
+from flexdilated.backends import BACKENDS, Request, choose_kernel, crossovers, engines, sdpa
 from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS
@@ -28,8 +30,10 @@ def request(**changes: object) -> Request:
 
 @pytest.fixture(autouse=True)
 def builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that can build triton's launcher."""
+    """A machine that can build triton's launcher, and forms of triton that have run on an sm_90."""
     monkeypatch.setattr(triton_engine, "UNBUILT", None)
+    forms = ("forward", "backward", "forward, grouped heads")
+    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in forms))
 
 
 # -- engines ------------------------------------------------------------------------------------------------------------------
@@ -46,6 +50,9 @@ def test_auto_takes_the_first_engine_that_can() -> None:
         ("sm_90", {"dtype": torch.bfloat16, "differentiable": True, "masked": True}, "flex"),
         ("sm_80", {"modified": False, "dtype": torch.bfloat16}, "sdpa"),  # nothing has measured one
         ("sm_90", {"modified": False, "dtype": torch.bfloat16}, "triton"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "differentiable": True}, "triton"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "group": 2}, "triton"),
+        ("sm_90", {"modified": False, "dtype": torch.bfloat16, "group": 2, "differentiable": True}, "sdpa"),  # has not run
         ("sm_90", {"modified": False, "dtype": torch.bfloat16, "dropout": True}, "sdpa"),
         ("sm_90", {"modified": False, "dtype": torch.float32, "num_tokens": 65536}, "sdpa"),
         ("sm_90", {"modified": False, "dtype": torch.float32, "dynamic": True}, "sdpa"),
@@ -72,6 +79,32 @@ def test_auto_leaves_triton_out_where_it_cannot_be_built(monkeypatch: pytest.Mon
     monkeypatch.setattr(triton_engine, "UNBUILT", "triton needs a C compiler")
     assert backends.choose("auto", asked) == "sdpa"
     assert backends.choose("triton", asked) == "triton"  # its cache may hold what was built elsewhere
+
+
+def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(hardware=simulate("sm_90"), head_dim=64, dtype=torch.bfloat16, group=2, differentiable=True)
+    reason = "no sm_90 has run its backward, grouped heads since that changed"
+    assert crossovers.unproven("triton", asked) == reason
+    monkeypatch.setattr(backends, "prefer", lambda request: ("triton",))
+    with pytest.raises(NotImplementedError, match=f"triton: {reason}"):
+        backends.choose("auto", asked)
+    assert backends.choose("triton", asked) == "triton"
+
+
+def test_kept_forms_are_those_of_this_code() -> None:
+    for entry in json.loads(crossovers.FILE.read_text())["ran"]:
+        assert entry["source"] == environment.source_of(entry["engine"], entry["form"]), (
+            f"{entry['engine']}, {entry['form']} has changed since {entry['commit']} ran on {entry['device']}; remove the entry: "
+            "backend='auto' takes another engine until python -m benchmarks.gpu --all has run there"
+        )
+
+
+def test_a_form_is_known_by_its_code_alone() -> None:
+    code = 'def f(x):\n    """A text."""\n    return x + 1\n'
+    same, other = "# new\ndef f(x):\n    return x  +  1\n", code.replace("1", "2")
+    assert environment.digest(code) == environment.digest(same) != environment.digest(other)
+    sources = {environment.source_of(*form) for form in (("triton", "forward"), ("triton", "backward"), ("flash", "forward"))}
+    assert len(sources) == 3
 
 
 def test_what_triton_is_built_with_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.backends import BACKENDS
+from flexdilated.backends import BACKENDS, crossovers
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
@@ -108,11 +108,17 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "auto takes the engine that was the fastest on one device of this class ("
     assert measured == said + "cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20): sdpa in float32, bfloat16, float16, float64"
     where = "NVIDIA H200, torch 2.11.0+cu130, 2026-11-26"
-    assert hopper == f"{said}{where}): triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
-    assert unmeasured.startswith(
-        "auto takes sdpa, then flex: nothing has been measured on this class of device. By published rates triton"
+    left_out = (
+        ". auto leaves triton out: no {} has run its forward since that changed. python -m benchmarks.gpu --all in a clone runs"
     )
-    assert doctor._preference(simulate("sm_70")) == "auto takes sdpa, then flex: nothing has been measured on this class of device"
+    assert hopper.startswith(f"{said}{where}): sdpa in float32, bfloat16, float16, float64{left_out.format('sm_90')}")
+    unknown = "auto takes sdpa, then flex: nothing has been measured on this class of device"
+    assert unmeasured.startswith(unknown + left_out.format("sm_80"))
+    monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in ("forward", "backward")))
+    ran = doctor._preference(simulate("sm_90"))
+    chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
+    assert ran.startswith(f"{said}{where}): {chosen}. auto leaves triton out: no sm_90 has run its forward, grouped heads since")
+    assert doctor._preference(simulate("sm_70")) == unknown
 
 
 def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> None:
