@@ -33,13 +33,14 @@ class PieceLoop:
     """The slabs of some pieces, the options of their kernel, and the seed of the dropout."""
 
     def __init__(self, inputs: Inputs, flat: Flat, pieces: tuple[Piece, ...], seed: int | None) -> None:
-        q, k, _, key_padding_mask, *_ = inputs
+        q, k, _, key_padding_mask, cu_seqlens, _ = inputs
         self.pieces = pieces
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
         self.detaches = flat.detach_weights
         self._engine = flat.engine
-        self._request = Request.of(q, k, masked=key_padding_mask is not None, dropout=flat.dropout_p > 0.0)
+        asked = {"masked": key_padding_mask is not None, "packed": cu_seqlens is not None, "dropout": flat.dropout_p > 0.0}
+        self._request = Request.of(q, k, **asked)
         self.kernel = choose_kernel(flat.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
         self._sizes = q.shape[:2]

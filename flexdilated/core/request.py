@@ -25,6 +25,7 @@ class Request:
     transformed: bool = False  # torch.func or forward-mode differentiation is at work
     wants_lse: bool = False
     dlse: bool = False  # a backward is asked for, with a gradient of lse
+    packed: bool = False  # documents, whose lengths change from call to call
     num_tokens: int = 0  # per sequence, or of all packed documents
     dynamic: bool = False  # that number is a symbol, in compiled code that is to hold for several
 

@@ -212,6 +212,7 @@ def test_kernels_are_in_order_of_preference() -> None:
         ("sm_90", 92000, {"head_dim": 127, "dlse": True}, "cudnn"),
         ("sm_90", 92000, {"head_dim": 128, "dlse": True}, "flash"),
         ("sm_90", 92000, {"masked": True}, "efficient"),
+        ("sm_90", 92000, {"packed": True}, "flash"),
     ],
 )
 def test_cudnn_comes_first_where_torch_prefers_it(
