@@ -11,7 +11,7 @@ graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import uncached
 
 GRADIENT_MESSAGE = (
     "dilated_attention must not be differentiated twice, got a derivative of its own derivative: the fused attention kernels have "
@@ -65,14 +66,14 @@ class Flat(NamedTuple):
     @property
     def pattern(self) -> DilatedPattern:
         """The pattern whose fields an operator was given."""
-        return DilatedPattern(
-            tuple(self.segment_lengths),
-            tuple(self.dilation_rates),
-            heads=self.heads,
-            offsets=self.offsets,
-            zero_padding=self.zero_padding,
-            detach_weights=self.detach_weights,
-        )
+        return uncached(_pattern)(tuple(self.segment_lengths), tuple(self.dilation_rates), *self[2:6])
+
+
+@lru_cache(maxsize=256)
+def _pattern(
+    lengths: tuple[int, ...], rates: tuple[int, ...], heads: Any, offsets: Any, zeros: bool, detached: bool
+) -> DilatedPattern:
+    return DilatedPattern(lengths, rates, heads=heads, offsets=offsets, zero_padding=zeros, detach_weights=detached)
 
 
 class Operator(NamedTuple):
