@@ -35,10 +35,10 @@ from flexdilated.core.pieces import Order, arrange, plan_pieces
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call, both differentiable; its backend is a kernel engine."""
     refuse_traced_derivatives()
-    run = MIXTURE.forward
+    transformed, run = is_transformed(q, k, v), MIXTURE.forward  # asked in traced code too: it refuses to drop tangents there
     if not torch.compiler.is_compiling():
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if is_transformed(q, k, v):
+        if transformed:
             run = _Mixture.apply
         elif torch.is_grad_enabled() and not in_graph:
             run = _Eager.apply

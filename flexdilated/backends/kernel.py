@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexdilated.core.lse import safe_lse
 from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
 
@@ -179,14 +178,14 @@ class Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`dq, dk, dv` for `dout` and, where given, `dlse`; `into`: the memory that they are written to and returned as.
 
+        `lse` and `dlse` are those of `for_backward`: an empty row has lse +inf.
+
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
         q, options, factor = with_positive_scale(q, options)
         memory = self._memory(into if factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads) else None, head_dim)
-        if dlse is not None:
-            dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # what makes something of -inf has NaN as its derivative
         own: dict[str, Any] = {"dlse": dlse} if self.takes_dlse else {}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
@@ -194,7 +193,7 @@ class Kernel:
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         k, v = self._repeat(k, q), self._repeat(v, q)
         dout, q, k, v, out = (self._pad(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, safe_lse(lse), options, **own, **memory))
+        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, lse, options, **own, **memory))
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
         dq = dq if factor == 1.0 else dq * factor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated.backends.kernel import Dropout, Kernel, Options, disabled
 from flexdilated.core.functorch import may_draw
-from flexdilated.core.lse import accumulated, safe_lse
+from flexdilated.core.lse import accumulated
 from flexdilated.core.request import Request
 
 SCORES = 1 << 24  # at once: 64 MiB in float32
@@ -93,13 +93,13 @@ def differential(
     """`sum p (dscore v + dv)` and `sum p dscore` over the keys, by plain tensor operations whatever kernel computed lse.
 
     `dscore = scale (dq k^T + q dk^T)` and `p = exp(score - lse)`, where lse may be the mixture's. Boxes and options are those of
-    `Kernel.forward`, the tangents `dq, dk, dv` of the shapes of q, k and v.
+    `Kernel.forward`, lse is that of `for_backward`, the tangents `dq, dk, dv` of the shapes of q, k and v.
     """
     group = q.shape[1] // k.shape[1]
     dq, dk, dv, q, k, v = (x.to(accumulated(x.dtype)) for x in (*tangents, q, k, v))
     dk, dv, k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (dk, dv, k, v))
     outs, sums = [], []
-    starts, lse = _rows(q, k), safe_lse(lse)
+    starts = _rows(q, k)
     for start, drop in zip(starts, _dropouts(q, k, starts, options.dropout)):
         rows = slice(start, start + starts.step)
         weights = torch.exp(_scores(q[:, :, rows], k, start, options) - lse[:, :, rows, None])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +20,56 @@ from flexdilated.backends.kernel import GRID_LIMIT, Dropout, Kernel, Options, sp
 from flexdilated.backends.math import differential
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core.custom_op import Flat, Inputs
-from flexdilated.core.lse import accumulated, add_zero_keys_, merge_
-from flexdilated.core.pieces import Part, Piece, box, fold, fold_view, slabs, unfold, view_parts
+from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_
+from flexdilated.core.pieces import Part, Piece, box, fold, fold_view, parts_of, slabs, unfold, view_layouts
 from flexdilated.core.request import Request
 
 # Bytes of one packed tensor of a slab, on a CPU. Slabs that fit its caches are packed before they are computed: the kernels are up
 # to a tenth faster than on strided rows, and the temporaries reuse the same memory instead of touching fresh pages. Elsewhere a
 # piece is as few launches as its views allow. See docs/adr/0002.
 CPU_SLAB_BYTES = 4 << 20
+
+
+class Slab(NamedTuple):
+    """A part of a piece that is one call of a kernel, its place among all, and the options of that call."""
+
+    number: int
+    piece: Piece
+    part: Part
+    options: Options
+
+
+class Rows:
+    """The rows of slabs in a tensor `(B, N, H, ...)`.
+
+    Off the CPU a slab is a view: the sizes and strides of all are computed once for each layout of the tensor.
+    """
+
+    def __init__(self, x: Tensor, group: int, output: bool, apart: bool, parts: tuple[Any, ...] | None) -> None:
+        self.x, self.group, self.output, self.apart = x, group, output, apart
+        self.first = x.storage_offset()
+        self.layouts = None if parts is None else view_layouts(parts, x.shape, x.stride(), group, output)
+
+    def box(self, slab: Slab) -> Tensor:
+        """The rows as `b s o h g r d`."""
+        return box(self.x, slab.piece, group=self.group, output=self.output)[slab.part]
+
+    def view(self, slab: Slab) -> Tensor | None:
+        """The rows as a kernel takes them, `(batch, heads, rows, D)`, where strides make that a view."""
+        if self.layouts is None:
+            return fold_view(self.box(slab), offsets_apart=self.apart)
+        layout = self.layouts[slab.number]
+        return None if layout is None else self.x.as_strided(layout[0], layout[1], self.first + layout[2])
+
+    def whole(self, slab: Slab) -> Tensor | None:
+        """That view, where it has all rows that the kernel computes."""
+        view = self.view(slab)
+        return view if view is not None and view.shape[2] == slab.piece.rows else None
+
+    def read(self, slab: Slab, fill: float = 0.0) -> Tensor:
+        """The rows as a kernel takes them, where they are no view a copy; rows that the tensor lacks are filled."""
+        view = self.whole(slab)
+        return fold(self.box(slab), slab.piece.rows, fill, offsets_apart=self.apart) if view is None else view
 
 
 class PieceLoop:
@@ -43,15 +86,33 @@ class PieceLoop:
         self._request = Request.of(q, k, **asked)
         self.kernel = choose_kernel(flat.engine, self._request)
         self.in_place = None if self.kernel.in_place is None else self.kernel.in_place()
-        self._sizes = q.shape[:2]
+        self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
+        self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
+        self._sizes = q.shape
         self._row_bytes = self.group * q.shape[3] * q.element_size()
-        self._packs = q.device.type == "cpu"
-        self._triton = merging(self._request)
+        self._packs = packs(q.device)
         self._apart = key_padding_mask is not None or self.group > 1  # of `fold`
         # The mask has no heads: every head reads the same column.
         self._ignored = None if key_padding_mask is None else key_padding_mask[:, :, None, None].expand(-1, -1, k.shape[2], 1)
-        self.options = Options(flat.is_causal, flat.scale, key_padding_mask)
-        self._dropout = None if seed is None else Dropout(flat.dropout_p, seed)
+
+    @cached_property
+    def _views(self) -> tuple[Any, ...]:
+        batch, num_tokens, *_ = self._sizes
+        return self.pieces, batch, num_tokens, self.group, GRID_LIMIT, self._apart
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[Piece, Part], ...]:
+        if not self._packs:
+            return parts_of(*self._views)
+        return tuple(
+            (piece, part)
+            for piece in self.pieces
+            for part in slabs(piece, self._sizes[0], piece.offsets * piece.heads * piece.rows * self._row_bytes, CPU_SLAB_BYTES)
+        )
+
+    @cached_property
+    def _merging(self) -> Any:
+        return merging(self._request)
 
     def differentiating(self, dlse: Tensor | None) -> Kernel:
         """The kernel of the backward: one more column, for a gradient of lse, may be too many for that of the forward."""
@@ -62,77 +123,60 @@ class PieceLoop:
         memory = torch.empty(shape, dtype=dtype, device=self.device)
         return memory if self.pieces and self.pieces[0].tiles else memory.fill_(start)
 
-    def slabs(self) -> Iterator[tuple[Piece, Part, Options]]:
-        """Every slab: the piece, its part of the box, and the kernel's options."""
-        ordinal = 0
-        batch, num_tokens = self._sizes
-        for piece in self.pieces:
-            if self._packs:
-                parts = slabs(piece, batch, piece.offsets * piece.heads * piece.rows * self._row_bytes, CPU_SLAB_BYTES)
-            else:
-                parts = view_parts(piece, batch, num_tokens, self.group, GRID_LIMIT, offsets_apart=self._apart)
-            for part in parts:
-                options = self.options._replace(ignored=None)
-                if self._ignored is not None:
-                    rows = box(self._ignored, piece)[part][:, :, :, :1]
-                    options = options._replace(ignored=fold(rows, piece.rows, offsets_apart=True)[:, 0, :, 0])
-                if self._dropout is not None:
-                    options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, ordinal)))
-                ordinal += 1
-                yield piece, part, options
+    def slabs(self) -> Iterator[Slab]:
+        """All slabs, in the order of the pieces."""
+        plain = self.options._replace(ignored=None)
+        for number, (piece, part) in enumerate(self._parts):
+            options = plain
+            if self._ignored is not None:
+                rows = box(self._ignored, piece)[part][:, :, :, :1]
+                options = options._replace(ignored=fold(rows, piece.rows, offsets_apart=True)[:, 0, :, 0])
+            if self._dropout is not None:
+                options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, number)))
+            yield Slab(number, piece, part, options)
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, part: Part, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, x: Tensor, group: int = 1, *, output: bool = False) -> Rows:
+        """The slabs' rows in `x` `(B, N, H, ...)`: those of outputs, or of queries, keys and values."""
+        return Rows(x, group, output, self._apart, None if self._packs else self._views)
+
+    def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
-        q, k, v = (self._fold(box(x, piece, group=group)[part], piece.rows) for x, group in ((q, self.group), (k, 1), (v, 1)))
-        if options.ignored is not None:
-            k, v = (x.masked_fill(options.ignored[:, None, :, None], 0.0) for x in (k, v))
+        q, k, v = (x.read(slab) for x in rows)
+        if slab.options.ignored is not None:
+            k, v = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in (k, v))
         return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs else (q, k, v)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        piece: Piece,
-        part: Part,
-        options: Options,
-        into: tuple[Tensor, ...] | None = None,
+        self, slab: Slab, inputs: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A slab's own output and lse, written to `into` where given."""
-        out, lse = self.kernel.forward(*self.inputs(q, k, v, piece, part, options), options, into)
-        if piece.zero_keys:
-            add_zero_keys_(out, lse, piece.zero_keys)
+        """A slab's own output and lse of its `inputs`, written to `into` where given."""
+        out, lse = self.kernel.forward(*inputs, slab.options, into)
+        if slab.piece.zero_keys:
+            add_zero_keys_(out, lse, slab.piece.zero_keys)
         return out, lse
 
-    def outputs(self, x: Tensor, piece: Piece, part: Part, fill: float = 0.0) -> Tensor:
-        """A slab's rows of `x` `(B, N, H, ...)`, which belongs to outputs, as a kernel takes them."""
-        return self._fold(box(x, piece, group=self.group, output=True)[part], piece.rows, fill)
-
-    def merge(self, out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> None:
-        """Merge a slab's results, as a kernel gives them, into the boxes `out` and `lse` of the slab."""
-        views = self.views(out, lse) if self._triton else None
-        if views is not None:
-            self._triton.merge_into(views[0], views[1][..., 0], out_i, lse_i)
+    def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
+        """Merge a slab's results, as a kernel gives them, into running results."""
+        views = (out.view(slab), lse.view(slab)) if self._merging else (None, None)
+        if views[0] is not None and views[1] is not None:
+            self._merging.merge_into(views[0], views[1][..., 0], out_i, lse_i)
         else:
-            merge_(out, lse[..., 0], unfold(out_i, out), unfold(lse_i[..., None], lse)[..., 0])
+            out_box, lse_box = out.box(slab), lse.box(slab)
+            merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
 
-    def add(self, total: Tensor, term: Tensor) -> None:
-        """Add a slab's gradient, as a kernel gives it, to the box `total` of the slab."""
-        views = self.views(total) if self._triton else None
-        if views is not None:
-            self._triton.add_to(views[0], term)
+    def add(self, slab: Slab, total: Rows, term: Tensor) -> None:
+        """Add a slab's gradient, as a kernel gives it, to running sums."""
+        view = total.view(slab) if self._merging else None
+        if view is not None:
+            self._merging.add_to(view, term)
         else:
-            total.add_(unfold(term, total))
+            rows = total.box(slab)
+            rows.add_(unfold(term, rows))
 
-    def views(self, *boxes: Tensor, rows: int | None = None) -> tuple[Tensor, ...] | None:
-        """Boxes of a slab as a kernel takes them, where all of them can be viewed so and have `rows` rows, if given."""
-        if rows is not None and boxes[0].shape[5] != rows:
-            return None
-        views = [fold_view(x, offsets_apart=self._apart) for x in boxes]
-        return None if any(x is None for x in views) else tuple(x for x in views if x is not None)
 
-    def _fold(self, x: Tensor, rows: int, fill: float = 0.0) -> Tensor:
-        return fold(x, rows, fill, offsets_apart=self._apart)
+def packs(device: torch.device) -> bool:
+    """Whether slabs are copied together before they are computed."""
+    return device.type == "cpu"
 
 
 def merging(request: Request) -> Any:
@@ -150,19 +194,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
     if loop.in_place is not None:
         loop.in_place.forward(out, lse, q, k, v, loop.pieces, loop.options)
         return out, lse
-    lse_rows = lse.transpose(1, 2)[..., None]
-    for piece, part, options in loop.slabs():
-        out_box, lse_box = (box(x, piece, group=loop.group, output=True)[part] for x in (out, lse_rows))
-        into = loop.views(out_box, lse_box, rows=piece.rows) if piece.tiles else None
-        if into is not None:
-            loop.attend(q, k, v, piece, part, options, (into[0], into[1][..., 0]))
+    given = loop.rows(q, loop.group), loop.rows(k), loop.rows(v)
+    out_rows, lse_rows = (loop.rows(x, loop.group, output=True) for x in (out, lse.transpose(1, 2)[..., None]))
+    for slab in loop.slabs():
+        inputs = loop.inputs(slab, *given)
+        if not slab.piece.tiles:
+            loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
-        out_i, lse_i = loop.attend(q, k, v, piece, part, options)
-        if piece.tiles:
-            out_box.copy_(unfold(out_i, out_box))
-            lse_box.copy_(unfold(lse_i[..., None], lse_box))
+        out_i, lse_i = out_rows.whole(slab), lse_rows.whole(slab)
+        if out_i is not None and lse_i is not None:
+            loop.attend(slab, inputs, (out_i, lse_i[..., 0]))
         else:
-            loop.merge(out_box, lse_box, out_i, lse_i)
+            out_i, lse_i = loop.attend(slab, inputs)
+            for rows, result in ((out_rows.box(slab), out_i), (lse_rows.box(slab), lse_i[..., None])):
+                rows.copy_(unfold(result, rows))
     return out, lse
 
 
@@ -185,30 +230,35 @@ def backward(
         grads = (dq, dk, dv)
         loop.in_place.backward(grads, dout, dlse, q, k, v, out, lse, loop.pieces, loop.options, detaches=loop.detaches)
         return grads
-    lse_rows = lse.transpose(1, 2)[..., None]
-    dlse_rows = None if dlse is None else dlse.transpose(1, 2)[..., None]
-    kernel, groups = loop.differentiating(dlse), (loop.group, 1, 1)
-    for piece, part, options in loop.slabs():
-        q_i, k_i, v_i = loop.inputs(q, k, v, piece, part, options)
-        # Rows without an output have no gradient either: -inf takes them out of the backward.
-        dout_i, lse_i = loop.outputs(dout, piece, part), loop.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
-        dlse_i = None if dlse_rows is None else loop.outputs(dlse_rows, piece, part)[..., 0]
+    lse, dlse = for_backward(lse, dlse)
+    given, kernel = (loop.rows(q, loop.group), loop.rows(k), loop.rows(v)), loop.differentiating(dlse)
+    dout_rows, out_rows, lse_rows = (loop.rows(x, loop.group, output=True) for x in (dout, out, lse.transpose(1, 2)[..., None]))
+    dlse_rows = None if dlse is None else loop.rows(dlse.transpose(1, 2)[..., None], loop.group, output=True)
+    sum_rows = loop.rows(dq, loop.group), loop.rows(dk), loop.rows(dv)
+    for slab in loop.slabs():
+        inputs = loop.inputs(slab, *given)
+        # Rows without an output have no gradient either: +inf takes them out of the backward.
+        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab, torch.inf)[..., 0]
+        dlse_i = None if dlse_rows is None else dlse_rows.read(slab)[..., 0]
         if loop.detaches:
             total = lse_i
-            out_i, lse_i = loop.attend(q, k, v, piece, part, options)
-            weight = torch.exp(lse_i - total).masked_fill(total == -torch.inf, 0.0)
+            out_i, lse_i = loop.attend(slab, inputs)
+            weight = torch.exp(lse_i - total)
             dout_i = dout_i * weight[..., None].to(dout_i.dtype)
-            dlse_i = None if dlse_i is None else dlse_i * weight
+            lse_i, dlse_i = for_backward(lse_i, None if dlse_i is None else dlse_i * weight)
         else:
-            out_i = loop.outputs(out, piece, part)
-        boxes = [box(x, piece, group=group)[part] for x, group in zip((dq, dk, dv), groups)]
-        into = loop.views(*boxes, rows=piece.rows) if piece.tiles and dq.dtype == q.dtype else None
-        terms = kernel.backward(dout_i, dlse_i, q_i, k_i, v_i, out_i, lse_i, options, into)
-        for total, term in zip(boxes, terms if into is None else ()):
-            if piece.tiles:
-                total.copy_(unfold(term, total))
+            out_i = out_rows.read(slab)
+        into = None
+        if slab.piece.tiles and dq.dtype == q.dtype:
+            views = tuple(view for view in (rows.whole(slab) for rows in sum_rows) if view is not None)
+            into = views if len(views) == len(sum_rows) else None
+        terms = kernel.backward(dout_i, dlse_i, *inputs, out_i, lse_i, slab.options, into)
+        for rows, term in zip(sum_rows, terms if into is None else ()):
+            if slab.piece.tiles:
+                memory = rows.box(slab)
+                memory.copy_(unfold(term, memory))
             else:
-                loop.add(total, term)
+                loop.add(slab, rows, term)
     return dq, dk, dv
 
 
@@ -221,14 +271,17 @@ def tangent(
     run over the pieces too. Zero keys move nothing. Under `detach_weights` a piece's share of dlse meets its own output instead.
     """
     dout, dlse = torch.zeros_like(out, dtype=lse.dtype), torch.zeros_like(lse)
-    lse_rows, dlse_rows = (x.transpose(1, 2)[..., None] for x in (lse, dlse))
-    for piece, part, options in loop.slabs():
-        q_i, k_i, v_i = loop.inputs(q, k, v, piece, part, options)
-        lse_i = loop.outputs(lse_rows, piece, part, -torch.inf)[..., 0]
-        moved, dlse_i = differential(loop.inputs(*tangents, piece, part, options), q_i, k_i, v_i, lse_i, options)
-        out_i = loop.attend(q, k, v, piece, part, options)[0] if loop.detaches else loop.outputs(out, piece, part)
+    lse, _ = for_backward(lse, None)
+    given, moving = ((loop.rows(x[0], loop.group), loop.rows(x[1]), loop.rows(x[2])) for x in ((q, k, v), tangents))
+    out_rows, lse_rows, dout_rows, dlse_rows = (
+        loop.rows(x, loop.group, output=True) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
+    )
+    for slab in loop.slabs():
+        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab, torch.inf)[..., 0]
+        moved, dlse_i = differential(loop.inputs(slab, *moving), *inputs, lse_i, slab.options)
+        out_i = loop.attend(slab, inputs)[0] if loop.detaches else out_rows.read(slab)
         dlse_i = dlse_i[..., None]
-        for total, term in ((dout, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
-            rows = box(total, piece, group=loop.group, output=True)[part]
+        for total, term in ((dout_rows, moved - dlse_i * out_i), (dlse_rows, dlse_i)):
+            rows = total.box(slab)
             rows.add_(unfold(term, rows))
     return dout.to(out.dtype), dlse

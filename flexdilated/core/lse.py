@@ -52,6 +52,10 @@ def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
     return torch.sigmoid((lse - sinks).masked_fill(lse == -math.inf, -math.inf))  # -inf - -inf is NaN
 
 
-def safe_lse(lse: Tensor) -> Tensor:
-    """`lse` for a backward kernel: `+inf` instead of `-inf`, so that `exp(score - lse)` is 0, not NaN, in an empty row."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
+def for_backward(lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`lse` and its gradient as a backward kernel takes them: `+inf` instead of `-inf`, and 0, in an empty row.
+
+    `exp(score - lse)` is then 0, not NaN, whatever the derivative of what was made of -inf is.
+    """
+    empty = lse == -math.inf
+    return lse.masked_fill(empty, math.inf), None if dlse is None else dlse.masked_fill(empty, 0.0)

@@ -350,6 +350,16 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
             yield some if counts[0] == batch else b, those if counts[1] == piece.segments else s, o, h
 
 
+@recent(size=lambda found, pieces, *sizes: PIECE * len(found))
+def parts_of(
+    pieces: tuple[Piece, ...], batch: int, num_tokens: int, group: int, most: int, offsets_apart: bool
+) -> tuple[tuple[Piece, Part], ...]:
+    """The pieces with their `view_parts`, one after another."""
+    return tuple(
+        (piece, part) for piece in pieces for part in view_parts(piece, batch, num_tokens, group, most, offsets_apart=offsets_apart)
+    )
+
+
 def _each(count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)]
 
@@ -404,6 +414,19 @@ def fold_view(rows: Tensor, *, offsets_apart: bool = False) -> Tensor | None:
         return rows.view(_folded(rows, offsets_apart))
     except RuntimeError:
         return None
+
+
+Layout = tuple[Sequence[int], Sequence[int], int]  # size, strides and offset of a view in a tensor
+
+
+@recent(size=lambda found, *arguments: PIECE * len(found))
+def view_layouts(
+    parts: tuple[Any, ...], size: tuple[int, ...], strides: tuple[int, ...], group: int, output: bool
+) -> tuple[Layout | None, ...]:
+    """The layout that `fold_view` gives each part of a tensor `(B, N, H, D)`, by its size and strides; `parts_of` takes `parts`."""
+    x, apart = torch.empty_strided(size, strides, device="meta"), parts[-1]
+    views = [fold_view(box(x, piece, group=group, output=output)[part], offsets_apart=apart) for piece, part in parts_of(*parts)]
+    return tuple(None if y is None else (y.shape, y.stride(), int(y.storage_offset())) for y in views)
 
 
 def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:

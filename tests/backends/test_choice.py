@@ -15,6 +15,7 @@ from flexdilated.backends.crossovers import DEFAULT
 from flexdilated.backends.kernel import Dropout, Kernel, Options
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
+from flexdilated.core.lse import for_backward
 from tests.cases import Case, run_engine, run_reference
 from tests.hardware import simulate
 from tests.tolerances import EXACT
@@ -321,7 +322,8 @@ def test_kernel_gives_minus_infinity_and_zero_for_rows_that_a_mask_empties(kerne
     empty[0] &= is_causal
     assert torch.equal(lse == -math.inf, empty[:, None].expand_as(lse))
     assert torch.equal((out == 0).all(-1), empty[:, None].expand_as(lse))
-    grads = kernel.backward(torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, Options(is_causal, 0.4, ignored))
+    lse, dlse = for_backward(lse, torch.ones_like(lse))
+    grads = kernel.backward(torch.ones_like(out), dlse, q, k, v, out, lse, Options(is_causal, 0.4, ignored))
     assert all(x.isfinite().all() for x in grads)
     assert torch.equal(grads[0][1], torch.zeros_like(q[1]))
 

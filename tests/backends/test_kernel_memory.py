@@ -78,14 +78,8 @@ class Efficient:
 @pytest.fixture
 def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory-efficient kernel, given views instead of slabs, as on CUDA."""
-    start = piece_loop.PieceLoop.__init__
-
-    def init(self: piece_loop.PieceLoop, *arguments: object) -> None:
-        start(self, *arguments)  # type: ignore[arg-type]
-        self._packs = False
-
+    monkeypatch.setattr(piece_loop, "packs", lambda device: False)
     monkeypatch.setattr(sdpa, "aten", Efficient)
-    monkeypatch.setattr(piece_loop.PieceLoop, "__init__", init)
     monkeypatch.setattr(piece_loop, "choose_kernel", lambda engine, request: KERNEL["efficient"])
 
 

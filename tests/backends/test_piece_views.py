@@ -92,13 +92,7 @@ class Dense:
 
 
 def as_on_gpu(patch: pytest.MonkeyPatch, kernel: Kernel, kernels: Any) -> None:
-    start = piece_loop.PieceLoop.__init__
-
-    def init(self: piece_loop.PieceLoop, *arguments: Any) -> None:
-        start(self, *arguments)
-        self._packs = False
-
-    patch.setattr(piece_loop.PieceLoop, "__init__", init)
+    patch.setattr(piece_loop, "packs", lambda device: False)
     patch.setattr(piece_loop, "choose_kernel", lambda engine, request: kernel)
     patch.setattr(piece_loop, "merging", lambda request: kernels)
 

@@ -26,6 +26,7 @@ from flexdilated.backends.triton import engine
 from flexdilated.backends.triton.groups import Group
 from flexdilated.backends.triton.tiles import Tiles, padded
 from flexdilated.core.call import Call
+from flexdilated.core.lse import for_backward
 from flexdilated.core.pattern import ceil_div
 from flexdilated.core.pieces import plan_pieces
 from tests.backends import interpreter
@@ -199,9 +200,11 @@ def test_dense_rows_equal_the_math_kernel() -> None:
         if hidden is not None:
             k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
         out, lse = MATH.forward(q, k, v, options)
-        expected = (out, lse, *MATH.backward(dout, dlse, q, k, v, out, lse, options))
+        given = for_backward(lse, dlse)
+        expected = (out, lse, *MATH.backward(dout, given[1], q, k, v, out, given[0], options))
         out, lse = engine.KERNEL.forward(q, k, v, options)
-        for a, e in zip((out, lse, *engine.KERNEL.backward(dout, dlse, q, k, v, out, lse, options)), expected):
+        given = for_backward(lse, dlse)
+        for a, e in zip((out, lse, *engine.KERNEL.backward(dout, given[1], q, k, v, out, given[0], options)), expected):
             torch.testing.assert_close(a, e, **SINGLE)
 
 

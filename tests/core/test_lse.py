@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdilated.core.lse import accumulated, add_zero_keys_, merge_, safe_lse, share_beside
+from flexdilated.core.lse import accumulated, add_zero_keys_, for_backward, merge_, share_beside
 from tests.tolerances import EXACT
 
 ROWS, KEYS, HEAD_DIM = 7, 23, 5
@@ -106,10 +106,13 @@ def test_add_zero_keys_to_an_empty_row_leaves_only_them() -> None:
     torch.testing.assert_close(lse, torch.tensor([math.log(3)]))
 
 
-def test_safe_lse_turns_minus_infinity_alone() -> None:
-    lse = torch.tensor([-math.inf, -3.0, 0.0, math.inf])
-    assert torch.equal(safe_lse(lse), torch.tensor([math.inf, -3.0, 0.0, math.inf]))
+def test_a_backward_sees_no_empty_row() -> None:
+    lse, dlse = torch.tensor([-math.inf, -3.0, 0.0, math.inf]), torch.tensor([math.nan, 1.0, math.nan, 2.0])
+    safe, gradient = for_backward(lse, dlse)
+    assert torch.equal(safe, torch.tensor([math.inf, -3.0, 0.0, math.inf]))
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.0, math.nan, 2.0]), equal_nan=True)
     assert lse[0] == -math.inf
+    assert for_backward(lse, None)[1] is None
 
 
 def test_merge_and_zero_keys_act_on_the_last_dimension_of_any_number() -> None:

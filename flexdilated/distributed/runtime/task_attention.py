@@ -15,7 +15,7 @@ from torch import Tensor
 from flexdilated.backends.kernel import Dropout, Options, spread
 from flexdilated.backends.piece_loop import PieceLoop
 from flexdilated.core.custom_op import Flat, Inputs
-from flexdilated.core.lse import add_zero_keys_, merge_
+from flexdilated.core.lse import add_zero_keys_, for_backward, merge_
 from flexdilated.distributed.planner.plan import ContextPlan
 from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.runtime.buffers import Buffers, Gradients
@@ -104,15 +104,15 @@ class TaskAttention:
         """Add the gradients of a task and neighbouring ranges of its keys."""
         if not keys:
             return
-        task, sums = self.schedule.tasks[number], self.buffers.sums
+        task, sums, kernel = self.schedule.tasks[number], self.buffers.sums, self.loop.differentiating(given.dlse)
         q = self.buffers.queries(task)
         dq = torch.zeros_like(q, dtype=sums)
         shape = (q.shape[0], 1, keys[-1].end - keys[0].first, self.buffers.head_dim)
         dk, dv = (q.new_zeros(shape, dtype=sums) for _ in range(2))
         for rows, columns, k, v, options in self._calls(number, keys):
-            dlse = None if given.dlse is None else given.dlse[:, :, rows]
-            dout, out, lse = (x[:, :, rows] for x in (given.dout, given.out, given.lse))
-            terms = self.loop.kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
+            lse, dlse = for_backward(given.lse[:, :, rows], None if given.dlse is None else given.dlse[:, :, rows])
+            dout, out = given.dout[:, :, rows], given.out[:, :, rows]
+            terms = kernel.backward(dout, dlse, q[:, :, rows], k, v, out, lse, options)
             for total, term, at in zip((dq, dk, dv), terms, (rows, columns, columns)):
                 total[:, :, at] += term
         grads.add_queries(task, self.buffers.unfolded(dq, task))
