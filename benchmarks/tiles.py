@@ -96,7 +96,7 @@ def forced(candidate: Candidate, launched: Callable[..., None] | None = None) ->
     def chosen(kernel: Any, *arguments: Any) -> Tiles:
         return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments)
 
-    with mock.patch.object(launch, "_tiles", chosen), mock.patch.object(launch, "_launch", launched or launch._launch):
+    with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, PLANS={}):
         yield
 
 

@@ -114,6 +114,7 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(name: s
     monkeypatch.setattr(launch, "_launch", noted)
     for least in (2, 1 << 20):
         monkeypatch.setattr(groups, "LEAST", least)
+        monkeypatch.setattr(launch, "PLANS", {})
         groups._groups.cache_clear()
         tabled.clear()
         found.append(run_engine(case, "triton", torch.bfloat16, "cuda"))
@@ -140,6 +141,7 @@ def test_the_host_does_not_wait_for_launches_that_many_pieces_share() -> None:
 def test_many_pieces_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one sequence: a captured graph cannot read the borders of documents."""
     monkeypatch.setattr(groups, "LEAST", 2)
+    monkeypatch.setattr(launch, "PLANS", {})
     groups._groups.cache_clear()
     case = Case(DilatedPattern.torchscale((301, 611), (3, 5)), num_tokens=1500, kv_heads=5, head_dim=64)
     skip_unless_it_runs(case, torch.bfloat16)

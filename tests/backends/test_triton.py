@@ -73,6 +73,12 @@ def interpreted() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are planned anew, by what a test puts in place of functions."""
+    monkeypatch.setattr(launch, "PLANS", {})
+
+
 def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
     patch.setattr(launch, "tiles_of", lambda *arguments, **options: Tiles(queries, keys, 4, 2))
 
@@ -382,6 +388,7 @@ def least(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
     def take(number: int) -> None:
         monkeypatch.setattr(groups, "LEAST", number)
+        monkeypatch.setattr(launch, "PLANS", {})
         groups._groups.cache_clear()
 
     yield take
@@ -469,15 +476,14 @@ def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None
 def test_numbers_of_a_table_may_pass_32_bits() -> None:
     """Tokens, and steps from segment to segment."""
     far = PIECE._replace(token=3 << 31, out_token=5 << 31, segment_stride=7 << 31, out_segment_stride=9 << 31)
-    programs, (table, owners), _ = launch._numbers(
-        groups._group([far, PIECE]).each, *np.array([[2, 3], [5, 7]]), torch.device("cpu")
-    )
-    assert programs == len(owners) == 2 * 5 + 3 * 7
-    assert table is not None
+    tiles, lanes = np.array([[2, 3], [5, 7]])
+    planned = launch._over(None, groups._group([far, PIECE]).each, tiles, lanes, (), {}, Tiles(16, 16, 4, 2))
+    assert planned.table is not None
+    table, owners = groups.table_of(*planned.table, torch.device("cpu"))
+    assert planned.programs == len(owners) == 2 * 5 + 3 * 7
     assert owners.tolist() == [0] * 10 + [1] * 21
     for row, piece, tiles, first, count in zip(table.tolist(), (far, PIECE), (2, 3), (0, 10), (10, 21)):
-        _, _, numbers = launch._numbers(piece, tiles, 1, torch.device("cpu"))
-        assert row == [*numbers, first, count]
+        assert row == [*launch._numbers(piece, tiles), first, count]
 
 
 @pytest.mark.slow
@@ -541,25 +547,30 @@ def forget_the_base_backward(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backward, "LOG2E", 1.0)
 
 
+def replace_constants(patch: pytest.MonkeyPatch, **wrong: Any) -> None:
+    run = launch._launch
+
+    def launched(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        run(kernel, programs, arguments, {name: wrong.get(name, value) for name, value in constants.items()}, *more)
+
+    patch.setattr(launch, "_launch", launched)
+
+
 def write_instead_of_merging(patch: pytest.MonkeyPatch) -> None:
-    run = launch._attend
-    patch.setattr(launch, "_attend", lambda *x: run(*x[:7], "write", *x[8:]))
+    replace_constants(patch, END="write")
 
 
 def write_instead_of_adding(patch: pytest.MonkeyPatch) -> None:
-    run = launch._launch
-    patch.setattr(
-        launch,
-        "_launch",
-        lambda kernel, n, x, constants, *more: run(
-            kernel, n, x, constants | ({"ADDS": False} if "ADDS" in constants else {}), *more
-        ),
-    )
+    replace_constants(patch, ADDS=False)
 
 
 def forget_the_gradient_of_lse(patch: pytest.MonkeyPatch) -> None:
-    run = launch._prepare
-    patch.setattr(launch, "_prepare", lambda out, dout, lse, dlse, detaches: run(out, dout, lse, None, detaches))
+    replace_constants(patch, HAS_DLSE=False)
+
+
+def plan_for_other_pieces(patch: pytest.MonkeyPatch) -> None:
+    planned = launch._planned
+    patch.setattr(launch, "_planned", lambda make, pieces, *more: planned(make, pieces[:1], *more))
 
 
 BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
@@ -573,6 +584,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     write_instead_of_merging: "plain",
     write_instead_of_adding: "plain",
     forget_the_gradient_of_lse: "plain",
+    plan_for_other_pieces: "plain",
 }
 
 

@@ -33,11 +33,15 @@ def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]
 
     While a CUDA graph is captured each piece has its own: replays would copy a table again from where it was in the host's memory.
     """
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
-                return tuple(Group(piece, piece) for piece in pieces)
-    return _groups(pieces)
+    return tuple(Group(piece, piece) for piece in pieces) if captures(device) else _groups(pieces)
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on a device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @recent(size=lambda found, pieces: 2 * PIECE * len(pieces))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import Tensor
 from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
-from flexdilated.backends.triton.groups import Group, groups, table_of
+from flexdilated.backends.triton.groups import Group, captures, groups, table_of
 from flexdilated.backends.triton.tiles import ROW_BYTES, Tiles, is_aligned, padded, tiles_of
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
@@ -29,12 +29,29 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 DESCRIBES = True
 
 
+# The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
+PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+MOST_PLANS = 256
+
+
+class Launch(NamedTuple):
+    """One launch but for its tensors and scales: `numbers` are strides and, where no table has them, the integers `PIECE`."""
+
+    kernel: Any
+    programs: int
+    table: tuple[Sequence[Any], Any] | None  # what `table_of` takes
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    tiles: Tiles
+
+
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
     """Merge pieces into `out` `(B, N, H, D)` and `lse` `(B, H, N)`, contiguous, one launch for each group of them."""
     q, options, _ = with_positive_scale(q, options)
     q, k, v, options = readable(q), readable(k), readable(v), _with_readable_mask(options)
-    for group in groups(pieces, q.device):
-        _attend(out, lse, q, k, v, group, options, "write" if group.one.tiles else "merge")
+    tensors, mask, scale = (q, k, v, out), _mask(options), options.scale * LOG2E
+    for planned in _planned(_plan_attend, pieces, options, tensors):
+        _run(planned, (*tensors, lse, mask, None, None), (), (scale,), q)
 
 
 def backward(
@@ -59,13 +76,33 @@ def backward(
     q, options, factor = with_positive_scale(q, options)
     q, k, v, out, dout = (readable(x) for x in (q, k, v, out, dout))
     options = _with_readable_mask(options)
-    rows = _prepare(out, dout, lse, dlse, detaches)
-    for group in groups(pieces, q.device):
+    (dq, dk, dv), mask, score_scale = grads, _mask(options), options.scale * LOG2E
+    rows = torch.empty((*lse.shape, 2), dtype=torch.float32, device=out.device)
+    (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
+    _run(first, (out, dout, lse, dlse, rows), (), (), out)
+    deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
+    planned = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv))
+    for number in range(len(planned) // 2):
         own = rows
         if detaches:
             own = torch.empty_like(rows)
-            _attend(dout, rows, q, k, v, group, options, "delta", own)
-        _differentiate(grads, dout, own, q, k, v, group, options, factor)
+            _run(deltas[number], (q, k, v, dout, None, mask, rows, own), (), (score_scale,), q)
+        given = (q, k, v, dout, own, mask)
+        _run(planned[2 * number], given, (dk, dv), (score_scale, options.scale), q)
+        _run(planned[2 * number + 1], given, (dq,), (score_scale, options.scale * factor), q)
+
+
+def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *more: Any) -> tuple[Launch, ...]:
+    """The launches that `make` plans for tensors of these shapes and strides, of one kind of call once."""
+    one, device = tensors[0], tensors[0].device
+    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(device), DESCRIBES, *more)
+    key = (make, pieces, one.dtype, device, kind, *((x.shape, x.stride()) for x in tensors))
+    found = PLANS.get(key)
+    if found is None:
+        if len(PLANS) >= MOST_PLANS:
+            PLANS.clear()
+        found = PLANS[key] = tuple(make(pieces, options, tensors, *more))
+    return found
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -107,83 +144,75 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _attend(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, group: Group, options: Options, end: str, own: Tensor | None = None
-) -> None:
-    """One launch of `attend`; for `"delta"`, `out` is dout and `lse` the prepared rows."""
-    tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2])
-    is_delta = own is not None
-    tensors = (q, k, v, out, None if is_delta else lse, _mask(options), lse if is_delta else None, own)
-    strides = (*_strides(q, k, v, out), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
-    count = -(-group.each.out_rows // tiles.queries)
-    programs, table, numbers = _numbers(group.each, count, _lanes(group.each, q, k), q.device)
-    _launch(
-        attend,
-        programs,
-        (*tensors, *table, *strides, *numbers, options.scale * LOG2E),
-        {**_constants(q, k, v, out, group=group, options=options, tiles=tiles), "END": end},
-        tiles,
-        q,
-    )
+def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], end: str = "") -> Iterator[Launch]:
+    """One launch of `attend` for each group; for `"delta"`, the last tensor is dout."""
+    q, k, v, out = tensors
+    strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
+    for group in groups(pieces, q.device):
+        tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2])
+        count = -(-group.each.out_rows // tiles.queries)
+        constants = {**_constants(*tensors, group=group, options=options, tiles=tiles), **_blocks(tiles)}
+        constants["END"] = end or ("write" if group.one.tiles else "merge")
+        yield _over(attend, group.each, count, _lanes(group.each, q, k), strides, constants, tiles)
 
 
-def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, detaches: bool) -> Tensor:
-    """`(B, H, N, 2)`: lse in base 2 and delta of every row."""
+def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ...], detaches: bool) -> Iterator[Launch]:
+    """The launch of `prepare`, which writes `(B, H, N, 2)`: lse in base 2 and delta of every row."""
+    out, dout, lse, dlse = *tensors[:3], tensors[-1]
     batch, tokens, heads, head_dim = out.shape
-    rows = torch.empty((batch, heads, tokens, 2), dtype=torch.float32, device=out.device)
     tiles = tiles_of(prepare.__name__, _level(out), head_dim, out.element_size())
     count = -(-tokens // tiles.queries)
-    lse_strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (lse, lse if dlse is None else dlse)]
     constants = {
-        "HAS_DLSE": dlse is not None,
+        "HAS_DLSE": len(tensors) > 3,
         "DETACHED": detaches,
         "UNIT": unit_of(out),
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
         "BLOCK_M": tiles.queries,
     }
-    numbers = (*_strides(out, dout), *lse_strides[0], *lse_strides[1], tokens, heads, count)
-    _launch(prepare, count * batch * heads, (out, dout, lse, dlse, rows, *numbers), constants, tiles, out)
-    return rows
+    lse_strides = (stride for x in (lse, dlse) for stride in (x.stride(0), x.stride(2), x.stride(1)))
+    numbers = (*_strides(out, dout), *lse_strides, tokens, heads, count)
+    yield Launch(prepare, count * batch * heads, None, numbers, constants, tiles)
 
 
-def _differentiate(
-    grads: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
-    rows: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    options: Options,
-    factor: float,
+def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...]) -> Iterator[Launch]:
+    """Two launches for each group: the gradients of keys and values, then that of queries."""
+    q, k, v, dout, dq, dk, dv = tensors
+    rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
+    for group in groups(pieces, q.device):
+        piece = group.each
+        for kernel, loaded, into, length, lanes in (
+            (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k)),
+            (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k)),
+        ):
+            tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2])
+            count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
+            strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
+            constants = {**_constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles), **_blocks(tiles)}
+            constants["ADDS"] = not group.one.tiles
+            yield _over(kernel, piece, count, lanes, strides, constants, tiles)
+
+
+def _run(
+    planned: Launch, tensors: tuple[Tensor | None, ...], into: tuple[Tensor, ...], scales: tuple[float, ...], on: Tensor
 ) -> None:
-    """The two launches that differentiate a group; queries were multiplied by `factor`."""
-    (dq, dk, dv), piece = grads, group.each
-    tensors, mask = (q, k, v, dout, rows, _mask(options)), _mask_strides(options)
-    row_strides, score_scale = (rows.shape[1] * rows.shape[2], rows.shape[2]), options.scale * LOG2E
-    for kernel, loaded, into, length, lanes, scale in (
-        (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k), options.scale),
-        (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k), options.scale * factor),
-    ):
-        tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2])
-        count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
-        programs, table, numbers = _numbers(piece, count, lanes, q.device)
-        strides = (*_strides(q, k, v, dout, *into), *row_strides, *mask)
-        constants = {**_constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles), "ADDS": not group.one.tiles}
-        _launch(kernel, programs, (*tensors, *table, *into, *strides, *numbers, score_scale, scale), constants, tiles, q)
+    """Run a planned launch; its table, if it has one, comes between `tensors` and `into`."""
+    table: tuple[Tensor | None, ...] = () if planned.kernel is prepare else (None, None)
+    if planned.table is not None:
+        table = table_of(*planned.table, on.device)
+    arguments = (*tensors, *table, *into, *planned.numbers, *scales)
+    _launch(planned.kernel, planned.programs, arguments, planned.constants, planned.tiles, on)
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiles: Tiles, on: Tensor) -> None:
     if programs == 0:
         return
-    blocks = {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys} if "BLOCK_M" not in constants else {}
     with on_device(on):
-        launch = partial(kernel[(programs,)], *arguments, **constants, **blocks, **options_of(tiles))
+        run = partial(kernel[(programs,)], *arguments, **constants, **options_of(tiles))
         if tiles.described:
-            copy_context().run(_with_allocator, launch)  # a program's own allocator stays what it is
+            copy_context().run(_with_allocator, run)  # a program's own allocator stays what it is
         else:
-            launch()
+            run()
 
 
 def _with_allocator(launch: Callable[[], object]) -> None:
@@ -224,12 +253,19 @@ def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
     return x.shape[0] * piece.segments * piece.offsets * piece.heads * (x.shape[2] // k.shape[2])
 
 
-def _numbers(
-    piece: Piece, tiles: int, lanes: int, device: torch.device
-) -> tuple[int, tuple[Tensor | None, Tensor | None], tuple[int, ...]]:
-    """Programs of a launch, its table and the integers `PIECE`: where there is a table, it has them."""
-    real = piece.rows - piece.zero_row
-    numbers = (
+def _over(
+    kernel: Any, piece: Piece, tiles: int, lanes: int, strides: tuple[int, ...], constants: dict[str, Any], of: Tiles
+) -> Launch:
+    """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
+    numbers, programs = _numbers(piece, tiles), tiles * lanes
+    if isinstance(programs, int):
+        return Launch(kernel, programs, None, (*strides, *numbers), constants, of)
+    return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers)), constants, of)
+
+
+def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
+    """The integers `PIECE`."""
+    return (
         tiles,
         piece.heads,
         piece.offsets,
@@ -245,14 +281,13 @@ def _numbers(
         piece.out_rows,
         piece.rows,
         piece.out_rows - piece.zero_row * (piece.out_rows == piece.rows),
-        real,
+        piece.rows - piece.zero_row,
         piece.zero_keys,
     )
-    programs = tiles * lanes
-    if isinstance(programs, int):
-        return programs, (None, None), numbers
-    table = table_of(numbers, programs, device)
-    return len(table[1]), table, (0,) * len(numbers)
+
+
+def _blocks(tiles: Tiles) -> dict[str, int]:
+    return {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
