@@ -1,8 +1,8 @@
 """Compile the Triton kernels for GPUs that are not here: registers, spilled stores, shared memory, instructions.
 
 `nox -s cubins` does so for everything that a launch can choose, and fails where a kernel does not fit, spills more than is kept in
-`benchmarks/cubins.json`, or lacks the tensor-core instructions of its GPU. `--write` keeps what it finds there, and the dearest of
-each kernel in `docs/gpu-kernels.md`.
+`benchmarks/cubins.json`, lacks the tensor-core instructions of its GPU, or has a fault that `benchmarks/sass.py` finds in loops.
+`--write` keeps what it finds there, and the dearest of each kernel in `docs/gpu-kernels.md`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from benchmarks import sass
 from flexdilated.backends.triton import backward, forward
 from flexdilated.backends.triton.launch import options_of
 from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
@@ -53,11 +54,11 @@ TENSOR_MEMORY = 512  # columns; where a kernel takes more, the compiler says not
 PRODUCTS = {"HGMMA": "wgmma.mma_async", "UTCHMMA": "tcgen05.mma", "HMMA": "mma.sync"}  # instructions, and how PTX writes them
 TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become; elsewhere HMMA
 DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
-LOADED = re.compile(r"\b(STL|LDL)\b")
 
 DESCRIBING = "descriptors"
-FOR_DESCRIPTORS = SHARING, MANY = "descriptors, group of 4", "descriptors, many pieces"
-# What a kernel can be asked for, in its dearest form: added to what earlier branches gave.
+FOR_DESCRIPTORS = SHARING, MANY, DENSE = "descriptors, group of 4", "descriptors, many pieces", "descriptors, dense"
+# What a kernel can be asked for, in its dearest form: added to what earlier branches gave. Not causal for wgmma alone, whose
+# products may then wait for one another elsewhere.
 ASKED: dict[str, dict[str, Any]] = {
     "causal": {},
     "mask, group of 4": {"IGNORES": True, "GROUP": 4},
@@ -67,6 +68,9 @@ ASKED: dict[str, dict[str, Any]] = {
     DESCRIBING: {"DESCRIBED": True},
     SHARING: {"DESCRIBED": True, "GROUP": 4},
     MANY: {"DESCRIBED": True, "TABLED": True},
+    "dense": {"CAUSAL": False},
+    "dense, group of 4": {"CAUSAL": False, "GROUP": 4},
+    DENSE: {"CAUSAL": False, "DESCRIBED": True},
 }
 CONSTANTS = {
     "CAUSAL": True,
@@ -97,7 +101,10 @@ def config_of(entry: dict[str, Any]) -> Config:
 
 
 class Cost(NamedTuple):
-    """What the compiler made of a kernel: `spills` are stores in all, `in_loops` stores and loads in loops with products."""
+    """What the compiler made of a kernel: `spills` are stores in all, `in_loops` stores and loads in loops with products.
+
+    `serialised` and `overwritten` are loops with faults of wgmma, as `benchmarks.sass.faults` finds them.
+    """
 
     tiles: Tiles
     registers: int
@@ -106,6 +113,8 @@ class Cost(NamedTuple):
     shared: int
     tensor_columns: int
     products: str
+    serialised: int
+    overwritten: int
 
 
 def pretend(level: int) -> None:
@@ -202,6 +211,7 @@ def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:
         tiles = chosen_tiles(config)
     result = compiled(config, tiles)
     registers, spills, in_loops = read(result.asm["cubin"])
+    products = next((name for name, instruction in PRODUCTS.items() if instruction in result.asm["ptx"]), "none")
     return Cost(
         tiles,
         registers,
@@ -209,7 +219,8 @@ def cost_of(config: Config, tiles: Tiles | None = None) -> Cost:
         in_loops,
         result.metadata.shared,
         getattr(result.metadata, "tmem_size", None) or 0,
-        next((name for name, instruction in PRODUCTS.items() if instruction in result.asm["ptx"]), "none"),
+        products,
+        *(sass.faults(_dump(result.asm["cubin"], "-sass")) if products == "HGMMA" else (0, 0)),
     )
 
 
@@ -220,7 +231,7 @@ def read(cubin: bytes) -> tuple[int, int, int]:
     if int(found[2]) == 0:  # there is nowhere to spill to, and large kernels take long to disassemble
         return int(found[1]), 0, 0
     code = _dump(cubin, "-sass")
-    return int(found[1]), len(re.findall(r"\bSTL\b", code)), _spilled_in_loops(code)
+    return int(found[1]), len(re.findall(r"\bSTL\b", code)), sass.spilled(code)
 
 
 def _dump(cubin: bytes, flag: str) -> str:
@@ -229,19 +240,6 @@ def _dump(cubin: bytes, flag: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _spilled_in_loops(code: str) -> int:
-    """Spilled stores and loads between a backward jump and its target, where products are computed too."""
-    lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-    jumps = ((at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", what)) for at, what in lines)
-    loops = [(int(to[1], 16), at) for at, to in jumps if to is not None and int(to[1], 16) < at]
-    inside: set[int] = set()
-    for low, high in loops:
-        body = [(at, what) for at, what in lines if low <= at <= high]
-        if any("MMA" in what or "FFMA" in what for _, what in body):
-            inside |= {at for at, what in body if LOADED.search(what)}
-    return len(inside)
 
 
 def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]:
@@ -254,6 +252,10 @@ def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]
         yield f"takes {cost.shared} bytes of shared memory, more than {SHARED_MEMORY[config.level]}"
     if cost.tensor_columns > TENSOR_MEMORY:
         yield f"takes {cost.tensor_columns} columns of tensor memory, more than {TENSOR_MEMORY}"
+    if cost.serialised:
+        yield f"waits for every product in {cost.serialised} loops"
+    if cost.overwritten:
+        yield f"overwrites operands of products in flight in {cost.overwritten} loops"
     wanted = TENSOR_CORES.get(config.level, "HMMA")
     if config.kernel != "prepare" and DTYPES[config.dtype] == 2 and cost.products != wanted:
         yield f"multiplies by {cost.products}, not {wanted}"
@@ -265,7 +267,10 @@ def configs(
     dtypes: Iterable[str] = KEPT_DTYPES,
     kernels: Iterable[str] = tuple(KERNELS),
 ) -> Iterator[Config]:
-    """What is compiled: everything in the causal form; what else costs registers at the usual head dims, in bfloat16."""
+    """What is compiled: everything in the causal form; what else costs registers at the usual head dims, in bfloat16.
+
+    On sm_90 everything without a mask, too.
+    """
     for kernel, level, head_dim, dtype in itertools.product(kernels, levels, head_dims, dtypes):
         usual = head_dim in USUAL_HEAD_DIMS
         if dtype != "tf32" or (usual and kernel != "prepare"):
@@ -274,7 +279,11 @@ def configs(
             config = Config(kernel, level, head_dim, dtype, asked)
             takes = kernel == "attend" or "END" not in constants
             describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
-            if constants and takes and ((usual and describes and asked not in FOR_DESCRIPTORS) or chosen_tiles(config).described):
+            if "CAUSAL" in constants:
+                asks, takes = asked not in FOR_DESCRIPTORS, takes and TENSOR_CORES.get(level) == "HGMMA"
+            else:
+                asks = usual and describes and asked not in FOR_DESCRIPTORS
+            if constants and takes and (asks or chosen_tiles(config).described):
                 yield config
 
 

@@ -521,12 +521,12 @@ def swap_strides(patch: pytest.MonkeyPatch) -> None:
 
 def forget_offsets(patch: pytest.MonkeyPatch) -> None:
     numbers = launch._numbers
-    patch.setattr(launch, "_numbers", lambda piece, tiles: numbers(piece._replace(offset_head_step=0), tiles))
+    patch.setattr(launch, "_numbers", lambda piece, *more: numbers(piece._replace(offset_head_step=0), *more))
 
 
 def forget_the_segment(patch: pytest.MonkeyPatch) -> None:
     numbers = launch._numbers
-    patch.setattr(launch, "_numbers", lambda piece, tiles: numbers(piece._replace(segment_stride=piece.segment_stride - 1), tiles))
+    patch.setattr(launch, "_numbers", lambda piece, *more: numbers(piece._replace(segment_stride=piece.segment_stride - 1), *more))
 
 
 def drop_the_mask(patch: pytest.MonkeyPatch) -> None:

@@ -45,23 +45,15 @@ def test_nothing_kept_is_at_fault() -> None:
 
 def test_faults_are_named() -> None:
     config = cubins.Config("attend", 90, 64, "bf16", "causal")
-    cost = cubins.Cost(cubins.Tiles(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA")
+    cost = cubins.Cost(cubins.Tiles(128, 64, 8, 3), 255, 7, 0, 1 << 20, 1024, "HMMA", 2, 1)
     said = " ".join(cubins.faults(config, cost, 6))
     assert "takes 1048576 bytes of shared memory, more than 232448" in said
     assert "takes 1024 columns of tensor memory, more than 512" in said
     assert "spills 7 stores, more than the 6 kept" in said
     assert "multiplies by HMMA, not HGMMA" in said
+    assert "waits for every product in 2 loops" in said
+    assert "overwrites operands of products in flight in 1 loops" in said
     assert "is not kept: --write keeps it" in " ".join(cubins.faults(config, cost, None))
-
-
-def test_spills_are_counted_in_loops_with_products_of_any_kind() -> None:
-    """Float32 is multiplied without tensor cores: there, too, a spill in the loop is one."""
-    for product in ("HMMA.16816.F32.BF16 R4, R8, R10, R4", "FFMA R4, R8, R10, R4"):
-        code = (
-            f"/*0010*/ STL [R1], R2 ; /*0020*/ LDL R3, [R1] ; /*0030*/ {product} ; /*0040*/ @P0 BRA 0x20 ; /*0050*/ LDL R3, [R1] ;"
-        )
-        assert cubins._spilled_in_loops(code) == 1
-    assert cubins._spilled_in_loops("/*0020*/ LDL R3, [R1] ; /*0030*/ IADD3 R4, R3, 1, RZ ; /*0040*/ @P0 BRA 0x20 ;") == 0
 
 
 LOOP = """

@@ -63,32 +63,42 @@ def prepare(
 
 
 @triton.jit
-def keys_tile(
-    dk, dv, k, v, Q, DOUT, ROWS, g, start, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries, real_queries,
-    scale, in_row, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+def keys_tiles(
+    dk, dv, k, v, Q, DOUT, ROWS, first, edges, last, tiles, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
+    real_queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
+    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys `n` and their values after one more tile of queries of head `g`. Queries behind the end weigh nothing."""
-    m = start + tl.arange(0, BLOCK_M)
-    at = tl.cast(start, tl.int64)
-    if DESCRIBED:
-        q, dout = load_described(Q, g, start, BLOCK_M, BLOCK_D), load_described(DOUT, g, start, BLOCK_M, BLOCK_D)
-    else:
-        q = load_rows(Q + (g * q_head + at * q_step), m < real_queries, in_row, MASKED, PADDED)
-        dout = load_rows(DOUT + (g * dout_head + at * dout_step), m < queries, in_row, MASKED, PADDED)
-    rows = ROWS + 2 * (g * rows_head + m.to(tl.int64) * row_stride)
-    if MASKED:
-        lse, delta = tl.load(rows, mask=m < queries, other=INFINITY), tl.load(rows + 1, mask=m < queries, other=0.0)
-    else:
-        lse, delta = tl.load(rows), tl.load(rows + 1)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # keys down, queries across
-    p = tl.exp2(scores * scale - lse[None, :])
-    if MASKED and CAUSAL:
-        p = tl.where(m[None, :] >= n[:, None], p, 0.0)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-    dscores = (p * (dp - delta[None, :])).to(q.dtype)
-    return tl.dot(dscores, q, dk, input_precision=PRECISION), dv
+    """Gradients of keys `n` and their values after `tiles` more tiles of queries of each head. Queries after the end weigh nothing.
+
+    The tiles are neighbours from query `first` on; where masked, only `edges` of them, and perhaps one that begins at `last`.
+    """
+    # The first tile of a loop is loaded ahead of it if there is one, and what leads to it is computed in any case: by a division by
+    # 0 the compiler would conclude that there is one, and the load would arrive in shared memory that is used again by then.
+    some = tl.maximum(tiles, 1)
+    if tiles > 0:  # or no product overlaps another, as in `attend_tiles`
+        for i in range(GROUP * tiles):
+            g = (i // some).to(tl.int64) if GROUP > 1 else 0
+            t = i % some if GROUP > 1 else i
+            j = tl.where(t < edges, first + t * BLOCK_M, last) if MASKED else first + t * BLOCK_M
+            m = j + tl.arange(0, BLOCK_M)
+            at = tl.cast(j, tl.int64)
+            if DESCRIBED:
+                q, dout = load_described(Q, g, j, BLOCK_M, BLOCK_D), load_described(DOUT, g, j, BLOCK_M, BLOCK_D)
+            else:
+                q = load_rows(Q + (g * q_head + at * q_step), m < real_queries, in_row, MASKED, PADDED)
+                dout = load_rows(DOUT + (g * dout_head + at * dout_step), m < queries, in_row, MASKED, PADDED)
+            rows = ROWS + 2 * (g * rows_head + m.to(tl.int64) * row_stride)
+            lse = tl.load(rows, mask=m < queries, other=INFINITY) if MASKED else tl.load(rows)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # keys down, queries across
+            p = tl.exp2(scores * scale - lse[None, :])
+            if MASKED and CAUSAL:
+                p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            delta = tl.load(rows + 1, mask=m < queries, other=0.0) if MASKED else tl.load(rows + 1)
+            dscores = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+    return dk, dv
 
 
 @triton.jit
@@ -159,24 +169,14 @@ def differentiate_keys(
     if IGNORES:
         any_seen = tl.max(seen.to(tl.int32))
         wholes, masked = wholes * any_seen, masked * any_seen
-    # The first tile of a loop is loaded ahead of it if there is one, and what leads to it is computed in any case: by a division by
-    # 0 the compiler would conclude that there is one, and the load would arrive in shared memory that is used again by then.
-    some_wholes, some_masked = tl.maximum(wholes, 1), tl.maximum(masked, 1)
-    for i in range(GROUP * wholes):
-        g = (i // some_wholes).to(tl.int64) if GROUP > 1 else 0
-        j = middle + (i % some_wholes if GROUP > 1 else i) * BLOCK_M
-        dk, dv = keys_tile(
-            dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
-            real_queries, score_scale, in_row, CAUSAL, False, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-    for i in range(GROUP * masked):
-        g = (i // some_masked).to(tl.int64) if GROUP > 1 else 0
-        t = i % some_masked if GROUP > 1 else i
-        j = tl.where(t < edges, begin + t * BLOCK_M, last)
-        dk, dv = keys_tile(
-            dk, dv, k, v, Q, DOUT, ROWS, g, j, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
-            real_queries, score_scale, in_row, CAUSAL, True, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+    dk, dv = keys_tiles(
+        dk, dv, k, v, Q, DOUT, ROWS, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
+        real_queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    dk, dv = keys_tiles(
+        dk, dv, k, v, Q, DOUT, ROWS, begin, edges, last, masked, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
+        queries, real_queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
@@ -188,30 +188,33 @@ def differentiate_keys(
 
 
 @triton.jit
-def queries_tile(
-    dq, q, dout, lse, delta, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+def queries_tiles(
+    dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries `m` after one more tile of keys."""
-    n = start + tl.arange(0, BLOCK_N)
-    at = tl.cast(start, tl.int64)
-    seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
-    if DESCRIBED:
-        k, v = load_described(K, 0, start, BLOCK_N, BLOCK_D), load_described(V, 0, start, BLOCK_N, BLOCK_D)
-    else:
-        k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
-        v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    p = tl.exp2(scores * scale - lse[:, None])
-    if MASKED:
-        seen = seen[None, :]
-        if CAUSAL:
-            seen = seen & (m[:, None] >= n[None, :])
-        p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    dscores = (p * (dp - delta[:, None])).to(k.dtype)
-    return tl.dot(dscores, k, dq, input_precision=PRECISION)
+    """The gradient of queries `m` after keys `start` to `end`."""
+    if start < end:  # or no product overlaps another, as in `attend_tiles`
+        for j in range(start, end, BLOCK_N):
+            n = j + tl.arange(0, BLOCK_N)
+            at = tl.cast(j, tl.int64)
+            seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+            if DESCRIBED:
+                k, v = load_described(K, 0, j, BLOCK_N, BLOCK_D), load_described(V, 0, j, BLOCK_N, BLOCK_D)
+            else:
+                k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+                v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2(scores * scale - lse[:, None])
+            if MASKED:
+                seen = seen[None, :]
+                if CAUSAL:
+                    seen = seen & (m[:, None] >= n[None, :])
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            dscores = (p * (dp - delta[:, None])).to(k.dtype)
+            dq = tl.dot(dscores, k, dq, input_precision=PRECISION)
+    return dq
 
 
 @triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dq"), *ROWS_AND_MASK, *PIECE))
@@ -267,17 +270,15 @@ def differentiate_queries(
         start = start // BLOCK_N * BLOCK_N
     else:
         whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
-        for j in range(0, whole, BLOCK_N):
-            dq = queries_tile(
-                dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
-                CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        start = whole
-    for j in range(start, end, BLOCK_N):
-        dq = queries_tile(
-            dq, q, dout, lse, delta, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
-            CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+        dq = queries_tiles(
+            dq, q, dout, lse, delta, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+            CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+        start = whole
+    dq = queries_tiles(
+        dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+        CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
     dq_step = step_of(row_stride, dq_token, UNIT, WIDE)
     DQ += (b * dq_batch + h * dq_head + first * dq_token) * UNIT + begin * dq_step

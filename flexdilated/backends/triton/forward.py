@@ -23,31 +23,44 @@ SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
 
 
 @triton.jit
-def attend_tile(
-    top, total, acc, q, K, V, IGNORED, start, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+def attend_tiles(
+    top, total, acc, q, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of queries `m` after one more tile of keys: largest score (base 2), sum of weights, weighted values."""
-    n = start + tl.arange(0, BLOCK_N)
-    at = tl.cast(start, tl.int64)
-    seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
-    k = load_described(K, 0, start, BLOCK_N, BLOCK_D) if DESCRIBED else load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
-        seen = seen[None, :]
-        if CAUSAL:
-            seen = seen & (m[:, None] >= n[None, :])
-        scores = tl.where(seen, scores * scale, -INFINITY)
-        new = tl.maximum(top, tl.max(scores, 1))
-    else:
-        new = tl.maximum(top, tl.max(scores, 1) * scale)
-    base = tl.where(new == -INFINITY, 0.0, new)  # rows that no key has reached yet
-    p = tl.exp2(scores - base[:, None]) if MASKED else tl.exp2(scores * scale - base[:, None])
-    fade = tl.exp2(top - base)
-    v = load_described(V, 0, start, BLOCK_N, BLOCK_D) if DESCRIBED else load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return new, total * fade + tl.sum(p, 1), acc
+    """The running softmax of queries `m` after keys `start` to `end`: largest score (base 2), sum of weights, weighted values.
+
+    The condition repeats what the loop tests itself. Without it ptxas makes a kernel for sm_90 wait after every product, because a
+    loop may have no turns (its warning C7515).
+    """
+    if start < end:
+        for j in range(start, end, BLOCK_N):
+            n = j + tl.arange(0, BLOCK_N)
+            at = tl.cast(j, tl.int64)
+            seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+            if DESCRIBED:
+                k = load_described(K, 0, j, BLOCK_N, BLOCK_D)
+            else:
+                k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if MASKED:
+                seen = seen[None, :]
+                if CAUSAL:
+                    seen = seen & (m[:, None] >= n[None, :])
+                scores = tl.where(seen, scores * scale, -INFINITY)
+                new = tl.maximum(top, tl.max(scores, 1))
+            else:
+                new = tl.maximum(top, tl.max(scores, 1) * scale)
+            base = tl.where(new == -INFINITY, 0.0, new)  # rows that no key has reached yet
+            p = tl.exp2(scores - base[:, None]) if MASKED else tl.exp2(scores * scale - base[:, None])
+            fade = tl.exp2(top - base)
+            if DESCRIBED:
+                v = load_described(V, 0, j, BLOCK_N, BLOCK_D)
+            else:
+                v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            top, total = new, total * fade + tl.sum(p, 1)
+    return top, total, acc
 
 
 @triton.jit
@@ -133,17 +146,15 @@ def attend(
         start = start // BLOCK_N * BLOCK_N
     else:  # tiles that every query sees whole, before those that take a mask
         whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
-        for j in range(0, whole, BLOCK_N):
-            top, total, acc = attend_tile(
-                top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-                CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        start = whole
-    for j in range(start, end, BLOCK_N):
-        top, total, acc = attend_tile(
-            top, total, acc, q, K, V, IGNORED, j, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-            CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+        top, total, acc = attend_tiles(
+            top, total, acc, q, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+            CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+        start = whole
+    top, total, acc = attend_tiles(
+        top, total, acc, q, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+        CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
     reached = total != 0.0  # NaN is reached: it stays
     total = tl.where(reached, total, 1.0)
