@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -23,8 +23,6 @@ from benchmarks.conftest import Sizes
 from benchmarks.memory import Direction
 from benchmarks.timing import Ratio, side_by_side
 from flexdilated import DilatedPattern
-from flexdilated.backends.kernel import Options
-from flexdilated.core.pieces import plan_pieces
 
 PATTERN = DilatedPattern.longnet()
 
@@ -83,37 +81,3 @@ def test_short_documents(benchmark: Any, sizes: Sizes, record: Callable[..., Non
         assert_rows_match_definition(x, PATTERN, *result[:2], cu_seqlens=cu_seqlens)
     name = f"documents/{arrangement}/{'score_mod' if scored else 'plain'}/float32/{num_documents} documents of 32 tokens"
     record(Ratio(name, ratio, 3.0, "lower"), shape=x.q.shape, dtype=torch.float32)
-
-
-def documents_of(number: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """`(first token, number of tokens)` of documents of some seven lengths."""
-    size = num_tokens // number
-    borders = [0, *accumulate(size + (i % 7 - 3) * size // 10 for i in range(number - 1)), num_tokens]
-    return tuple((a, b - a) for a, b in pairwise(borders))
-
-
-@pytest.mark.parametrize("number", [1, 16, 64, 256])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
-def test_launches_of_the_triton_kernels(benchmark: Any, monkeypatch: pytest.MonkeyPatch, number: int, shared: bool) -> None:
-    """Time of our own Python for a forward and its backward, kernels replaced by nothing: the launches and times are to look at."""
-    groups = pytest.importorskip("flexdilated.backends.triton.groups")
-    launch = pytest.importorskip("flexdilated.backends.triton.launch")  # imports triton
-    launched: list[str] = []
-    monkeypatch.setattr(launch, "_launch", lambda kernel, *arguments: launched.append(kernel.__name__))
-    if not shared:
-        monkeypatch.setattr(groups, "LEAST", 1 << 30)
-    groups._groups.cache_clear()
-    q, lse, options = torch.empty(1, 131_072, 12, 64, dtype=torch.float16), torch.empty(1, 12, 131_072), Options(True, 0.125)
-    pieces = plan_pieces(PATTERN, documents_of(number, 131_072), 12, True)
-
-    def step() -> None:
-        launched.clear()
-        launch.forward(q, lse, q, q, q, pieces, options)
-        launch.backward((q, q, q), q, None, q, q, q, q, lse, pieces, options)
-
-    benchmark.pedantic(step, rounds=10, warmup_rounds=1)
-    groups._groups.cache_clear()
-    benchmark.extra_info.update(pieces=len(pieces), launches=launched.count("attend"))
-    assert len(launched) == 1 + 3 * launched.count("attend")
-    assert launched.count("attend") <= len(pieces)
-    assert shared or launched.count("attend") == len(pieces)

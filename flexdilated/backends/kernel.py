@@ -149,10 +149,9 @@ class Kernel:
         """
         head_dim = q.shape[-1]
         q, options, _ = with_positive_scale(q, options)
-        k, v = self._repeat(k, q), self._repeat(v, q)
         memory = self._memory(into if options.ignored is None else None, head_dim)
-        out, lse = self.run_forward(self._pad(q), self._pad(k), self._pad(v), options, **memory)
-        out = out[..., :head_dim]
+        out, lse = self.run_forward(*self._taken(q, k, v), options, **memory)
+        out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
             empty = _empty_rows(options.ignored, options.is_causal)
@@ -191,9 +190,9 @@ class Kernel:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
-        k, v = self._repeat(k, q), self._repeat(v, q)
-        dout, q, k, v, out = (self._pad(x) for x in (dout, q, k, v, out))
-        dq, dk, dv = (x[..., :head_dim] for x in self.run_backward(dout, q, k, v, out, lse, options, **own, **memory))
+        q, k, v, dout, out = self._taken(q, k, v, dout, out)
+        grads = self.run_backward(dout, q, k, v, out, lse, options, **own, **memory)
+        dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
         dq = dq if factor == 1.0 else dq * factor
@@ -207,13 +206,13 @@ class Kernel:
         """The argument that makes the kernel write its results itself, where it can."""
         return {} if into is None or not self.writes or head_dim % self.head_dim_multiple else {"into": into}
 
-    def _pad(self, x: Tensor) -> Tensor:
-        missing = -x.shape[-1] % self.head_dim_multiple
-        return F.pad(x, (0, missing)) if missing else x
-
-    def _repeat(self, x: Tensor, q: Tensor) -> Tensor:
-        group = q.shape[1] // x.shape[1]
-        return x if self.shares_kv or group == 1 else x.repeat_interleave(group, dim=1)
+    def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Tensors as the kernel takes them: as many heads of k and v as it wants, and a head dim that it can."""
+        group, missing = q.shape[1] // k.shape[1], -q.shape[-1] % self.head_dim_multiple
+        if group > 1 and not self.shares_kv:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        tensors = (q, k, v, *others)
+        return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
 
 
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options, float]:

@@ -46,9 +46,10 @@ class Rows:
     """
 
     def __init__(self, x: Tensor, group: int, output: bool, apart: bool, parts: tuple[Any, ...] | None) -> None:
-        self.x, self.group, self.output, self.apart = x, group, output, apart
-        self.first = x.storage_offset()
-        self.layouts = None if parts is None else view_layouts(parts, x.shape, x.stride(), group, output)
+        self.x, self.group, self.output, self.apart, self.views = x, group, output, apart, None
+        if parts is not None:
+            first, layouts = x.storage_offset(), view_layouts(parts, x.shape, x.stride(), group, output)
+            self.views = [None if y is None else x.as_strided(y[0], y[1], first + y[2]) for y in layouts]
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
@@ -56,10 +57,7 @@ class Rows:
 
     def view(self, slab: Slab) -> Tensor | None:
         """The rows as a kernel takes them, `(batch, heads, rows, D)`, where strides make that a view."""
-        if self.layouts is None:
-            return fold_view(self.box(slab), offsets_apart=self.apart)
-        layout = self.layouts[slab.number]
-        return None if layout is None else self.x.as_strided(layout[0], layout[1], self.first + layout[2])
+        return fold_view(self.box(slab), offsets_apart=self.apart) if self.views is None else self.views[slab.number]
 
     def whole(self, slab: Slab) -> Tensor | None:
         """That view, where it has all rows that the kernel computes."""
@@ -159,7 +157,7 @@ class PieceLoop:
         """Merge a slab's results, as a kernel gives them, into running results."""
         views = (out.view(slab), lse.view(slab)) if self._merging else (None, None)
         if views[0] is not None and views[1] is not None:
-            self._merging.merge_into(views[0], views[1][..., 0], out_i, lse_i)
+            self._merging.merge_into(views[0], views[1].select(3, 0), out_i, lse_i)
         else:
             out_box, lse_box = out.box(slab), lse.box(slab)
             merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
@@ -203,7 +201,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
             continue
         out_i, lse_i = out_rows.whole(slab), lse_rows.whole(slab)
         if out_i is not None and lse_i is not None:
-            loop.attend(slab, inputs, (out_i, lse_i[..., 0]))
+            loop.attend(slab, inputs, (out_i, lse_i.select(3, 0)))
         else:
             out_i, lse_i = loop.attend(slab, inputs)
             for rows, result in ((out_rows.box(slab), out_i), (lse_rows.box(slab), lse_i[..., None])):
@@ -238,8 +236,8 @@ def backward(
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
         # Rows without an output have no gradient either: +inf takes them out of the backward.
-        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab, torch.inf)[..., 0]
-        dlse_i = None if dlse_rows is None else dlse_rows.read(slab)[..., 0]
+        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab, torch.inf).select(3, 0)
+        dlse_i = None if dlse_rows is None else dlse_rows.read(slab).select(3, 0)
         if loop.detaches:
             total = lse_i
             out_i, lse_i = loop.attend(slab, inputs)
@@ -277,7 +275,7 @@ def tangent(
         loop.rows(x, loop.group, output=True) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
     )
     for slab in loop.slabs():
-        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab, torch.inf)[..., 0]
+        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab, torch.inf).select(3, 0)
         moved, dlse_i = differential(loop.inputs(slab, *moving), *inputs, lse_i, slab.options)
         out_i = loop.attend(slab, inputs)[0] if loop.detaches else out_rows.read(slab)
         dlse_i = dlse_i[..., None]
