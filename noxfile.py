@@ -322,6 +322,14 @@ def cubins(session: nox.Session) -> None:
 
 
 @nox.session
+def cutedsl(session: nox.Session) -> None:
+    """Compile the kernels of flash-attn-4 that the engine takes, for GPUs that are not here (minutes; `-- --levels 90`: fewer)."""
+    _install(session)
+    session.install("-e", ".[test,flash]", f"torch=={TORCH}")
+    session.run("python", "-m", "benchmarks.cutedsl", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure ratios side by side and compare them with the kept ones; `-- --keep` accepts the new, `-- --quick` is a trial.
 

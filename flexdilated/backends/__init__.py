@@ -30,7 +30,7 @@ BACKENDS: dict[str, Callable[[Request], str | None]] = {
 # Those that run under the one differentiable operation, with their kernels in order of preference.
 KERNEL_ENGINES: dict[str, Callable[[Request], tuple[Kernel, ...]]] = {
     "sdpa": sdpa.preferred,
-    "flash": lambda request: (flash.KERNEL,),
+    "flash": lambda request: flash.KERNELS,
     "triton": lambda request: (triton_engine.KERNEL,),
 }
 

@@ -32,7 +32,7 @@ from tests.cases import least_heads, patterns
 
 ENGINE = {engine.name: engine for engine in ENGINES}
 LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient", "flash": "flash_attn"}
-KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, flash.KERNEL)}
+KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, *flash.KERNELS)}
 LAUNCHES_NOTHING = {
     f"aten::{name}"
     for name in (
