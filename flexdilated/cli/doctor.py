@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexdilated._version import __version__
-from flexdilated.backends import Request, choose, why_not
+from flexdilated.backends import Request, choose, flash, why_not
 from flexdilated.backends.crossovers import DEFAULT, FILE, KEPT, PROVEN, device_class, is_measured, unproven
 from flexdilated.cli.options import DTYPES, device_named, spelled
 from flexdilated.cli.selfcheck import QUANTITIES, Engine, Report, all_passed, engines, self_check
@@ -42,6 +42,8 @@ def doctor(
         console.print(_machine_table(machine))
         console.print(_engine_table(hardware))
         console.print(Text(_preference(hardware), "italic"))
+        for fault in _faults():
+            console.print(Text(fault, "yellow"))
     with Console(stderr=True).status("checking kernels") as status:
         reports = self_check(place, hardware, tell=lambda what: status.update(f"checking {what}"))
     if as_json:
@@ -114,6 +116,12 @@ def _request(hardware: Hardware, dtype: torch.dtype, call: str, *, trains: bool 
         differentiable=trains,
         wants_lse=trains,
     )
+
+
+def _faults() -> list[str]:
+    """What fails with the installed versions, though no check of this command runs it."""
+    found = flash.activation_fault()
+    return [] if found is None else [found]
 
 
 def _preference(hardware: Hardware) -> str:
@@ -241,7 +249,7 @@ def _as_json(machine: dict[str, Any], hardware: Hardware, reports: list[Report])
         }
         for report in reports
     ]
-    return {"machine": machine, "engines": rows, "checks": checks, "passed": all_passed(reports)}
+    return {"machine": machine, "engines": rows, "checks": checks, "faults": _faults(), "passed": all_passed(reports)}
 
 
 def _finite(error: float) -> float | None:

@@ -29,7 +29,7 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 16 * 2.0**-11, torch.bfloat16: 16 * 2.0**-8}
 
 # How many of the cases engines take that compile a kernel for most of them, which lasts seconds to half a minute.
-COMPILED = {"flex": 2, "triton": 6}
+COMPILED = {"flex": 2, "triton": 6, "flash": 4}
 
 # The switch of `torch.nn.attention.sdpa_kernel` that leaves one kernel of the sdpa engine as the only choice.
 SWITCHES = {

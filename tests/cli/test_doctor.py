@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
-from flexdilated.backends import BACKENDS, crossovers
+from flexdilated.backends import BACKENDS, crossovers, flash
 from flexdilated.backends.sdpa import KERNELS
 from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.cli import doctor, selfcheck
@@ -119,6 +120,20 @@ def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
     assert ran.startswith(f"{said}{where}): {chosen}. auto leaves triton out: no sm_90 has run its forward, grouped heads since")
     assert doctor._preference(simulate("sm_70")) == unknown
+
+
+def test_doctor_says_what_fails_with_the_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "engines", lambda: [Engine("reference")])
+    monkeypatch.setattr(flash, "INSTALLED_4", None)
+    _, text, _ = run("--device", "cpu", "--json")
+    assert json.loads(text)["faults"] == []
+    monkeypatch.setattr(flash, "INSTALLED_4", (4, 0, 0, 19))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.1"))
+    fault = "activate_flash_attention_impl('FA4') raises ValueError in every call with torch 2.13.1 and flash-attn-4 4.0.0b19"
+    _, text, _ = run("--device", "cpu", "--json")
+    assert json.loads(text)["faults"] == [f"torch.nn.attention.{fault}; use backend='flash'"]
+    _, text, _ = run("--device", "cpu")
+    assert fault in " ".join(text.split())
 
 
 def test_doctor_leaves_the_number_of_threads_alone(report: dict[str, Any]) -> None:
