@@ -63,11 +63,11 @@ def request(**changes: object) -> Request:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> None:
-    batch, rows, heads, head_dim = q.shape
+    batch, _, heads, head_dim = q.shape
     assert batch > 0
     assert head_dim % 8 == 0
     assert head_dim <= 256
-    assert k.shape == v.shape == (batch, rows, k.shape[2], head_dim)
+    assert k.shape == v.shape == (batch, *k.shape[1:3], head_dim)
     assert heads % k.shape[2] == 0
     for x in (q, k, v, *like_q):
         assert x.dtype == q.dtype
@@ -78,11 +78,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> None:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """`(batch, kv heads, group, rows, rows)`."""
+    """`(batch, kv heads, group, queries, keys)`."""
     assert isinstance(scale, float)
     assert isinstance(causal, bool)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (k.shape[2], -1)), k) * scale
-    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)
+    assert not causal or q.shape[1] == k.shape[1]
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     return scores.masked_fill(~(seen.tril() if causal else seen), -torch.inf)
 
 
@@ -530,6 +531,21 @@ def test_kernel_takes_what_an_offset_head_dim_misaligns(anywhere: Calls) -> None
     torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, dim=1), **EXACT)
 
 
+def test_kernel_takes_fewer_queries_than_keys(anywhere: Calls) -> None:
+    """As between ranks."""
+    kernel = choose_kernel("flash", request())
+    q, k, v, dout = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads, rows in ((6, 7), (3, 11), (3, 11), (6, 7)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) * 0.4
+    expected, expected_lse = scores.softmax(-1) @ v.repeat_interleave(2, dim=1), scores.logsumexp(-1)
+    dlse = torch.randn(2, 6, 7, dtype=torch.float64)
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, Options(False, 0.4))
+        grads = kernel.backward(dout, dlse, q, k, v, out, lse, Options(False, 0.4))
+    for a, e in zip((out, *grads), (expected, *torch.autograd.grad((expected, expected_lse), leaves, (dout, dlse)))):
+        torch.testing.assert_close(a, e, **EXACT)
+
+
 def test_kernel_takes_an_lse_of_any_strides(anywhere: Calls) -> None:
     kernel = choose_kernel("flash", request())
     q, k, v, dout = (torch.randn(2, heads, 11, 8, dtype=torch.float64) for heads in (6, 3, 3, 6))
@@ -551,7 +567,7 @@ def test_flash_attn_4_reads_and_writes_views_in_place(is_dense: bool, package: C
     kernel, options = KERNEL["flash_attn_4"], Options(True, 0.4)
     inputs = [strided(heads, 0.0)[1].normal_(generator=torch.Generator().manual_seed(heads)) for heads in (6, 3, 3)]
     q, k, v = inputs
-    dout, dlse = torch.randn_like(q), torch.randn(2, 6, 10, dtype=torch.float64)
+    dout, dlse = torch.randn_like(q), torch.randn(2, 10, 6, dtype=torch.float64).transpose(1, 2)
     out, lse = kernel.run_forward(q, k, v, options)
     whole_out, out_view = strided(6, torch.nan)
     lse_view = torch.full((2, 6, 10 if is_dense else 20), torch.nan, dtype=torch.float64)[..., :: 1 if is_dense else 2]
