@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdilated.backends.triton.forward import merge
-from flexdilated.backends.triton.launch import on_device, readable, unit_of
+from flexdilated.backends.triton.launch import on_device, options_of, readable, unit_of
 from flexdilated.backends.triton.places import load_rows
-from flexdilated.backends.triton.tiles import padded
+from flexdilated.backends.triton.tiles import PREPARE, padded
 
-ROWS = 64  # of a program
 AXES = ("batch", "head", "row")
 
 
@@ -83,8 +82,8 @@ def add_to(total: Tensor, term: Tensor) -> None:
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor) -> None:
     batch, heads, rows, head_dim = like.shape
-    unit, tiles = unit_of(like), -(-rows // ROWS)
+    unit, tiles = unit_of(like), -(-rows // PREPARE.queries)
     strides = (stride // (unit if x.dim() == 4 else 1) for x in tensors for stride in x.stride()[:3])
-    constants = {"UNIT": unit, "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": ROWS}
+    constants = {"UNIT": unit, "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": PREPARE.queries}
     with on_device(like):
-        kernel[(tiles * batch * heads,)](*tensors, *strides, heads, rows, tiles, **constants)
+        kernel[(tiles * batch * heads,)](*tensors, *strides, heads, rows, tiles, **constants, **options_of(PREPARE))
