@@ -1,8 +1,8 @@
 """Compile the kernels of flash-attn-4 that `backend="flash"` takes, for GPUs that are not here: registers, spills, compilations.
 
 `nox -s cutedsl` calls the engine on fake tensors: whole sequences and every view of LongNet's pieces, forward and backward. It
-fails where an entry point of the package has changed, a kernel spills, a view is copied, or the views of one form need more than
-one compilation. It needs no GPU and any torch. Triton brings the disassembler.
+fails where an entry point of the package has changed, a kernel spills more than before, a view is copied, or the views of one form
+need more than one compilation. It needs no GPU and any torch. Triton brings the disassembler.
 """
 
 from __future__ import annotations
@@ -186,11 +186,16 @@ def _dump(flag: str, path: str) -> str:
     return subprocess.run([str(tool), flag, path], capture_output=True, text=True, check=True).stdout
 
 
+def most_spills(cost: Cost) -> int:
+    """What 4.0.0b36 spills on sm_100, by nvidia-cutlass-dsl 4.8.1: two addresses, and more in the backward at head dim 256."""
+    return 0 if cost.level == 90 else 4 if cost.head_dim < 256 else 60
+
+
 def faults(found: list[Cost]) -> Iterator[str]:
     """What is wrong with the kernels of some forms."""
     for cost in found:
-        if cost.spills:
-            yield f"{_named(cost)} spills {cost.spills} stores"
+        if cost.spills > most_spills(cost):
+            yield f"{_named(cost)} spills {cost.spills} stores, more than {most_spills(cost)}"
     for name, count in Counter(_named(cost) for cost in found if cost.kernel in ("forward", "backward")).items():
         if count > 1:
             yield f"{name} is compiled {count} times"

@@ -30,10 +30,11 @@ LEAST_BLACKWELL_VERSION = (2, 7, 3)  # before, it refuses levels above sm_90
 MOST_HEAD_DIM = 256  # of both packages
 
 # The entry points of flash-attn-4 are private. In all 24 versions between these they take the keywords used here (read in the
-# source; compiled with the newest). Older ones have races and wrong gradients (Dao-AILab/flash-attention#2481, #2510).
+# source; b13, b18, b19, b30, b31 and b36 were compiled). Older ones have races and wrong results (Dao-AILab/flash-attention#2481,
+# #2510).
 VERSIONS_4 = (4, 0, 0, 13), (4, 0, 0, 36)
 LEVELS_4 = ((9, 0), (10, 0), (10, 3), (11, 0))  # sm_80 has no backward, sm_120 no deterministic one
-ANY_HEAD_DIM_VERSION_4 = (4, 0, 0, 31)  # before, the backward on sm_90 does not compile between 192 and 256
+HEAD_DIMS_4, ANY_HEAD_DIM_VERSION_4 = (32, 64, 96, 128, 192, 256), (4, 0, 0, 31)  # older ones fail to compile most others
 
 
 def _installed(distribution: str) -> tuple[int, ...] | None:
@@ -100,7 +101,7 @@ def _why_not_4(request: Request) -> str | None:
     if INSTALLED_4 is None:
         return "flash-attn-4 is not installed (pip install 'flexdilated[flash]')"
     least, newest = VERSIONS_4
-    if capability == (9, 0) and 192 < head_dim < 256:
+    if head_dim not in HEAD_DIMS_4:
         least = ANY_HEAD_DIM_VERSION_4
     if not least <= INSTALLED_4 <= newest:
         return f"flash-attn-4 must be {_dotted(least)} to {_dotted(newest)}, got {_dotted(INSTALLED_4)}"

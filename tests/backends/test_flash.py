@@ -316,7 +316,8 @@ GRADIENT = {"wants_lse": True, "differentiable": True}
         # An installed flash-attn-4 is not replaced silently.
         ("sm_90", {}, TWO, (4, 0, 0, 37), "flash-attn-4 must be 4.0.0b13 to 4.0.0b36, got 4.0.0b37"),
         ("sm_90", {}, TWO, (4, 0, 0), "flash-attn-4 must be 4.0.0b13 to 4.0.0b36, got 4.0.0"),
-        ("sm_90", {"head_dim": 200}, TWO, (4, 0, 0, 30), "flash-attn-4 must be 4.0.0b31 to 4.0.0b36, got 4.0.0b30"),
+        ("sm_90", {"head_dim": 160}, TWO, (4, 0, 0, 30), "flash-attn-4 must be 4.0.0b31 to 4.0.0b36, got 4.0.0b30"),
+        ("sm_100", {"head_dim": 33}, TWO, (4, 0, 0, 30), "flash-attn-4 must be 4.0.0b31 to 4.0.0b36, got 4.0.0b30"),
         ("sm_90", {"head_dim": 257}, TWO, FOUR, f"head_dim must be at most 256 for flash-attn-4, got 257; {SDPA}"),
         (
             "sm_100",
@@ -351,6 +352,7 @@ def test_each_package_says_why_not(
         ("sm_120", {}, (2, 7, 3), FOUR, "flash_attn"),
         ("sm_90", {"head_dim": 256, **GRADIENT}, TWO, (4, 0, 0, 13), "flash_attn_4"),
         ("sm_90", {"head_dim": 192}, None, (4, 0, 0, 30), "flash_attn_4"),
+        ("sm_100", {"head_dim": 25}, None, (4, 0, 0, 30), "flash_attn_4"),
         ("sm_90", {"head_dim": 193, "group": 3}, None, (4, 0, 0, 31), "flash_attn_4"),
         ("sm_100", {"head_dim": 128, "dtype": torch.bfloat16, **GRADIENT}, None, FOUR, "flash_attn_4"),
         ("sm_100", {"head_dim": 256, "wants_lse": True}, None, FOUR, "flash_attn_4"),

@@ -36,9 +36,9 @@ def test_calls_are_views_of_the_whole_and_of_every_piece(form: Form, count: int)
 
 
 def test_faults_are_named() -> None:
-    found = [PLAIN, PLAIN._replace(kernel="postprocess"), PLAIN._replace(kernel="postprocess")]
+    found = [PLAIN, *[PLAIN._replace(kernel="postprocess")] * 2, PLAIN._replace(level=100, spills=4)]
     assert list(faults(found)) == []
     assert list(faults([*found, PLAIN, PLAIN._replace(kernel="backward", spills=3)])) == [
-        "backward (sm_90, D = 64, bf16, plain) spills 3 stores",
+        "backward (sm_90, D = 64, bf16, plain) spills 3 stores, more than 0",
         "forward (sm_90, D = 64, bf16, plain) is compiled 2 times",
     ]
