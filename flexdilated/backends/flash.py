@@ -1,8 +1,8 @@
 """FlashAttention as an engine: the package flash-attn-4 on Hopper and Blackwell, flash-attn 2 on sm_80 and newer.
 
-Both are optional (`pip install flexdilated[flash]` and `[flash2]`), imported when they run, never chosen by `backend="auto"`. Both
-install into the folder `flash_attn`. They work side by side if flash-attn-4 is installed last: flash-attn 2.8 contains an older
-`flash_attn/cute`, which replaces the files of flash-attn-4 (PrimeIntellect-ai/prime-rl#1949).
+Both are optional (`pip install flexdilated[flash]` and `[flash2]`) and imported when they run. Both install into the folder
+`flash_attn`. They work side by side if flash-attn-4 is installed last: flash-attn 2.8 contains an older `flash_attn/cute`, which
+replaces the files of flash-attn-4 (PrimeIntellect-ai/prime-rl#1949).
 
 `torch.nn.attention.activate_flash_attention_impl("FA4")` (torch 2.11 and newer) is another route to flash-attn-4: it replaces the
 aten operators that the flash kernel of `backend="sdpa"` calls. Prefer this engine. On torch 2.11 to 2.13, that route raises

@@ -639,6 +639,23 @@ def test_compiled_flash_equals_eager(anywhere: Calls) -> None:
     assert anywhere[seen:] == anywhere[:seen]
 
 
+@pytest.mark.parametrize(("level", "kernel"), [("sm_80", "flash_attn"), ("sm_90", "flash_attn_4")])
+def test_compiler_traces_the_choice_of_a_package(level: str, kernel: str, package: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    hardware, case = simulate(level), Case(PATTERN, head_dim=8)
+    install(monkeypatch, TWO, FOUR)
+    monkeypatch.setattr(flexdilated.core.request, "detect", lambda device: hardware)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dilated_attention(q, k, v, PATTERN, return_lse=True, backend="flash")
+
+    tensors = case.tensors(torch.float16)
+    expected = differentiate(attend, *tensors)
+    for a, e in zip(differentiate(torch.compile(attend, fullgraph=True, backend="aot_eager"), *tensors), expected):
+        torch.testing.assert_close(a, e, **EXACT)
+    assert ("dlse" in package.last) == (kernel == "flash_attn_4")
+
+
 def test_compiled_flash_refuses_as_eager_does() -> None:
     torch._dynamo.reset()
     q, k, v, _, _ = Case(PATTERN).tensors(torch.float16)
