@@ -108,7 +108,7 @@ def differentiate(like_q: Tensor, like_k: Tensor, form: Form, dtype: torch.dtype
 
     q, k, v, out, dout, dq, dk, dv = (make(x) for x in (like_q, like_k, like_k, like_q, like_q, like_q, like_k, like_k))
     lse, options = torch.empty(q.shape[:3], device="cuda"), Options(form.is_causal, 0.125)
-    flash_kernels.forward(q, k, v, options, into=(out, lse))
+    flash_kernels.forward(q, k, v, options, into=out)
     torch.use_deterministic_algorithms(form.is_deterministic)
     for dlse in (None, lse) if takes_dlse else (None,):
         flash_kernels.backward(dout, q, k, v, out, lse, options, dlse=dlse, into=(dq, dk, dv))

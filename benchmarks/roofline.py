@@ -19,6 +19,7 @@ from benchmarks.traffic import (
     EFFICIENT,
     FLASH,
     FLASH_ATTN,
+    FLASH_ATTN_4,
     FORWARD_PRODUCTS,
     Library,
     Step,
@@ -113,7 +114,8 @@ ENGINES = (
     _library("sdpa flash", (8, 0), FLASH),
     _library("sdpa cudnn", (8, 0), CUDNN),
     _library("sdpa efficient", (5, 0), EFFICIENT),
-    _library("flash", (8, 0), FLASH_ATTN),
+    _library("flash, version 2", (8, 0), FLASH_ATTN),
+    _library("flash, version 4", (9, 0), FLASH_ATTN_4),
     Engine("flex packed", (8, 0), packed_forward, packed_backward),
     Engine("flex fused", (8, 0), fused_forward, fused_backward),
 )

@@ -12,9 +12,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flexdilated.backends.flex.cost import BLOCK, Shape, fused_cost, mergeable
+from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.backends.triton.groups import together
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.pieces import Layout, Piece, parts_of, plan_pieces, view_layouts
 
 LSE = 4  # bytes of a log-sum-exp, and of whatever else is float32
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, SPLIT_BACKWARD_PRODUCTS = 2, 5, 7  # of the matrix products per pair; 2 D operations each
@@ -101,22 +102,19 @@ def _merges(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return all(stride == size * inner for (_, stride), (size, inner) in pairwise(kept))
 
 
-def _is_view(rows: _Rows, group: int, token: int, head: int, batch: int) -> bool:
-    """Whether `fold` copies nothing: lanes `(b s o)` and heads `(h g)` are dims of a view."""
-    sizes, strides = rows.sizes(group), rows.strides(group, token, head, batch)
-    return _merges(sizes[:3], strides[:3]) and _merges(sizes[3:5], strides[3:5])
-
-
-def _folds(rows: _Rows, heads: int, group: int) -> bool:
-    """Whether q (or k, with `group=1`) is copied to be folded."""
-    shape = rows.shape
-    row = heads * shape.head_dim
-    return not _is_view(rows, group, row, shape.head_dim, shape.num_tokens * row)
-
-
-def _folds_lse(rows: _Rows) -> bool:
-    shape = rows.shape
-    return not _is_view(rows, rows.group, 1, shape.num_tokens, shape.num_heads * shape.num_tokens)
+def _parts(pattern: DilatedPattern, shape: Shape) -> Iterator[tuple[_Rows, Layout, Layout | None]]:
+    """The parts of pieces that dense kernels are given as views, and the layouts of queries and lse there."""
+    pieces = tuple(rows.piece for rows in _rows(pattern, shape))
+    batch, tokens, heads, width = shape.batch, shape.num_tokens, shape.num_heads, shape.head_dim
+    sizes = (pieces, batch, tokens, group_of(shape), GRID_LIMIT, group_of(shape) > 1)
+    queries = view_layouts(sizes, (batch, tokens, heads, width), (tokens * heads * width, heads * width, width, 1), sizes[3], True)
+    lses = view_layouts(sizes, (batch, tokens, heads, 1), (heads * tokens, 1, tokens, 1), sizes[3], True)
+    for (piece, part), of_q, of_lse in zip(parts_of(*sizes), queries, lses):
+        counts = (len(range(n)[some]) for n, some in zip((batch, piece.segments, piece.offsets, piece.heads), part))
+        some, segments, offsets, kv_heads = counts
+        alone = piece._replace(segments=segments, offsets=offsets, heads=kv_heads)
+        assert of_q is not None
+        yield _Rows(alone, shape._replace(batch=some)), of_q, of_lse
 
 
 def _copies(*sizes: int) -> Iterator[Step]:
@@ -145,32 +143,29 @@ class Library(NamedTuple):
     shares_kv: bool
     contiguous_backward: bool  # whether out and dout are copied to lie as `(lanes, rows, heads, D)`
     seeds: int = 0  # bytes of what stands for a seed of dropout backward
+    contiguous_lse: bool = True  # whether lse is copied to lie so in the backward
+    writes: bool = False  # whether it writes the first branch where it belongs
 
 
 FLASH = Library(shares_kv=True, contiguous_backward=True, seeds=16)
 CUDNN = Library(shares_kv=False, contiguous_backward=False, seeds=8)
-EFFICIENT = Library(shares_kv=False, contiguous_backward=True)
+EFFICIENT = Library(shares_kv=False, contiguous_backward=True, contiguous_lse=False)
 FLASH_ATTN = Library(shares_kv=True, contiguous_backward=False)
+FLASH_ATTN_4 = Library(shares_kv=True, contiguous_backward=False, writes=True)
 
 
 def walk_forward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
     """The loop over pieces by a library's kernel."""
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
-    for rows in _rows(pattern, shape):
-        yield from _fold(rows)
+    for rows, *_ in _parts(pattern, shape):
         yield from _repeat(rows, library)
         k = rows.k if library.shares_kv else rows.q
         yield Step(rows.flops(FORWARD_PRODUCTS), 2 * rows.q + 2 * k + rows.lse)
-        yield from _copies(rows.q, rows.lse) if rows.piece.tiles else _merge(rows)
-
-
-def _fold(rows: _Rows) -> Iterator[Step]:
-    shape = rows.shape
-    if _folds(rows, shape.num_heads, rows.group):
-        yield from _copies(rows.q)
-    if _folds(rows, shape.num_kv_heads, 1):
-        yield from _copies(rows.k, rows.k)
+        if not rows.piece.tiles:
+            yield Step(0, 3 * (rows.q + rows.lse))  # merged: two are read, one is written
+        else:
+            yield from _copies(rows.lse, *([] if library.writes else [rows.q]))
 
 
 def _repeat(rows: _Rows, library: Library) -> Iterator[Step]:
@@ -178,54 +173,30 @@ def _repeat(rows: _Rows, library: Library) -> Iterator[Step]:
         yield Step(0, 2 * (rows.k + rows.q), 2)
 
 
-def _merge(rows: _Rows) -> Iterator[Step]:
-    """`merge_` in eager operations: the weight, one pass in float32, the new lse."""
-    lse, wide = rows.lse, rows.queries * rows.shape.head_dim * LSE
-    mask = rows.queries
-    yield Step(0, 3 * lse)  # lse_i - lse
-    yield Step(0, 2 * lse)  # sigmoid
-    yield Step(0, lse + mask)  # lse_i == -inf
-    yield Step(0, 2 * lse + mask)  # where
-    if wide != rows.q:
-        yield Step(0, 2 * (rows.q + wide), 2)  # out and out_i to float32
-        yield Step(0, wide + rows.q)  # and back
-    yield Step(0, 3 * wide + lse)  # lerp_
-    yield Step(0, 3 * lse)  # logaddexp
-
-
 def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> Iterator[Step]:
-    q, k, _ = _whole(shape)
+    q, k, lse = _whole(shape)
     yield from _starts(pattern, q, k, k)
-    for rows in _rows(pattern, shape):
-        yield from _fold(rows)
-        if _folds(rows, shape.num_heads, rows.group):
-            yield from _copies(rows.q, rows.q)  # dout and out
-        if _folds_lse(rows):
-            yield from _copies(rows.lse)
+    yield Step(0, lse + lse // LSE)  # lse == -inf
+    yield Step(0, 2 * lse + lse // LSE)  # masked_fill
+    for rows, of_q, of_lse in _parts(pattern, shape):
         yield from _repeat(rows, library)
-        yield Step(0, rows.lse + rows.queries)  # lse == -inf
-        yield Step(0, 2 * rows.lse + rows.queries)  # masked_fill
-        if library.contiguous_backward and not _lies_by_rows(rows):
+        if library.contiguous_backward and not _lies(of_q, (0, 2, 1, 3)):
             yield from _copies(rows.q, rows.q)
+        if of_lse is None or (library.contiguous_lse and not _lies(of_lse, (0, 1, 2))):
+            yield from _copies(rows.lse)
         if library.seeds:
             yield Step(0, library.seeds)
         read = rows.k if library.shares_kv else rows.q
         yield Step(rows.flops(BACKWARD_PRODUCTS), 4 * rows.q + 4 * read + rows.lse)
         if read != rows.k:
             yield Step(0, 2 * (rows.q + rows.k), 2)  # gradients of shared heads are summed
-        yield Step(0, (2 if rows.piece.tiles else 3) * (rows.q + 2 * rows.k), 3)
+        if not (rows.piece.tiles and library.writes and read == rows.k):
+            yield Step(0, (2 if rows.piece.tiles else 3) * (rows.q + 2 * rows.k), 3)
 
 
-def _lies_by_rows(rows: _Rows) -> bool:
-    """Whether folded queries `(lanes, heads, rows, D)` are contiguous as `(lanes, rows, heads, D)`."""
-    shape, piece = rows.shape, rows.piece
-    if _folds(rows, shape.num_heads, rows.group):
-        return piece.heads * rows.group == 1 or piece.rows == 1
-    row = shape.num_heads * shape.head_dim
-    sizes = rows.sizes(rows.group)
-    strides = rows.strides(rows.group, row, shape.head_dim, shape.num_tokens * row)
-    order = (0, 1, 2, 5, 3, 4)
-    return _is_dense([(sizes[i], strides[i]) for i in order], shape.head_dim)
+def _lies(layout: Layout, order: tuple[int, ...]) -> bool:
+    """Whether a view is contiguous with its dims in some order."""
+    return _is_dense([(layout[0][i], layout[1][i]) for i in order], 1)
 
 
 def _is_dense(dims: list[tuple[int, int]], inner: int) -> bool:

@@ -126,7 +126,7 @@ class Kernel:
         head_dim_multiple: What the head dim must be a multiple of.
         shares_kv: Whether k and v may have fewer heads than q.
         takes_dlse: Whether `run_backward` takes `dlse=`, the gradient of lse or None. Others get one more column for it.
-        writes: Whether both take `into=`, a tuple of the memory of their results, of any strides.
+        writes: Whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`.
         in_place: Gives what computes pieces without boxes, where the kernel can; asked when it runs.
     """
 
@@ -140,16 +140,14 @@ class Kernel:
     writes: bool = False
     in_place: Callable[[], InPlace] | None = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.
 
-        `into`: two tensors of these shapes that the results are written to and returned as.
+        `into`: the memory that out is written to and returned as.
         """
         head_dim = q.shape[-1]
         q, options, _ = with_positive_scale(q, options)
-        memory = self._memory(into if options.ignored is None else None, head_dim)
+        memory = self._memory(head_dim, *([] if into is None or options.ignored is not None else [into]))
         out, lse = self.run_forward(*self._taken(q, k, v), options, **memory)
         out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
@@ -157,11 +155,7 @@ class Kernel:
             empty = _empty_rows(options.ignored, options.is_causal)
             lse = lse.masked_fill(empty[:, None], -math.inf)
             out = out.masked_fill(empty[:, None, :, None], 0.0)
-        if into is not None and not memory:
-            into[0].copy_(out)
-            into[1].copy_(lse)
-            return into[0], into[1]
-        return out, lse
+        return into.copy_(out) if into is not None and not memory else out, lse
 
     def backward(
         self,
@@ -184,7 +178,7 @@ class Kernel:
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
         q, options, factor = with_positive_scale(q, options)
-        memory = self._memory(into if factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads) else None, head_dim)
+        memory = self._memory(head_dim, *(into or ()) if factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads) else ())
         own: dict[str, Any] = {"dlse": dlse} if self.takes_dlse else {}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
@@ -202,9 +196,10 @@ class Kernel:
             return into[0], into[1], into[2]
         return dq, dk, dv
 
-    def _memory(self, into: tuple[Tensor, ...] | None, head_dim: int) -> dict[str, tuple[Tensor, ...]]:
+    def _memory(self, head_dim: int, *into: Tensor) -> dict[str, Any]:
         """The argument that makes the kernel write its results itself, where it can."""
-        return {} if into is None or not self.writes or head_dim % self.head_dim_multiple else {"into": into}
+        able = into and self.writes and head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
+        return {"into": into if len(into) > 1 else into[0]} if able else {}
 
     def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Tensors as the kernel takes them: as many heads of k and v as it wants, and a head dim that it can."""

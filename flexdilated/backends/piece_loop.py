@@ -144,10 +144,8 @@ class PieceLoop:
             k, v = (x.masked_fill(slab.options.ignored[:, None, :, None], 0.0) for x in (k, v))
         return (q.contiguous(), k.contiguous(), v.contiguous()) if self._packs else (q, k, v)
 
-    def attend(
-        self, slab: Slab, inputs: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, ...] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A slab's own output and lse of its `inputs`, written to `into` where given."""
+    def attend(self, slab: Slab, inputs: tuple[Tensor, Tensor, Tensor], into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """A slab's own output and lse of its `inputs`; the output is written to `into` where given."""
         out, lse = self.kernel.forward(*inputs, slab.options, into)
         if slab.piece.zero_keys:
             add_zero_keys_(out, lse, slab.piece.zero_keys)
@@ -155,9 +153,14 @@ class PieceLoop:
 
     def merge(self, slab: Slab, out: Rows, lse: Rows, out_i: Tensor, lse_i: Tensor) -> None:
         """Merge a slab's results, as a kernel gives them, into running results."""
-        views = (out.view(slab), lse.view(slab)) if self._merging else (None, None)
-        if views[0] is not None and views[1] is not None:
-            self._merging.merge_into(views[0], views[1].select(3, 0), out_i, lse_i)
+        view = out.view(slab) if self._merging else None
+        if view is not None:
+            rows = lse.view(slab)
+            # The lse of several sequences has strides of its own for sequences and segments.
+            if rows is None:
+                rows = lse.box(slab)
+                rows = rows.view(*rows.shape[:2], -1, *rows.shape[5:])
+            self._merging.merge_into(view, rows.select(-1, 0), out_i, lse_i)
         else:
             out_box, lse_box = out.box(slab), lse.box(slab)
             merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
@@ -199,13 +202,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
         if not slab.piece.tiles:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
-        out_i, lse_i = out_rows.whole(slab), lse_rows.whole(slab)
-        if out_i is not None and lse_i is not None:
-            loop.attend(slab, inputs, (out_i, lse_i.select(3, 0)))
-        else:
-            out_i, lse_i = loop.attend(slab, inputs)
-            for rows, result in ((out_rows.box(slab), out_i), (lse_rows.box(slab), lse_i[..., None])):
-                rows.copy_(unfold(result, rows))
+        into, lse_box = out_rows.whole(slab), lse_rows.box(slab)
+        out_i, lse_i = loop.attend(slab, inputs, into)
+        if into is None:
+            out_box = out_rows.box(slab)
+            out_box.copy_(unfold(out_i, out_box))
+        lse_box.copy_(unfold(lse_i[..., None], lse_box))
     return out, lse
 
 

@@ -29,6 +29,8 @@ merging = pytest.importorskip("flexdilated.backends.triton.merging")
 PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
 CASES = {
     "plain": Case(PATTERN, batch=2, kv_heads=7, head_dim=8),
+    "whole_segments": Case(DilatedPattern((8, 16), (1, 2)), batch=3, num_tokens=32, kv_heads=4, head_dim=8),
+    "whole_segments_groups": Case(DilatedPattern((8, 16), (1, 2)), batch=3, num_tokens=32, kv_heads=2, group=2, head_dim=8),
     "fewer_heads_than_offsets": Case(PATTERN, batch=2, kv_heads=3, head_dim=8, lse_gradient=False),
     "interleaved": Case(DilatedPattern((16, 43), (1, 3), offsets="interleaved"), kv_heads=7, head_dim=8, is_causal=True),
     "interleaved_groups": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=7, group=2, head_dim=8),
@@ -64,7 +66,8 @@ class Dense:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Any = None) -> tuple[Tensor, ...]:
         assert into is None or self.own
-        return self._put(into, MATH.forward(q, k, v, options))
+        out, lse = MATH.forward(q, k, v, options)
+        return *self._put(None if into is None else (into,), (out,)), lse
 
     def backward(
         self,
@@ -150,6 +153,10 @@ def test_merging_and_adding_equal_torch(dtype: torch.dtype, head_dim: int) -> No
     merging.merge_into(out, lse, part, part_lse)
     torch.testing.assert_close(out, expected[0].to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(lse, expected[1])
+    by_sequences = (expected[0].to(dtype), expected[1].unflatten(0, (2, 1)).contiguous())  # and segments, one of each here
+    merging.merge_into(by_sequences[0], by_sequences[1], part, part_lse)
+    merging.merge_into(out, lse, part, part_lse)
+    torch.testing.assert_close(by_sequences[1][:, 0], lse)
     added = (total.float() + part[:, :, :45].float()).to(dtype)
     merging.add_to(total, part)
     torch.testing.assert_close(total, added, equal_nan=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -31,7 +31,8 @@ from flexdilated.core.pieces import plan_pieces
 from tests.cases import least_heads, patterns
 
 ENGINE = {engine.name: engine for engine in ENGINES}
-LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient", "flash": "flash_attn"}
+LIBRARIES = {"sdpa flash": "flash", "sdpa cudnn": "cudnn", "sdpa efficient": "efficient"}
+LIBRARIES |= {"flash, version 2": "flash_attn", "flash, version 4": "flash_attn_4"}
 KERNEL = {kernel.name: kernel for kernel in (*sdpa.KERNELS, *flash.KERNELS)}
 LAUNCHES_NOTHING = {
     f"aten::{name}"
@@ -107,24 +108,38 @@ def counted(found: Work) -> tuple[int, int]:
 def kernel_that_counts(name: str, counter: Counter) -> Kernel:
     """A kernel whose own operation gives tensors without values; what its wrapper does around that is real."""
 
-    def run_forward(q: Tensor, k: Tensor, v: Tensor, options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    def run_forward(q: Tensor, k: Tensor, v: Tensor, options: Any, into: Any = None) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         counter.count(q, k, v, out, lse)
         return out, lse
 
-    def run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Any) -> tuple[Tensor, ...]:
+    def run_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Any, into: Any = None, dlse: None = None
+    ) -> tuple[Tensor, ...]:
         if name in ("flash", "efficient"):  # in aten's host code, or ours, on `(lanes, rows, heads, D)`
             dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
-        if name in ("flash", "cudnn", "flash_attn"):
+        if name != "efficient":
             lse = lse.contiguous()
         if name in ("flash", "cudnn"):
             torch.zeros(2 if name == "flash" else (), dtype=torch.uint64, device=q.device)
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grads = into or tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         counter.count(dout, q, k, v, out, lse, *grads)
         return grads
 
-    kernel = KERNEL[name]
-    return Kernel(name, kernel.why_not, run_forward, run_backward, shares_kv=kernel.shares_kv)
+    return replace(KERNEL[name], run_forward=run_forward, run_backward=run_backward)
+
+
+class Merging(NamedTuple):
+    """The kernels that merge and add."""
+
+    counter: Counter
+
+    def merge_into(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        self.counter.count(out, lse, part, part_lse, out, lse)
+
+    def add_to(self, total: Tensor, term: Tensor) -> None:
+        self.counter.count(total, term, total)
 
 
 @pytest.mark.slow
@@ -142,6 +157,7 @@ def test_library_engines_move_and_launch_what_is_counted(engine: str, drawn: tup
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flexdilated.backends.piece_loop, "choose_kernel", lambda engine, request, kernel=kernel: kernel)
             loop = PieceLoop(Inputs(q, k, v, None, None, None), flat, pieces, None)
+        loop._merging = Merging(counter)  # type: ignore[misc]
         with counter:
             if not found:
                 out, lse = forward(q, k, v, loop)

@@ -26,14 +26,14 @@ def _first(x, b, h, row, batch, head, step, UNIT: tl.constexpr):
     return x + (b * batch + h * head + row * step) * UNIT
 
 
-@triton.jit(do_not_specialize=(*_steps("out", "lse", "part", "part_lse"), "heads", "rows", "tiles"))
+@triton.jit(do_not_specialize=(*_steps("out", "lse", "part", "part_lse"), "lse_segment", "segments", "heads", "rows", "tiles"))
 def merge_rows(
     OUT, LSE, PART, PART_LSE,
-    out_batch, out_head, out_row, lse_batch, lse_head, lse_row, part_batch, part_head, part_row,
-    part_lse_batch, part_lse_head, part_lse_row, heads, rows, tiles,
+    out_batch, out_head, out_row, lse_batch, lse_segment, lse_head, lse_row, part_batch, part_head, part_row,
+    part_lse_batch, part_lse_head, part_lse_row, segments, heads, rows, tiles,
     UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one head, merged into `OUT` and `LSE`."""
+    """A tile of rows of one head, merged into `OUT` and `LSE`; sequences and segments of `LSE` have strides of their own."""
     lane = tl.program_id(0) // tiles
     b, h = (lane // heads).to(tl.int64), (lane % heads).to(tl.int64)
     row = ((tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -43,7 +43,8 @@ def merge_rows(
     out = _first(OUT, b, h, row, out_batch, out_head, out_row, UNIT)[:, None] + d[None, :]
     acc = load_rows(part, there, in_row, True, True).to(tl.float32)
     lse = tl.load(_first(PART_LSE, b, h, row, part_lse_batch, part_lse_head, part_lse_row, 1), mask=there, other=0.0)
-    merge(out, _first(LSE, b, h, row, lse_batch, lse_head, lse_row, 1), acc, lse, there, in_row)
+    LSE += b // segments * lse_batch
+    merge(out, _first(LSE, b % segments, h, row, lse_segment, lse_head, lse_row, 1), acc, lse, there, in_row)
 
 
 @triton.jit(do_not_specialize=(*_steps("sum", "term"), "heads", "rows", "tiles"))
@@ -68,22 +69,30 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
     Args:
         out: `(batch, heads, rows, D)`, strided, rows aligned as `readable` says.
-        lse: `(batch, heads, rows)`, natural logarithm, strided.
+        lse: `(batch, heads, rows)` or `(sequences, segments, heads, rows)`, natural logarithm, strided.
         part: `(batch, heads, rows or more, D)`.
         part_lse: `(batch, heads, rows or more)`.
     """
-    _launch(merge_rows, (out, lse, readable(part), part_lse), out)
+    if lse.dim() == 3:
+        lse = lse[None]
+    part, unit = readable(part), unit_of(out)
+    strides = (*_strides(out, unit), *lse.stride(), *_strides(part, unit), *part_lse.stride(), lse.shape[1])
+    _launch(merge_rows, (out, lse, part, part_lse), strides, out)
 
 
 def add_to(total: Tensor, term: Tensor) -> None:
     """Add the first rows of a partial gradient `(batch, heads, rows or more, D)` to a strided one, in place."""
-    _launch(add_rows, (total, readable(term)), total)
+    term, unit = readable(term), unit_of(total)
+    _launch(add_rows, (total, term), (*_strides(total, unit), *_strides(term, unit)), total)
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor) -> None:
+def _strides(x: Tensor, unit: int) -> tuple[int, ...]:
+    return x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], like: Tensor) -> None:
     batch, heads, rows, head_dim = like.shape
-    unit, tiles = unit_of(like), -(-rows // PREPARE.queries)
-    strides = (stride // (unit if x.dim() == 4 else 1) for x in tensors for stride in x.stride()[:3])
-    constants = {"UNIT": unit, "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": PREPARE.queries}
+    tiles = -(-rows // PREPARE.queries)
+    constants = {"UNIT": unit_of(like), "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": PREPARE.queries}
     with on_device(like):
-        kernel[(tiles * batch * heads,)](*tensors, *strides, heads, rows, tiles, **constants, **options_of(PREPARE))
+        kernel[(tiles * batch * heads,)](*tensors, *numbers, heads, rows, tiles, **constants, **options_of(PREPARE))
