@@ -374,7 +374,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
-    """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json)."""
+    """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json).
+
+    `-- --all` checks everything first, and measures more, 30 minutes, resumable; `-- --needs` lists packages that are missing.
+    """
     session.run(sys.executable, "-m", "benchmarks.gpu", *session.posargs)
 
 

@@ -1,625 +1,83 @@
-"""Measure every engine on a GPU beside dense flash attention of the same run: `python -m benchmarks.gpu`, or `nox -s bench_gpu`.
+"""Measure this library on a GPU.
 
-Useful TFLOP/s forward and backward, time and peak memory, from 8k to 1M tokens in bfloat16. Useful work is that of the pattern's
-own pairs, `4 D` floating-point operations each forward and 2.5 times that backward, whatever an engine computes beside them.
-GigaPath's branches are taken without torchscale's zero keys and constant weights, so that all engines compute the same.
+    python -m benchmarks.gpu --needs          # which packages are missing here, and how to bring them to a machine without network
+    python -m benchmarks.gpu --all            # everything: results checked first, then timed; start it again to continue
+    python -m benchmarks.gpu --show           # the engines alone: see --help
 
-The most informative settings come first; what the time does not suffice for is listed as such. The JSON is complete after every
-measurement.
+`nox -s bench_gpu -- --all` is another spelling. This file imports the standard library alone, so that `--needs` always runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import importlib.util
-import itertools
-import json
-import os
-import statistics
+import importlib
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from importlib.metadata import PackageNotFoundError, version
 
-import matplotlib.figure
-import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-import flexdilated.backends.flex.engine
-from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
-from benchmarks.environment import provenance
-from flexdilated import DilatedPattern, dilated_attention
-from flexdilated.backends import BACKENDS
-from flexdilated.backends.flex.cost import Shape, fused_cost
-
-DTYPE = torch.bfloat16
-OUTPUT = Path("runs/bench_gpu.json")
-BACKWARD_WORK = 2.5  # of the forward's: five matrix products instead of two
-TARGETS = {"forward_of_dense": 0.7, "backward_of_dense": 0.6, "memory_of_tensors": 3.0}
-MEMORY_TOKENS = 1 << 20  # where the memory target holds
-
-LEAST_CALLS, MOST_CALLS = 3, 20
-SECONDS_PER_TIMING = 0.6
-LONGEST_CALL = 2.0  # estimated seconds of a forward that is not worth its time: fused calls that compute far more than the pattern
-CACHE_MULTIPLE = 3  # inputs rotate over so many times the L2 cache
-CHECKED_ROWS = 8
-WIDTH = 150  # of tables that go to a file
-
-Forward = Callable[[Inputs, DilatedPattern, bool], Tensor]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One cell of the table, but for the engine."""
-
-    pattern: str
-    is_causal: bool
-    num_heads: int
-    head_dim: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a run measures, its most informative values first."""
-
-    patterns: dict[str, DilatedPattern]
-    heads: tuple[int, ...]
-    head_dims: tuple[int, ...]
-    tokens: tuple[int, ...]
-    key_tokens: tuple[int, ...]
-    dense_tokens: int
-    matmul: int
-    copy_bytes: int
-
-
-FULL = Sizes(
-    patterns={
-        "longnet": DilatedPattern.longnet(),
-        "gigapath": replace(DilatedPattern.gigapath(), zero_padding=False, detach_weights=False),
-        "window2048": DilatedPattern((2048,), (1,)),  # what NATTEN can compute too
-    },
-    heads=(12, 16),
-    head_dims=(64, 128),
-    tokens=tuple(1 << n for n in range(13, 21)),
-    key_tokens=(1 << 16, 1 << 20),
-    dense_tokens=1 << 14,
-    matmul=8192,
-    copy_bytes=4 << 30,
+# What `--all` imports beside torch and triton, with what those packages import.
+IMPORTED = (
+    *("pytest", "iniconfig", "packaging", "pluggy", "pygments", "hypothesis", "sortedcontainers"),
+    *("rich", "markdown-it-py", "mdurl"),
+    *("matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "numpy", "pillow", "pyparsing", "python-dateutil"),
 )
-QUICK = Sizes(
-    patterns={
-        "longnet": SMALL_LONGNET,
-        "gigapath": DilatedPattern((16, 90, 512), (1, 2, 4)),
-        "window2048": DilatedPattern((32,), (1,)),
-    },
-    heads=(2, 3),
-    head_dims=(16, 32),
-    tokens=(256, 512),
-    key_tokens=(512,),
-    dense_tokens=256,
-    matmul=128,
-    copy_bytes=1 << 20,
-)
-
-
-# -- engines --------------------------------------------------------------------------------------------------------------------
-
-
-class Engine(NamedTuple):
-    """`forward` is differentiable where `why_no_training` says nothing to the contrary; both directions run inside `around`."""
-
-    name: str
-    forward: Forward
-    why_not: Callable[[DilatedPattern, str], str | None]
-    why_no_training: Callable[[str], str | None] = lambda device: None
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-def dilated(x: Inputs, pattern: DilatedPattern, is_causal: bool, *, backend: str, layout: str | None = None) -> Tensor:
-    """`dilated_attention` by one engine, in one of flex's layouts."""
-    forced = mock.patch.object(flexdilated.backends.flex.engine, "choose_layout", return_value=layout) if layout else nullcontext()
-    with forced:
-        return dilated_attention(x.q, x.k, x.v, pattern, is_causal=is_causal, backend=backend)
-
-
-def neighbourhood(x: Inputs, pattern: DilatedPattern, is_causal: bool) -> Tensor:
-    """NATTEN's 1-D neighbourhood attention, whose windows are segments when the stride is the window."""
-    natten = importlib.import_module("natten")
-    length = min(pattern.segment_lengths[0], x.q.shape[1])
-    return natten.na1d(x.q, x.k, x.v, kernel_size=length, stride=length, dilation=1, is_causal=is_causal)
-
-
-def _packed_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    return "flex_attention gives no lse on CPU" if device == "cpu" else None
-
-
-def _flex_why_no_training(device: str) -> str | None:
-    return "flex_attention has no backward on CPU" if device == "cpu" else None
-
-
-def _flash_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    if "flash" not in BACKENDS:
-        return "this flexdilated has no flash engine"
-    if device == "cpu" or importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed, or there is no CUDA device"
-    return None
-
-
-def _triton_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    return "the Triton kernels run on CUDA" if device == "cpu" else None
-
-
-def _pointing() -> AbstractContextManager[object]:
-    """The Triton kernels load rows through pointers alone."""
-    launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
-    return mock.patch.object(launch, "DESCRIBES", new=False)
-
-
-def _cudnn_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    return "cuDNN runs on CUDA" if device == "cpu" else None
-
-
-def _natten_why_not(pattern: DilatedPattern, device: str) -> str | None:
-    if device == "cpu" or importlib.util.find_spec("natten") is None:
-        return "NATTEN is not installed, or there is no CUDA device"
-    if pattern.dilation_rates != (1,):
-        return "NATTEN computes one branch, at every residue: only a single branch of rate 1 is the same work"
-    return None
-
-
-ENGINES = (
-    Engine("sdpa", partial(dilated, backend="sdpa"), lambda pattern, device: None),
-    Engine("sdpa_cudnn", partial(dilated, backend="sdpa"), _cudnn_why_not, around=partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
-    Engine("triton", partial(dilated, backend="triton"), _triton_why_not),
-    Engine("triton_pointers", partial(dilated, backend="triton"), _triton_why_not, around=_pointing),
-    Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
-    Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),
-    Engine("flash", partial(dilated, backend="flash"), _flash_why_not),
-    Engine("natten", neighbourhood, _natten_why_not),
-)
-
-
-# -- arithmetic -----------------------------------------------------------------------------------------------------------------
-
-
-def useful_flops(pattern: DilatedPattern, setting: Setting) -> dict[str, float]:
-    """Floating-point operations that the pattern's pairs need, forward and backward."""
-    pairs = pattern.count_pairs(setting.num_tokens, setting.num_heads, is_causal=setting.is_causal)
-    return {"forward": 4.0 * setting.head_dim * pairs, "backward": BACKWARD_WORK * 4.0 * setting.head_dim * pairs}
-
-
-def settings(sizes: Sizes) -> Iterator[Setting]:
-    """All settings: the first of every list first, at the telling lengths, then what differs from that in more and more."""
-    lists = (tuple(sizes.patterns), (False, True), sizes.heads, sizes.head_dims)
-    groups = list(itertools.product(*lists))
-
-    def rank(group: tuple[Any, ...], num_tokens: int) -> tuple[int, int, int]:
-        differences = sum(value != values[0] for value, values in zip(group, lists))
-        return 2 * differences + (num_tokens not in sizes.key_tokens), groups.index(group), num_tokens
-
-    for group, num_tokens in sorted(itertools.product(groups, sizes.tokens), key=lambda pair: rank(*pair)):
-        yield Setting(*group, num_tokens)
-
-
-# -- the device -----------------------------------------------------------------------------------------------------------------
-
-
-class Device:
-    """Clock and memory of the device that is measured."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.on_gpu = name != "cpu"
-
-    def milliseconds(self, *steps: Callable[[], object]) -> list[float]:
-        """The median time of each step of a sequence that is repeated, after two rounds that are not counted.
-
-        Rounds follow one another without a pause, so that a launch is not waited for where the device is the slower side.
-        """
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(2):
-            self._round(steps)
-        self.synchronize()
-        each = (time.perf_counter() - start) / 2
-        rounds = min(MOST_CALLS, max(LEAST_CALLS, int(SECONDS_PER_TIMING / max(each, 1e-6))))
-        marks = [self._round(steps) for _ in range(rounds)]
-        self.synchronize()
-        return [statistics.median(self._elapsed(m[i], m[i + 1]) for m in marks) for i in range(len(steps))]
-
-    def peak_bytes(self, call: Callable[[], object]) -> int | None:
-        """The most memory that a call held beyond what was held before it; its result is dropped."""
-        if not self.on_gpu:
-            return None
-        self.release()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        self.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    def cache_bytes(self) -> int:
-        """The size of its last cache."""
-        return torch.cuda.get_device_properties(0).L2_cache_size if self.on_gpu else 0
-
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def release(self) -> None:
-        """Hand back what no tensor holds."""
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-
-    def _round(self, steps: Iterable[Callable[[], object]]) -> list[Any]:
-        marks = [self._mark()]
-        for step in steps:
-            step()
-            marks.append(self._mark())
-        return marks
-
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _elapsed(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) if self.on_gpu else (end - start) * 1e3
-
-
-def device_rates(device: Device, sizes: Sizes) -> dict[str, float]:
-    """What the device can do: a large bfloat16 matrix product of random numbers, and a copy, bytes read and written counted."""
-    n = sizes.matmul
-    a, b = (torch.randn(n, n, dtype=DTYPE, device=device.name) for _ in range(2))
-    c = torch.empty_like(a)
-    (matmul,) = device.milliseconds(lambda: torch.mm(a, b, out=c))
-    source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device.name)
-    target = torch.empty_like(source)
-    (copy,) = device.milliseconds(lambda: target.copy_(source))
-    return {"matmul_tflops": 2 * n**3 / matmul / 1e9, "copy_gb_per_s": 2 * sizes.copy_bytes / copy / 1e6}
-
-
-# -- one measurement ------------------------------------------------------------------------------------------------------------
-
-
-def random_sets(device: Device, setting: Setting) -> list[Inputs]:
-    """Inputs that together are several times as large as the cache."""
-    shape = (1, setting.num_tokens, setting.num_heads, setting.head_dim)
-    size = 4 * setting.num_tokens * setting.num_heads * setting.head_dim * DTYPE.itemsize
-    copies = 1 + CACHE_MULTIPLE * device.cache_bytes() // size
-    return [Inputs(*(torch.randn(shape, dtype=DTYPE, device=device.name) for _ in range(4))) for _ in range(copies)]
-
-
-def measure(device: Device, engine: Engine, pattern: DilatedPattern, setting: Setting, found: dict[str, Any]) -> None:
-    """Put times, rates and memory of one engine in `found`, once some rows of its results have been compared with the definition.
-
-    What was found before an error stays found: a forward whose backward runs out of memory.
-    """
-    sets = random_sets(device, setting)
-    rotation = itertools.cycle(sets)
-    forward = partial(engine.forward, pattern=pattern, is_causal=setting.is_causal)
-    flops = useful_flops(pattern, setting)
-    tensor_bytes = sets[0].q.nbytes
-
-    def infer() -> Tensor:
-        with torch.no_grad():
-            return forward(next(rotation))
-
-    def train(x: Inputs) -> Results:
-        leaves = [t.detach().requires_grad_() for t in x[:3]]
-        out = forward(Inputs(*leaves, None))
-        return Results(out.detach(), *torch.autograd.grad(out, leaves, x.dout))
-
-    start = time.perf_counter()
-    out = infer()
-    device.synchronize()
-    found["first_forward_seconds"] = time.perf_counter() - start
-    assert_rows_match_definition(sets[0], pattern, out, is_causal=setting.is_causal, count=CHECKED_ROWS)
-    del out
-    peak = device.peak_bytes(infer)
-    found["forward_memory"] = None if peak is None else (peak + 3 * tensor_bytes) / (4 * tensor_bytes)  # q, k, v, out
-    (found["forward_ms"],) = device.milliseconds(infer)
-    found["forward_tflops"] = flops["forward"] / found["forward_ms"] / 1e9
-
-    reason = engine.why_no_training(device.name)
-    if reason is not None:
-        found["no_training"] = reason
-        return
-    start = time.perf_counter()
-    results = train(sets[0])
-    device.synchronize()
-    found["first_step_seconds"] = time.perf_counter() - start
-    assert_rows_match_definition(sets[0], pattern, *results[:2], is_causal=setting.is_causal, count=CHECKED_ROWS)
-    del results
-    peak = device.peak_bytes(lambda: train(sets[0]))
-    found["peak_bytes"] = None if peak is None else peak + 4 * tensor_bytes
-    found["memory"] = None if peak is None else (peak + 4 * tensor_bytes) / (8 * tensor_bytes)  # q, k, v, out and gradients
-
-    kept: list[Any] = []
-
-    def step_forward() -> None:
-        x = next(rotation)
-        leaves = [t.detach().requires_grad_() for t in x[:3]]
-        kept[:] = [forward(Inputs(*leaves, None)), leaves, x.dout]
-
-    def step_backward() -> None:
-        torch.autograd.grad(*kept)
-        kept.clear()
-
-    found["training_forward_ms"], found["backward_ms"] = device.milliseconds(step_forward, step_backward)
-    found["backward_tflops"] = flops["backward"] / found["backward_ms"] / 1e9
-
-
-def dense(kernel: SDPBackend) -> Engine:
-    """Dense attention by one of torch's kernels, in its own layout, so that it pays for no transpose."""
-
-    def forward(x: Inputs, pattern: DilatedPattern, is_causal: bool) -> Tensor:
-        with sdpa_kernel(kernel):
-            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x[:3]), is_causal=is_causal)
-        return out.transpose(1, 2)
-
-    return Engine(f"dense {kernel.name.lower()}", forward, lambda pattern, device: None)
-
-
-def attempt(device: Device, engine: Engine, pattern: DilatedPattern, setting: Setting) -> dict[str, Any]:
-    """A measurement, or why there is none."""
-    reason = engine.why_not(pattern, device.name)
-    if reason is None and engine.name == "flex_fused":
-        shape = Shape(
-            1, setting.num_tokens, setting.num_heads, setting.num_heads, setting.head_dim, DTYPE.itemsize, setting.is_causal
-        )
-        seconds = fused_cost(pattern, shape).picoseconds(setting.head_dim) / 1e12
-        reason = f"a forward is estimated to take {seconds:.1f} s" if seconds > LONGEST_CALL else None
-    if reason is not None:
-        return {"status": "skipped", "reason": reason}
-    found: dict[str, Any] = {"status": "measured"}
-    try:
-        with engine.around():
-            measure(device, engine, pattern, setting, found)
-    except torch.OutOfMemoryError as error:
-        found |= {"status": "out of memory", "reason": str(error).partition("\n")[0]}
-    except AssertionError as error:
-        found |= {"status": "wrong result", "reason": str(error)[:400]}
-    except NotImplementedError as error:  # an engine that says so itself: cuDNN's head dims
-        found |= {"status": "skipped", "reason": str(error)[:400]}
-    except RuntimeError as error:  # a kernel that does not compile or run must not end the others
-        found |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:400]}
-    finally:
-        device.release()
+# FlashAttention-4 and what it imports beside torch, as it was compiled for sm_90 (CUDA 13, Python 3.11, 2026-11-27). Without its
+# dependencies pip takes no second torch, and no libraries of CUDA 12.
+FLASH = {
+    "flash-attn-4": "4.0.0b36",
+    "quack-kernels": "0.6.5",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "nvidia-cutlass-dsl-libs-base": "4.8.1",
+    "nvidia-cutlass-dsl-libs-core": "4.8.1",
+    "nvidia-cutlass-dsl-libs-cu13": "4.8.1",
+    "apache-tvm-ffi": "0.1.15.post2",
+    "torch-c-dlpack-ext": "0.1.5",
+    "cuda-bindings": "13.5.0",
+    "cuda-pathfinder": "1.9.1",
+    "protobuf": "7.36.2",
+    "einops": "0.8.2",
+}
+# pip takes a wheel of one of these, by name: an older one is not implied by a newer one.
+PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+
+
+def missing() -> list[str]:
+    """The requirements that this Python has no distribution of: any version satisfies."""
+    found = []
+    for name in (*IMPORTED, *FLASH):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            found.append(f"{name}=={FLASH[name]}" if name in FLASH else name)
     return found
 
 
-# -- the run --------------------------------------------------------------------------------------------------------------------
-
-
-class Run:
-    """The report of a run, on disk after every measurement."""
-
-    def __init__(self, path: Path, budget_seconds: float, details: dict[str, Any]) -> None:
-        self.path, self.deadline = path, time.monotonic() + budget_seconds
-        self.longest: dict[tuple[str, str], float] = {}
-        self.report: dict[str, Any] = {
-            **details,
-            "targets": TARGETS,
-            "device": {},
-            "dense": [],
-            "measurements": [],
-            "unmeasured": [],
-        }
-
-    def has_time_for(self, engine: str, pattern: str) -> bool:
-        """Whether the longest measurement of its kind so far would end in time."""
-        return time.monotonic() + self.longest.get((engine, pattern), 0.0) < self.deadline
-
-    def took(self, engine: str, pattern: str, seconds: float) -> None:
-        self.longest[engine, pattern] = max(seconds, self.longest.get((engine, pattern), 0.0))
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self.path.with_suffix(".part")
-        partial_file.write_text(json.dumps(self.report, indent=1) + "\n")
-        os.replace(partial_file, self.path)
+def needs(python: tuple[int, int] = sys.version_info[:2]) -> str:
+    """The packages that are missing, one a line, and the commands that fetch them elsewhere and install them here."""
+    wanted = missing()
+    if not wanted:
+        return "Nothing is missing."
+    platforms = " ".join(f"--platform {name}_x86_64" for name in PLATFORMS)
+    chosen = f"--python-version {python[0]}.{python[1]} --implementation cp {platforms}"
+    return "\n".join(
+        (
+            *wanted,
+            "",
+            "Fetch them on a machine with network, into the folder wheels:",
+            f"python -m pip download --no-deps --only-binary :all: {chosen} --dest wheels {' '.join(wanted)}",
+            "",
+            "Install them here, from that folder:",
+            f"{sys.executable} -m pip install --no-index --no-deps --find-links wheels {' '.join(wanted)}",
+        )
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 when a result was wrong or a kernel failed, else 0, whatever the targets say."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the JSON; a plot of the same name lies next to it")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, on any device: whether this runs, not what it says")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="when to stop")
-    parser.add_argument("--engines", nargs="+", choices=[engine.name for engine in ENGINES], help="these alone")
-    parser.add_argument("--patterns", nargs="+", choices=list(FULL.patterns), help="these alone")
-    parser.add_argument("--tokens", nargs="+", type=int, help="these lengths alone")
-    parser.add_argument("--heads", nargs="+", type=int, help="these numbers of heads alone")
-    parser.add_argument("--head-dims", nargs="+", type=int, help="these head dims alone")
-    parser.add_argument("--masks", nargs="+", choices=("full", "causal"), help="these alone")
-    parser.add_argument("--commit", help="of the working tree, where git cannot tell")
-    parser.add_argument("--show", action="store_true", help="measure nothing: the tables and the plot of what --output holds")
-    options = parser.parse_args(arguments)
-    if options.show:
-        return show(options.output)
-    if options.device == "cpu" and not options.quick:
-        parser.error("--device cpu must come with --quick: these sizes are a GPU's")
-
-    torch.manual_seed(2307)
-    device = Device(options.device)
-    sizes = chosen(QUICK if options.quick else FULL, options)
-    details = {
-        **provenance("gpu", options.device, sys.argv[1:] if arguments is None else arguments, options.commit),
-        "quick": options.quick,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "note": "gigapath: without zero_padding and detach_weights; memory is relative to q, k, v, out and their gradients",
-    }
-    run = Run(options.output, options.budget_seconds, details)
-    run.report["device"] = device_rates(device, sizes)
-    device.release()
-    run.save()
-    measure_all(run, device, sizes, options)
-    run.save()
-    return show(options.output)
-
-
-def show(path: Path) -> int:
-    """Print the tables of a report and draw its plot; the exit status of `main`."""
-    report = json.loads(path.read_text())
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
-    for table in tables(report):
-        console.print(table)
-    plot(report, path.with_suffix(".png"))
-    console.print(f"{path}, {path.with_suffix('.png')}", soft_wrap=True, markup=False)
-    return int(any(m["status"] in ("wrong result", "failed") for m in report["measurements"]))
-
-
-def chosen(sizes: Sizes, options: argparse.Namespace) -> Sizes:
-    """The sizes that the command line leaves."""
-    patterns = {name: pattern for name, pattern in sizes.patterns.items() if name in (options.patterns or sizes.patterns)}
-    picks = {"tokens": options.tokens, "heads": options.heads, "head_dims": options.head_dims}
-    return replace(sizes, patterns=patterns, **{name: tuple(values) for name, values in picks.items() if values})
-
-
-def measure_all(run: Run, device: Device, sizes: Sizes, options: argparse.Namespace) -> None:
-    """Every engine at every setting, until the time is over or the device is beyond use."""
-    rates: dict[tuple[bool, int, int], dict[str, Any]] = {}
-    engines = [engine for engine in ENGINES if engine.name in (options.engines or [e.name for e in ENGINES])]
-    for setting in settings(sizes):
-        if options.masks and mask_name(setting.is_causal) not in options.masks:
-            continue
-        pattern = sizes.patterns[setting.pattern]
-        for engine in engines:
-            cell = {"engine": engine.name, **asdict(setting)}
-            if not run.has_time_for(engine.name, setting.pattern):
-                run.report["unmeasured"].append(cell)
-                continue
-            key = (setting.is_causal, setting.num_heads, setting.head_dim)
-            if key not in rates:
-                rates[key] = dense_rates(run, device, replace(setting, pattern="dense", num_tokens=sizes.dense_tokens))
-            start = time.monotonic()
-            found = attempt(device, engine, pattern, setting)
-            for side in ("forward", "backward"):
-                if f"{side}_tflops" in found and f"{side}_tflops" in rates[key]:
-                    found[f"{side}_of_dense"] = found[f"{side}_tflops"] / rates[key][f"{side}_tflops"]
-            found["seconds"] = time.monotonic() - start
-            if found["status"] != "skipped":
-                run.took(engine.name, setting.pattern, found["seconds"])
-            run.report["measurements"].append(cell | found)
-            run.save()
-            if "CUDA error" in found.get("reason", ""):  # nothing runs in this process any more
-                run.report["stopped"] = found["reason"]
-                return
-
-
-def dense_rates(run: Run, device: Device, setting: Setting) -> dict[str, Any]:
-    """What dense flash attention gets; cuDNN's, where there is one, is recorded beside it."""
-    whole = DilatedPattern((1 << 40,), (1,))
-    kernels = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.CUDNN_ATTENTION] if device.on_gpu else [])]
-    for kernel in kernels:
-        engine = dense(kernel)
-        run.report["dense"].append({"engine": engine.name, **asdict(setting)} | attempt(device, engine, whole, setting))
-    return run.report["dense"][-len(kernels)]
-
-
-# -- what it says ---------------------------------------------------------------------------------------------------------------
-
-
-def mask_name(is_causal: bool) -> str:
-    return "causal" if is_causal else "full"
-
-
-def tables(report: dict[str, Any]) -> list[Table]:
-    """The rates of reference, and every measurement beside its targets."""
-    title = f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['date']}, {report['commit'][:9]}"
-    references = Table("reference", title=title)
-    for column in ("H", "D", "N", "forward TFLOP/s", "backward TFLOP/s"):
-        references.add_column(column, justify="right")
-    references.add_row("matrix product", "", "", "", f"{report['device']['matmul_tflops']:.1f}", "")
-    references.add_row("copy, GB/s", "", "", "", f"{report['device']['copy_gb_per_s']:.0f}", "")
-    for m in report["dense"]:
-        name = f"{m['engine']} {mask_name(m['is_causal'])}"
-        if m["status"] != "measured":
-            references.add_row(name, *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])), m["status"], "")
-            continue
-        rates = (f"{m[f'{side}_tflops']:.1f}" for side in ("forward", "backward"))
-        references.add_row(name, *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])), *rates)
-
-    ratios = Table("engine", "pattern", "mask", title=f"targets of dense flash: {TARGETS}")
-    for column in ("H", "D", "N", "forward ms", "of dense", "backward ms", "of dense", "memory"):
-        ratios.add_column(column, justify="right")
-    for m in report["measurements"]:
-        if m["status"] == "skipped":
-            continue
-        cell = (m["engine"], m["pattern"], mask_name(m["is_causal"]), *map(str, (m["num_heads"], m["head_dim"], m["num_tokens"])))
-        if "forward_ms" not in m:
-            ratios.add_row(*cell, m["status"], "", "", "", "")
-            continue
-        memory_target = TARGETS["memory_of_tensors"] if m["num_tokens"] == MEMORY_TOKENS else None
-        ratios.add_row(
-            *cell,
-            f"{m['forward_ms']:.2f}",
-            against(m.get("forward_of_dense"), TARGETS["forward_of_dense"], "higher"),
-            f"{m['backward_ms']:.2f}" if "backward_ms" in m else "" if m["status"] == "measured" else m["status"],
-            against(m.get("backward_of_dense"), TARGETS["backward_of_dense"], "higher"),
-            against(m.get("memory"), memory_target, "lower"),
-        )
-    ratios.caption = f"{len(report['unmeasured'])} settings were not measured for want of time"
-    return [references, ratios]
-
-
-def against(value: float | None, target: float | None, better: str) -> str:
-    """A ratio, green where it meets its target and red where it does not."""
-    if value is None:
-        return ""
-    if target is None:
-        return f"{value:.2f}"
-    met = value >= target if better == "higher" else value <= target
-    return f"[{'green' if met else 'red'}]{value:.2f}[/]"
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Time and memory of forward and backward against N, one column per group of settings, the fullest groups first."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for m in report["measurements"]:
-        if "forward_ms" in m:
-            groups.setdefault((m["pattern"], mask_name(m["is_causal"]), m["num_heads"], m["head_dim"]), []).append(m)
-    shown = sorted(groups.items(), key=lambda item: -len(item[1]))[:4]
-    if not shown:
-        return
-    figure = matplotlib.figure.Figure(figsize=(4.5 * len(shown), 7), layout="constrained")
-    axes = figure.subplots(2, len(shown), squeeze=False, sharex="col")
-    for column, ((pattern, mask, heads, head_dim), found) in enumerate(shown):
-        above, below = axes[:, column]
-        for name in dict.fromkeys(m["engine"] for m in found):
-            own = sorted((m for m in found if m["engine"] == name), key=lambda m: m["num_tokens"])
-            tokens = [m["num_tokens"] for m in own]
-            (line,) = above.plot(tokens, [m["forward_ms"] for m in own], "o-", label=f"{name} forward")
-            trained = [m for m in own if "backward_ms" in m]
-            lengths = [m["num_tokens"] for m in trained]
-            above.plot(lengths, [m["backward_ms"] for m in trained], "s--", color=line.get_color(), label=f"{name} backward")
-            used = [m for m in trained if m["memory"] is not None]
-            below.plot([m["num_tokens"] for m in used], [m["memory"] for m in used], "o-", color=line.get_color(), label=name)
-        below.axhline(TARGETS["memory_of_tensors"], color="grey", linestyle=":", label="target at 1M tokens")
-        above.set(title=f"{pattern} {mask} H={heads} D={head_dim}", yscale="log", ylabel="ms")
-        below.set_xscale("log", base=2)
-        below.set(xlabel="N", ylabel="peak / (q, k, v, out and gradients)", ylim=(0, None))
-        above.legend(fontsize="x-small")
-        below.legend(fontsize="x-small")
-    figure.suptitle(f"{report['hardware']}, torch {report['torch']}, {report['dtype']}, {report['date']}")
-    figure.savefig(path, dpi=120)
+    """The exit status of what is asked for."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if "--needs" in words:
+        print(needs())
+        return 0
+    module = "gpu_steps" if "--all" in words else "gpu_engines"
+    return int(importlib.import_module(f"benchmarks.{module}").main(words))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu_engines as gpu
 from flexdilated import DilatedPattern
 
 ONE_GROUP = ("--patterns", "longnet", "--heads", "2", "--head-dims", "16", "--masks", "causal", "--tokens", "256")

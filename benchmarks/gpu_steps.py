@@ -1,0 +1,386 @@
+"""Check every kernel on a GPU, then time what is right: `python -m benchmarks.gpu --all`.
+
+About 30 minutes on one H100 or H200. Finished steps are kept in `runs/bench_gpu_all.json`: the same command continues there, while
+the code is unchanged. `--minutes 9` ends before a limit of ten minutes. An engine is not timed in a form in which it is wrong. Each
+run ends with tables, and with these files, written from all finished steps:
+
+    benchmarks/results/<device>-attention.json, <device>-tiles.json    what was measured
+    flexdilated/backends/crossovers.json                               what `backend="auto"` reads
+
+Exit status: 0 all is done and right, 1 something is wrong or failed, 2 there is no GPU, 3 steps remain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend
+
+from benchmarks import crossover, gpu_engines, tiles
+from benchmarks.attention import SMALL_LONGNET
+from benchmarks.environment import provenance, source_of
+from benchmarks.gpu_checks import WRONG, Job, definition_jobs, examined, merges, repeatable
+from benchmarks.gpu_engines import Device, Engine, Setting, mask_name, save
+from flexdilated import DilatedPattern
+from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
+from flexdilated.core.hardware import detect
+from tests.cases import Case
+
+STATE, RESULTS = Path("runs/bench_gpu_all.json"), Path(__file__).parent / "results"
+CHECKED = ("triton", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
+TIMED = ("sdpa", "sdpa_flash", "triton", "flash")
+FORMS = tuple(f"{direction}{heads}" for heads in ("", ", grouped heads") for direction in ("forward", "backward"))
+ATTEMPTS = 2  # a step that was cut off so often is not started again: its kernel may never return
+RATES = "useful TFLOP/s forward / backward"
+HANGS = 600.0  # seconds after which a step ends the program
+
+Report = dict[str, Any]
+
+
+class Sizes(NamedTuple):
+    """What is checked and timed."""
+
+    heads: int
+    group: int  # query heads that share a key head, in settings with grouped heads
+    head_dims: tuple[int, ...]
+    pattern: DilatedPattern
+    tokens: tuple[int, int]
+    dense: tuple[tuple[int, int], ...]  # rows, and the number of sequences that makes equal work
+    documents: int
+    checked: DilatedPattern
+    checked_tokens: int
+
+
+# LongNet's pieces have 2,048 to 2,731 rows. The checked segments are long enough for tensor descriptors, and one is cut.
+LONG = DilatedPattern((1024, 2100), (1, 3))
+FULL = Sizes(12, 3, (64, 128), DilatedPattern.longnet(), (1 << 17, 1 << 20), ((2048, 64), (16384, 1)), 24, LONG, 2300)
+QUICK = Sizes(6, 3, (16,), SMALL_LONGNET, (64, 128), ((32, 2), (64, 1)), 3, DilatedPattern((16, 23), (1, 2)), 43)
+
+
+class Step(NamedTuple):
+    """`run` adds to the report; `seconds` is an estimate, until a step of the same `kind` has run."""
+
+    kind: str
+    name: str
+    seconds: float
+    run: Callable[[Report], None]
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------------
+
+
+def check(report: Report, jobs: Sequence[Job], device: str, processes: int) -> None:
+    """Add the verdicts of jobs."""
+    for job, verdicts in zip(jobs, examined(jobs, device, processes), strict=True):
+        for direction, text in verdicts.items():
+            report["checks"].append({"engine": job.engine, "form": job.form(direction), "case": job.name, "found": text})
+
+
+def wrong(report: Report, engine: str, form: str) -> str | None:
+    """Why an engine must not be timed in a form, or None."""
+    concerned = (engine, "merging") if engine.startswith(("sdpa", "flash")) else (engine,)
+    for entry in report["checks"]:
+        if entry["engine"] in concerned and entry["form"] == form and entry["found"].startswith(WRONG):
+            return f"its {form} is not right ({entry['engine']}, {entry['case']}: {entry['found']})"
+    step = report["steps"].get(f"check {engine}", {})
+    return f"its check failed ({step['reason']})" if step.get("status") == "failed" else None
+
+
+def time_one(report: Report, into: str, engine: Engine, pattern: DilatedPattern, setting: Setting, device: str) -> None:
+    """Time an engine in the directions in which it is right."""
+    heads = ", grouped heads" if setting.group > 1 else ""
+    forward, backward = (wrong(report, engine.name, f"{direction}{heads}") for direction in ("forward", "backward"))
+    found = {"status": "skipped", "reason": forward}
+    if forward is None:
+        able = engine if backward is None else engine._replace(why_no_training=lambda device: backward)
+        found = gpu_engines.attempt(Device(device), able, pattern, setting)
+    report[into].append({"engine": engine.name, **asdict(setting)} | found)
+
+
+def time_device(report: Report, device: str) -> None:
+    sizes = gpu_engines.FULL if device == "cuda" else gpu_engines.QUICK
+    report["device"] = gpu_engines.device_rates(Device(device), sizes)
+
+
+def time_tiles(report: Report, kernel: str, head_dim: int, folder: Path) -> None:
+    """Time today's tiles of a kernel and others."""
+    path = folder / f"tiles-{kernel}-{head_dim}.json"
+    tiles.main(["--kernels", kernel, "--head-dims", str(head_dim), "--output", str(path)])
+    report["tiles"] += json.loads(path.read_text())["measurements"]
+
+
+def time_crossovers(report: Report, device: str, file: Path) -> None:
+    """Time the right engines beside sdpa, for `backend="auto"`."""
+    right = {m["engine"] for m in report["measurements"] if "backward_ms" in m}
+    engines = [name for name in CHALLENGERS if name in right and not any(wrong(report, name, form) for form in FORMS[:2])]
+    if engines:
+        crossover.main(["--engines", *engines, "--device", device, "--file", str(file), "--commit", report["commit"]])
+
+
+def dense_settings(sizes: Sizes) -> Iterator[Setting]:
+    for head_dim in sizes.head_dims:
+        for rows, batch in sizes.dense:
+            for is_causal in (False, True):
+                yield Setting("dense", is_causal, sizes.heads, head_dim, rows, batch=batch)
+        yield Setting("dense", True, sizes.heads, head_dim, sizes.dense[-1][0], group=sizes.group)
+        yield Setting("dense", True, sizes.heads, head_dim, sizes.tokens[0], documents=sizes.documents)
+
+
+def engine_settings(sizes: Sizes) -> Iterator[Setting]:
+    short, long = sizes.tokens
+    for num_tokens in sizes.tokens:
+        for is_causal in (False, True):
+            for head_dim in sizes.head_dims:
+                yield Setting("longnet", is_causal, sizes.heads, head_dim, num_tokens)
+    for head_dim in sizes.head_dims:
+        one = Setting("longnet", True, sizes.heads, head_dim, short)
+        yield replace(one, group=sizes.group)
+        yield replace(one, group=sizes.group, is_causal=False)
+        yield replace(one, documents=sizes.documents)
+        yield replace(one, documents=sizes.documents, group=sizes.group)
+        yield replace(one, num_tokens=long, group=sizes.group)
+        yield replace(one, num_tokens=long, documents=sizes.documents)
+
+
+def spelled(setting: Setting) -> str:
+    """A setting in words."""
+    words = [setting.pattern, mask_name(setting.is_causal), f"D={setting.head_dim}", f"N={setting.num_tokens}"]
+    words += [f"B={setting.batch}"] if setting.batch > 1 else []
+    words += [f"{setting.num_heads} heads over {setting.num_heads // setting.group}"] if setting.group > 1 else []
+    words += [f"{setting.documents} documents"] if setting.documents > 1 else []
+    return " ".join(words)
+
+
+def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[Step]:
+    """All steps: checks before times, and what tells most first."""
+    device, on_gpu, asked = options.device, options.device == "cuda", options.engines
+    engines = [engine for engine in gpu_engines.ENGINES if engine.name in asked]
+    jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in asked}
+    if "triton" in asked:
+        one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
+        cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
+        jobs["triton"] += [Job(repeatable, "triton", f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
+    if on_gpu:
+        rows = [
+            Case(sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g) for g in (1, sizes.group) for d in sizes.head_dims
+        ]
+        jobs["merging"] = [Job(merges, "merging", f"D={case.head_dim}", case) for case in rows]
+    order = [name for name in ("triton", "merging", *CHECKED[1:]) if name in jobs]
+    run = partial(check, device=device, processes=options.processes)
+    found = [Step("check", f"check {name}", 150.0, partial(run, jobs=jobs[name])) for name in order]
+    found.append(Step("device", "matrix product and copy", 15.0, partial(time_device, device=device)))
+
+    kernels = [gpu_engines.dense(kernel) for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)[: 1 + on_gpu]]
+    for setting in dense_settings(sizes):
+        for engine in (*kernels, gpu_engines.dense_flash_4()):
+            one_time = partial(time_one, into="dense", engine=engine, pattern=gpu_engines.WHOLE, setting=setting, device=device)
+            found.append(Step("dense", f"{engine.name}, {spelled(setting)}", 10.0, one_time))
+    for i, setting in enumerate(engine_settings(sizes)):
+        flex = [e for e in gpu_engines.ENGINES if e.name == "flex_packed_flash" and on_gpu and i == 0]  # it compiles for long
+        for engine in (*(e for e in engines if e.name in TIMED), *flex):
+            one_time = partial(time_one, into="measurements", engine=engine, pattern=sizes.pattern, setting=setting, device=device)
+            found.append(Step(f"time N={setting.num_tokens}", f"{engine.name}, {spelled(setting)}", 15.0, one_time))
+    if on_gpu and "triton" in asked:
+        for head_dim in tiles.HEAD_DIMS:
+            for kernel in tiles.KERNELS:
+                one_time = partial(time_tiles, kernel=kernel, head_dim=head_dim, folder=options.state.parent)
+                found.append(Step("tiles", f"tiles of {kernel}, D={head_dim}", 45.0, one_time))
+    if on_gpu:
+        found.append(Step("crossovers", "crossovers", 240.0, partial(time_crossovers, device=device, file=crossovers)))
+    return found
+
+
+# -- the run --------------------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true", required=True)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no step that would end later")
+    parser.add_argument("--engines", nargs="+", choices=CHECKED, default=CHECKED, help="these alone")
+    parser.add_argument("--state", type=Path, default=STATE, help="the finished steps; delete it to start from the first")
+    parser.add_argument("--keep", type=Path, help="a folder for the kept files, instead of their places in this checkout")
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that check; 0: this one")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, kept in a folder beside --state: whether this runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--commit", help="of the working tree, where git cannot tell")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
+    if options.device == "cpu" and not options.quick:
+        print("--all needs a CUDA device, and torch sees none; --all --quick --device cpu shows whether it runs", file=sys.stderr)
+        return 2
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # flash-attn-4 then keeps what it compiled
+    torch.manual_seed(2307)
+    keep = options.keep or (options.state.with_suffix("") if options.quick else None)
+    crossovers = FILE if keep is None else keep / FILE.name
+    if keep is not None and not crossovers.exists():
+        keep.mkdir(parents=True, exist_ok=True)
+        crossovers.write_text(FILE.read_text())
+    report = loaded(options, words)
+    wanted = steps(options, QUICK if options.quick else FULL, crossovers)
+    run_steps(report, wanted, options, words)
+    files = write_kept(report, keep or RESULTS, crossovers, options.device)
+    console = Console()
+    console = console if console.is_terminal else Console(width=gpu_engines.WIDTH)
+    for table in tables(report):
+        console.print(table)
+    console.print("\n".join(map(str, (options.state, *files))), soft_wrap=True, markup=False)
+    remaining = [step.name for step in wanted if not is_finished(report, step)]
+    if remaining:
+        console.print(f"{len(remaining)} of {len(wanted)} steps remain, from {remaining[0]!r} on: give the same command again")
+        return 3
+    verdicts = [entry["found"] for entry in report["checks"]]
+    verdicts += [m["status"] for m in (*report["dense"], *report["measurements"], *report["steps"].values())]
+    return int(any(text.startswith(WRONG) for text in verdicts))
+
+
+def loaded(options: argparse.Namespace, words: Sequence[str]) -> Report:
+    """The report so far, or an empty one if there is none of this code, device and kind of sizes."""
+    report: Report = {
+        **provenance("gpu", options.device, words, options.commit),
+        "all": True,
+        "quick": options.quick,
+        "dtype": str(gpu_engines.DTYPE).removeprefix("torch."),
+        "note": "memory is relative to q, k, v, out and their gradients",
+        "source": {engine: {form: source_of(engine, form) for form in FORMS} for engine in PROVEN},
+        **{name: {} for name in ("steps", "device")},
+        **{name: [] for name in ("checks", "dense", "measurements", "tiles")},
+    }
+    found = json.loads(options.state.read_text()) if options.state.exists() else {}
+    same = all(found.get(key) == report[key] for key in ("commit", "hardware", "torch", "triton", "quick", "source"))
+    return found if same else report
+
+
+def is_finished(report: Report, step: Step) -> bool:
+    return report["steps"].get(step.name, {"status": "started"})["status"] != "started"
+
+
+def run_steps(report: Report, wanted: Sequence[Step], options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Run the steps that are not finished, until the next one would not end in time."""
+    start, done = time.monotonic(), report["steps"]
+    for i, step in enumerate(wanted):
+        if is_finished(report, step):
+            continue
+        attempt = done.get(step.name, {"attempts": 0})["attempts"] + 1
+        if attempt > ATTEMPTS:
+            done[step.name] = {"status": "failed", "reason": f"it was cut off {ATTEMPTS} times"}
+            continue
+        before = [other["seconds"] for other in done.values() if other.get("kind") == step.kind]
+        began = time.monotonic()
+        if began - start + max(before, default=step.seconds) > options.minutes * 60:
+            break
+        print(f"{(began - start) / 60:5.1f} min, step {i + 1} of {len(wanted)}: {step.name}", flush=True)
+        done[step.name] = {"status": "started", "attempts": attempt}
+        save(report, options.state)
+        if options.device == "cuda":
+            faulthandler.dump_traceback_later(HANGS, exit=True)
+        measured = len(report["dense"]), len(report["measurements"])
+        ended = {"status": "done", "kind": step.kind}
+        try:
+            step.run(report)
+        except (Exception, SystemExit) as error:  # the other steps are still of use
+            ended |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:400]}
+        faulthandler.cancel_dump_traceback_later()
+        done[step.name] = {**ended, "seconds": time.monotonic() - began}
+        save(report, options.state)
+        for entry in (ended, *report["dense"][measured[0] :], *report["measurements"][measured[1] :]):
+            if "CUDA error" in str(entry.get("reason")):  # nothing runs in this process any more
+                left = options.minutes - (time.monotonic() - start) / 60
+                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words, "--minutes", str(left)])
+    save(report, options.state)
+
+
+# -- what is kept and shown -----------------------------------------------------------------------------------------------------
+
+
+def write_kept(report: Report, folder: Path, crossovers: Path, device: str) -> list[Path]:
+    """Write the kept files from all finished steps; their paths."""
+    name = report["hardware"].removeprefix("NVIDIA ").split()[0].lower()
+    attention, tiled = folder / f"{name}-attention.json", folder / f"{name}-tiles.json"
+    old = next((path for path in (attention, RESULTS / attention.name) if path.exists()), None)
+    runs = [] if old is None else [run for run in json.loads(old.read_text())["runs"] if not run.get("all")]
+    save({"runs": [*runs, {key: value for key, value in report.items() if key != "tiles"}]}, attention)
+    kept, found = json.loads(crossovers.read_text()), ran(report, device_class(detect(device)))
+    forms = [(entry["engine"], entry["form"], entry["device"]) for entry in found]
+    kept["ran"] = [e for e in kept["ran"] if (e["engine"], e["form"], e["device"]) not in forms] + found
+    save(kept, crossovers)
+    if len({(m["kernel"], m["head_dim"]) for m in report["tiles"]}) < len(tiles.KERNELS) * len(tiles.HEAD_DIMS):
+        return [attention, crossovers]
+    save(
+        {key: value for key, value in report.items() if not isinstance(value, (dict, list))} | {"measurements": report["tiles"]},
+        tiled,
+    )
+    return [attention, crossovers, tiled]
+
+
+def ran(report: Report, device: str) -> list[dict[str, str]]:
+    """The forms that were right and timed, as `crossovers.json` lists them."""
+    found = []
+    for engine in PROVEN:
+        for form in FORMS:
+            right = any((e["engine"], e["form"], e["found"]) == (engine, form, "right") for e in report["checks"])
+            timed = any(
+                m["engine"] == engine and (m["group"] > 1) == ("," in form) and f"{form.partition(',')[0]}_ms" in m
+                for m in report["measurements"]
+            )
+            if right and timed and wrong(report, engine, form) is None:
+                about = {"device": device, "commit": report["commit"], "source": report["source"][engine][form]}
+                found.append({"engine": engine, "form": form, **about, "date": report["date"]})
+    return found
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Verdicts, rates of the dense kernels and of the engines, tiles, and steps that failed."""
+    title = f"{report['hardware']}, torch {report['torch']}, triton {report['triton']}, {report['date']}, {report['commit'][:9]}"
+    checks = Table("engine", "form", "compared with the definition", title=title)
+    for engine, form in dict.fromkeys((entry["engine"], entry["form"]) for entry in report["checks"]):
+        own = [entry for entry in report["checks"] if (entry["engine"], entry["form"]) == (engine, form)]
+        bad = [f"{entry['case']}: {entry['found']}" for entry in own if entry["found"].startswith(WRONG)]
+        right = sum(entry["found"] == "right" for entry in own)
+        checks.add_row(
+            engine,
+            form,
+            f"{right} of {len(own)} cases right" if not bad else f"[red]{len(bad)} of {len(own)} not right. {bad[0][:200]}[/]",
+        )
+    yield checks
+    for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
+        names = list(dict.fromkeys(m["engine"] for m in report[key]))
+        rates = Table("setting", *names, caption=caption)
+        cells: dict[str, dict[str, str]] = {}
+        for m in report[key]:
+            row = spelled(Setting(**{field.name: m[field.name] for field in fields(Setting)}))
+            cells.setdefault(row, {})[m["engine"]] = _cell(m)
+        for row, own_cells in cells.items():
+            rates.add_row(row, *(own_cells.get(name, "") for name in names))
+        yield rates
+    if report["tiles"]:
+        yield tiles.table({**report, "measurements": report["tiles"]})
+    failed = Table("step that failed", "why")
+    for name, step in report["steps"].items():
+        if step["status"] == "failed":
+            failed.add_row(name, step["reason"])
+    if failed.row_count:
+        yield failed
+
+
+def _cell(m: dict[str, Any]) -> str:
+    if "forward_tflops" not in m:
+        return "-" if m["status"] == "skipped" else str(m["status"])
+    memory = m.get("memory") if m["pattern"] != "dense" else None
+    text = " / ".join(f"{m[key]:.0f}" if key in m else "-" for key in ("forward_tflops", "backward_tflops"))
+    return text if memory is None else f"{text}; {memory:.2f}"

@@ -1,0 +1,331 @@
+"""`python -m benchmarks.gpu --all` at its quick sizes: order, resuming, limits of time, and what a wrong engine stops."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import environment, gpu, gpu_checks, gpu_engines, gpu_steps
+from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
+from flexdilated.backends import crossovers
+
+pytestmark = pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")
+
+
+class Clock:
+    """Time that passes only in steps, `seconds` each."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any], list[str]]]:
+    """Run the command; the exit status, the report, and what ran: engines checked (`check sdpa`) and timed, in order.
+
+    No kernel runs: every comparison is right and every engine takes 1 ms, unless `verdicts` and `attempts` say otherwise.
+    """
+    happened: list[str] = []
+
+    def run(
+        *words: str,
+        verdicts: Callable[[Any], dict[str, str]] = lambda job: {"forward": "right", "backward": "right"},
+        attempts: Callable[[Any, Any], dict[str, Any]] | None = None,
+        clock: Clock | None = None,
+    ) -> tuple[int, dict[str, Any], list[str]]:
+        def examine(job: Any, device: str) -> dict[str, str]:
+            if f"check {job.engine}" not in happened:
+                happened.append(f"check {job.engine}")
+            return verdicts(job)
+
+        def attempt(device: Any, engine: Any, pattern: Any, setting: Any) -> dict[str, Any]:
+            if clock is not None:
+                clock.now += clock.seconds
+            happened.append(engine.name)
+            if attempts is not None:
+                return attempts(engine, setting)
+            trained = {} if engine.why_no_training("cpu") else {"backward_ms": 1.0, "backward_tflops": 2.0}
+            return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0, **trained}
+
+        monkeypatch.setattr(gpu_checks, "examine", examine)
+        monkeypatch.setattr(gpu_engines, "attempt", attempt)
+        if clock is not None:
+            monkeypatch.setattr(gpu_steps.time, "monotonic", clock.monotonic)
+        happened.clear()
+        state = tmp_path / "state.json"
+        status = gpu.main(["--all", "--quick", "--device", "cpu", "--processes", "0", "--state", str(state), *words])
+        return status, json.loads(state.read_text()), list(happened)
+
+    return run
+
+
+def kept(folder: Path, name: str) -> Any:
+    (path,) = (folder / "state").glob(name)
+    return json.loads(path.read_text())
+
+
+def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = crossovers.FILE.read_text()
+    status, report, happened = command()
+    assert status == 0
+    checks = [f"check {name}" for name in CHECKED]
+    assert happened[: len(checks)] == checks
+    dense = [name for name in happened if name.startswith("dense")]
+    assert happened[len(checks) : len(checks) + len(dense)] == dense
+    settings = list(gpu_steps.engine_settings(QUICK))
+    assert happened[len(checks) + len(dense) :] == list(TIMED) * len(settings) == [m["engine"] for m in report["measurements"]]
+    assert len(settings) == len(set(settings))
+    assert {(s.group > 1, s.documents > 1, s.is_causal, s.num_tokens) for s in settings} >= {
+        (grouped, packed, True, n) for grouped, packed in ((False, False), (True, False), (False, True)) for n in QUICK.tokens
+    }
+    assert {step["status"] for step in report["steps"].values()} == {"done"}
+    assert [run["all"] for run in kept(tmp_path, "*-attention.json")["runs"]] == [True]
+    found = kept(tmp_path, "crossovers.json")["ran"]
+    assert [(e["engine"], e["form"], e["device"]) for e in found] == [(e, form, "cpu") for e in crossovers.PROVEN for form in FORMS]
+    for entry in found:
+        assert entry["source"] == environment.source_of(entry["engine"], entry["form"])
+        assert (entry["commit"], entry["date"]) == (report["commit"], report["date"])
+    shown = capsys.readouterr().out
+    assert "6 of 6 cases right" in shown
+    assert "1 / 2" in shown
+    assert crossovers.FILE.read_text() == before
+
+
+def test_grouped_heads_are_checked_first_in_every_form() -> None:
+    jobs = gpu_checks.definition_jobs("triton", QUICK.checked, QUICK.checked_tokens, QUICK.group, (64, 128))
+    groups = [job.case.group for job in jobs]
+    assert groups == sorted(groups, reverse=True)
+    assert {job.form("backward") for job in jobs} == set(FORMS[1::2])
+    forms = {(j.case.group, j.case.head_dim, j.case.is_causal, j.case.ignored is None, j.case.borders is None) for j in jobs}
+    assert len(forms) == len(jobs) == 2 * 2 * 2 * 3
+
+
+def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any) -> None:
+    calls = 0
+
+    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        command("--engines", "sdpa", attempts=attempts)
+    status, report, happened = command("--engines", "sdpa", attempts=attempts)
+    assert status == 0
+    assert "check sdpa" not in happened
+    dense = [(m["engine"], m["num_tokens"], m["is_causal"], m["group"], m["documents"]) for m in report["dense"]]
+    assert dense == [
+        (engine, s.num_tokens, s.is_causal, s.group, s.documents)
+        for s in gpu_steps.dense_settings(QUICK)
+        for engine in ("dense flash_attention", "dense flash-attn-4")
+    ]
+    assert command("--engines", "sdpa")[2] == []
+    assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
+
+
+def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
+    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+        if engine.name == "sdpa" and setting.group > 1:
+            raise KeyboardInterrupt
+        return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
+
+    grouped = [setting for setting in gpu_steps.engine_settings(QUICK) if setting.group > 1]
+    for _ in range(2 * len(grouped)):
+        with pytest.raises(KeyboardInterrupt):
+            command("--engines", "sdpa", attempts=attempts)
+    status, report, _ = command("--engines", "sdpa", attempts=attempts)
+    assert status == 1
+    failed = {name: step["reason"] for name, step in report["steps"].items() if step["status"] == "failed"}
+    assert failed == {f"sdpa, {gpu_steps.spelled(setting)}": "it was cut off 2 times" for setting in grouped}
+
+
+def test_no_step_starts_that_would_not_end_in_time(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step takes 25 seconds: of two minutes, a fifth would end after 125."""
+    status, report, happened = command("--engines", "sdpa", "--minutes", "2", clock=Clock(25.0), verdicts=dict)
+    assert status == 3
+    assert happened == []  # 150 seconds are expected of a check
+    assert "steps remain, from 'check sdpa' on: give the same command again" in " ".join(capsys.readouterr().out.split())
+    status, _, happened = command("--engines", "sdpa", "--minutes", "2.6", clock=Clock(25.0))
+    assert (status, happened[0], len(happened)) == (3, "check sdpa", 1 + 6)
+    assert len(kept(tmp_path, "*-attention.json")["runs"][0]["dense"]) == 6
+    assert kept(tmp_path, "crossovers.json")["ran"] == []
+    assert report["checks"] == []
+
+
+@pytest.mark.parametrize("verdict", ["wrong: dq", "failed: CompilationError", "cannot run: no mask"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
+    form: str, verdict: str, command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verdicts(job: Any) -> dict[str, str]:
+        bad = job.engine == "triton" and job.case.ignored is not None
+        return {name: verdict if bad and job.form(name) == form else "right" for name in ("forward", "backward")}
+
+    status, report, _ = command(verdicts=verdicts)
+    stops = not verdict.startswith("cannot")
+    assert status == int(stops)
+    direction, grouped = form.partition(",")[0], "," in form
+    for m in report["measurements"]:
+        hit = stops and m["engine"] == "triton" and (m["group"] > 1) == grouped
+        assert ("forward_ms" in m) == (not hit or direction == "backward")
+        assert ("backward_ms" in m) == (not hit)
+        if hit and direction == "forward":
+            assert m["reason"].startswith(f"its {form} is not right (triton, mask, ")
+            assert m["reason"].endswith(f"{verdict})")
+    ran = [(entry["engine"], entry["form"]) for entry in kept(tmp_path, "crossovers.json")["ran"]]
+    lost = {form, f"backward{', grouped heads' * grouped}"} if stops else set()
+    assert ran == [(engine, f) for engine in crossovers.PROVEN for f in FORMS if (engine, f) not in {("triton", x) for x in lost}]
+    assert (verdict in " ".join(capsys.readouterr().out.split())) == stops
+
+
+def test_kept_entries_of_other_devices_and_forms_stay(command: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    old = [
+        {"engine": "triton", "form": "forward", "device": device, "commit": "old", "source": "old", "date": "2026-01-01"}
+        for device in ("cpu", "sm_80")
+    ]
+    (folder / "crossovers.json").write_text(json.dumps({"ran": old, "measured": [{"device": "sm_80"}], "provenance": []}))
+    command("--engines", "triton")
+    command("--engines", "triton", "--commit", "abc")
+    found = kept(tmp_path, "crossovers.json")
+    assert found["measured"] == [{"device": "sm_80"}]
+    assert [(e["form"], e["device"], e["commit"]) for e in found["ran"]] == [
+        ("forward", "sm_80", "old"), *((form, "cpu", "abc") for form in FORMS)
+    ]  # fmt: skip
+    assert len(kept(tmp_path, "*-attention.json")["runs"]) == 1
+
+
+def test_a_cuda_error_goes_on_in_another_process(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(BaseException):
+        pass
+
+    def execv(program: str, words: list[str]) -> None:
+        raise Replaced(words)
+
+    def attempts(engine: Any, setting: Any) -> dict[str, Any]:
+        return {"status": "failed", "reason": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+
+    monkeypatch.setattr(gpu_steps.os, "execv", execv)
+    with pytest.raises(Replaced) as caught:
+        command("--engines", "sdpa", "--minutes", "8", attempts=attempts)
+    words = caught.value.args[0]
+    assert words[1:4] == ["-m", "benchmarks.gpu", "--all"]
+    assert 7 < float(words[-1]) < 8
+    status, report, _ = command("--engines", "sdpa")
+    assert status == 1
+    assert [m["status"] for m in report["dense"]].count("failed") == 1
+
+
+@pytest.mark.slow
+def test_quick_sizes_run_whole(tmp_path: Path) -> None:
+    """With real kernels, sdpa's alone."""
+    state = tmp_path / "state.json"
+    words = ["--all", "--quick", "--device", "cpu", "--processes", "0", "--engines", "sdpa", "--state", str(state)]
+    assert gpu.main(words) == 0
+    report = json.loads(state.read_text())
+    assert {entry["found"] for entry in report["checks"]} == {"right"}
+    assert {m["status"] for m in report["measurements"]} == {"measured"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
+@pytest.mark.parametrize("planted", [None, "out", "dk"])
+def test_checks_find_what_is_wrong_in_the_direction_where_it_is(planted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Triton kernels, with grouped heads; the output or a gradient is off by a twentieth in one row."""
+    launch = pytest.importorskip("flexdilated.backends.triton.launch")
+    forward, backward = launch.forward, launch.backward
+
+    def off(*arguments: Any) -> None:
+        forward(*arguments)
+        arguments[0][0, 7] *= 1.05
+
+    def off_backward(grads: Any, *arguments: Any, **options: Any) -> None:
+        backward(grads, *arguments, **options)
+        grads[1][0, 7] *= 1.05
+
+    monkeypatch.setattr(launch, "forward", off if planted == "out" else forward)
+    monkeypatch.setattr(launch, "backward", off_backward if planted == "dk" else backward)
+    job = gpu_checks.definition_jobs("triton", QUICK.checked, QUICK.checked_tokens, QUICK.group, QUICK.head_dims)[1]
+    found = gpu_checks.examine(job, "cpu")
+    assert (found["forward"] == "right") == (planted != "out")
+    assert found["backward"].startswith("wrong: dk: " if planted == "dk" else ("wrong", "right"))
+    assert found["backward"] == "right" or planted is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
+@pytest.mark.parametrize("planted", [None, "forward", "backward"])
+def test_merging_is_checked(planted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    merging = pytest.importorskip("flexdilated.backends.triton.merging")
+    if planted is not None:
+        monkeypatch.setattr(merging, "merge_into" if planted == "forward" else "add_to", lambda *tensors: None)
+    case = gpu_checks.Case(QUICK.checked, num_tokens=50, kv_heads=3, head_dim=16)
+    found = gpu_checks.merges("merging", case, "cpu")
+    assert {name for name, text in found.items() if text != "right"} == ({planted} if planted else set())
+
+
+def test_calls_of_other_bits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def attend(x: Any, pattern: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return x.q * 1.0 + (calls == 3) * 2**-10, x.q.float().sum(-1)
+
+    engine = gpu_engines.Engine("triton", attend, lambda pattern, device: None)
+    monkeypatch.setattr(gpu_checks, "ENGINES", (engine,))
+    case = gpu_checks.Case(QUICK.checked, head_dim=16, lse_gradient=False)
+    found = gpu_checks.repeatable("triton", case, "cpu", calls=5)
+    assert found["forward"] == "wrong: bits of call 3 differ from those of call 1"
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--all", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("--all needs a CUDA device, and torch sees none")
+
+
+def test_needs_are_named_with_the_commands_that_bring_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        if name in ("flash-attn-4", "rich"):
+            raise gpu.PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(gpu, "version", version)
+    assert gpu.main(["--needs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["rich", "flash-attn-4==4.0.0b36"]
+    fetch, install = (next(line for line in lines if word in line) for word in ("pip download", "pip install"))
+    assert "--no-deps --only-binary :all: --python-version {}.{} ".format(*sys.version_info) in fetch
+    assert "--no-index --no-deps --find-links wheels rich flash-attn-4==4.0.0b36" in install
+    monkeypatch.setattr(gpu, "version", lambda name: "1")
+    assert gpu.needs() == "Nothing is missing."
+
+
+def test_needs_import_the_standard_library_alone() -> None:
+    code = "import sys, benchmarks.gpu; benchmarks.gpu.main(['--needs']); print({'torch', 'rich', 'pytest'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_missing_switch_is_no_failure() -> None:
+    pytest.importorskip("triton")
+    engine = gpu_engines.Engine(
+        "triton", gpu_engines.neighbourhood, lambda pattern, device: None, around=lambda: gpu_engines.switched("NO_SUCH_FORM", True)
+    )
+    setting = gpu_engines.Setting("longnet", False, 2, 16, 64)
+    found = gpu_engines.attempt(gpu_engines.Device("cpu"), engine, gpu_engines.QUICK.patterns["longnet"], setting)
+    assert found == {"status": "skipped", "reason": "this checkout has no NO_SUCH_FORM"}
