@@ -46,7 +46,12 @@ def definition_jobs(engine: str, pattern: DilatedPattern, num_tokens: int, group
     """Comparisons with the definition, those with grouped heads first: their backward has changed most since it ran."""
     one = Case(pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
     cut = (0, 7, num_tokens // 2, num_tokens // 2 + 5, num_tokens)
-    options = {"plain": one, "mask": replace(one, batch=2, ignored=0.3), "documents": replace(one, borders=cut)}
+    options = {
+        "plain": one,
+        "gradient of lse": replace(one, lse_gradient=True),
+        "mask": replace(one, batch=2, ignored=0.3),
+        "documents": replace(one, borders=cut),
+    }
     return [
         Job(against_definition, engine, f"{name}, {mask_name(causal)}, D={d}", replace(case, group=g, head_dim=d, is_causal=causal))
         for g in (group, 1)
@@ -71,20 +76,20 @@ def verdict(compare: Callable[[], None]) -> str:
 
 
 def engine_call(name: str, case: Case, device: str) -> tuple[Engine, Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]:
-    """An engine; its `out` and `lse` as a function of q, k, v; q, k, v and dout."""
+    """An engine; its `out` and `lse` as a function of q, k, v; q, k, v, dout and dlse."""
     engine = next(e for e in ENGINES if e.name == name)
     options = {**case.options(device), "return_lse": True}
     dtype = torch.float16 if device == "cpu" else torch.bfloat16  # triton's interpreter computes no bfloat16
-    return engine, lambda q, k, v: engine.forward(Inputs(q, k, v, None), case.pattern, **options), case.tensors(dtype, device)[:4]
+    return engine, lambda q, k, v: engine.forward(Inputs(q, k, v, None), case.pattern, **options), case.tensors(dtype, device)
 
 
 def against_definition(name: str, case: Case, device: str) -> Verdicts:
     """No element errs by more than `ERRORS` times the worst of plain PyTorch, without mask and documents."""
     engine, run, tensors = engine_call(name, case, device)
-    exact = [x.double() for x in tensors]
+    exact = [None if x is None else x.double() for x in tensors]
     define = partial(reference.dilated_attention, pattern=case.pattern)
-    plain = differentiate(lambda *qkv: (dense_attention(*qkv, case.pattern, is_causal=case.is_causal),) * 2, *tensors)
-    whole = differentiate(partial(define, is_causal=case.is_causal), *exact)
+    plain = differentiate(lambda *qkv: (dense_attention(*qkv, case.pattern, is_causal=case.is_causal),) * 2, *tensors[:4])
+    whole = differentiate(partial(define, is_causal=case.is_causal), *exact[:4])
     expected = differentiate(partial(define, **case.options(device)), *exact)
     allowed = {i: ERRORS * (plain[i].double() - whole[i]).abs().max().item() for i in (0, 2, 3, 4)} | {1: LSE_ERROR}
 

@@ -66,8 +66,8 @@ class Sizes(NamedTuple):
 
 
 # LongNet's pieces have 2,048 to 2,731 rows. The checked segments are long enough for tensor descriptors, and one is cut.
-LONG = DilatedPattern((1024, 2100), (1, 3))
-FULL = Sizes(12, 3, (64, 128), DilatedPattern.longnet(), (1 << 17, 1 << 20), ((2048, 64), (16384, 1)), 24, LONG, 2300)
+LONG = DilatedPattern((512, 1540), (1, 3))
+FULL = Sizes(12, 3, (64, 128), DilatedPattern.longnet(), (1 << 17, 1 << 20), ((2048, 64), (16384, 1)), 24, LONG, 1700)
 QUICK = Sizes(6, 3, (16,), SMALL_LONGNET, (64, 128), ((32, 2), (64, 1)), 3, DilatedPattern((16, 23), (1, 2)), 43)
 
 
@@ -116,10 +116,10 @@ def time_device(report: Report, device: str) -> None:
     report["device"] = gpu_engines.device_rates(Device(device), sizes)
 
 
-def time_tiles(report: Report, kernel: str, head_dim: int, folder: Path) -> None:
-    """Time today's tiles of a kernel and others."""
-    path = folder / f"tiles-{kernel}-{head_dim}.json"
-    tiles.main(["--kernels", kernel, "--head-dims", str(head_dim), "--output", str(path)])
+def time_tiles(report: Report, head_dim: int, folder: Path) -> None:
+    """Time today's tiles of every kernel and others."""
+    path = folder / f"tiles-{head_dim}.json"
+    tiles.main(["--head-dims", str(head_dim), "--output", str(path), "--commit", report["commit"]])
     report["tiles"] += json.loads(path.read_text())["measurements"]
 
 
@@ -196,9 +196,8 @@ def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[S
             found.append(Step(f"time N={setting.num_tokens}", f"{engine.name}, {spelled(setting)}", 15.0, one_time))
     if on_gpu and "triton" in asked:
         for head_dim in tiles.HEAD_DIMS:
-            for kernel in tiles.KERNELS:
-                one_time = partial(time_tiles, kernel=kernel, head_dim=head_dim, folder=options.state.parent)
-                found.append(Step("tiles", f"tiles of {kernel}, D={head_dim}", 45.0, one_time))
+            one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
+            found.append(Step("tiles", f"tiles, D={head_dim}", 120.0, one_time))
     if on_gpu:
         found.append(Step("crossovers", "crossovers", 240.0, partial(time_crossovers, device=device, file=crossovers)))
     return found
@@ -224,6 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu" and not options.quick:
         print("--all needs a CUDA device, and torch sees none; --all --quick --device cpu shows whether it runs", file=sys.stderr)
         return 2
+    report = loaded(options, words)
+    if report["commit"] == "unknown" and not options.quick:
+        parser.error("--commit must be given where git cannot tell the commit, for the kept files")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # flash-attn-4 then keeps what it compiled
     torch.manual_seed(2307)
     keep = options.keep or (options.state.with_suffix("") if options.quick else None)
@@ -231,7 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if keep is not None and not crossovers.exists():
         keep.mkdir(parents=True, exist_ok=True)
         crossovers.write_text(FILE.read_text())
-    report = loaded(options, words)
     wanted = steps(options, QUICK if options.quick else FULL, crossovers)
     run_steps(report, wanted, options, words)
     files = write_kept(report, keep or RESULTS, crossovers, options.device)
@@ -319,7 +320,7 @@ def write_kept(report: Report, folder: Path, crossovers: Path, device: str) -> l
     forms = [(entry["engine"], entry["form"], entry["device"]) for entry in found]
     kept["ran"] = [e for e in kept["ran"] if (e["engine"], e["form"], e["device"]) not in forms] + found
     save(kept, crossovers)
-    if len({(m["kernel"], m["head_dim"]) for m in report["tiles"]}) < len(tiles.KERNELS) * len(tiles.HEAD_DIMS):
+    if {m["head_dim"] for m in report["tiles"]} < set(tiles.HEAD_DIMS):
         return [attention, crossovers]
     save(
         {key: value for key, value in report.items() if not isinstance(value, (dict, list))} | {"measurements": report["tiles"]},
@@ -352,11 +353,8 @@ def tables(report: Report) -> Iterator[Table]:
         own = [entry for entry in report["checks"] if (entry["engine"], entry["form"]) == (engine, form)]
         bad = [f"{entry['case']}: {entry['found']}" for entry in own if entry["found"].startswith(WRONG)]
         right = sum(entry["found"] == "right" for entry in own)
-        checks.add_row(
-            engine,
-            form,
-            f"{right} of {len(own)} cases right" if not bad else f"[red]{len(bad)} of {len(own)} not right. {bad[0][:200]}[/]",
-        )
+        said = f"{right} of {len(own)} cases right" if right else own[0]["found"][:200]
+        checks.add_row(engine, form, f"[red]{len(bad)} of {len(own)} cases not right: {bad[0][:200]}[/]" if bad else said)
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
         names = list(dict.fromkeys(m["engine"] for m in report[key]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 
 pytestmark = pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")
+
+
+class CutOff(BaseException):
+    """The end of the program in the middle of a step."""
 
 
 class Clock:
@@ -96,7 +101,7 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
         assert entry["source"] == environment.source_of(entry["engine"], entry["form"])
         assert (entry["commit"], entry["date"]) == (report["commit"], report["date"])
     shown = capsys.readouterr().out
-    assert "6 of 6 cases right" in shown
+    assert "8 of 8 cases right" in shown
     assert "1 / 2" in shown
     assert crossovers.FILE.read_text() == before
 
@@ -106,21 +111,22 @@ def test_grouped_heads_are_checked_first_in_every_form() -> None:
     groups = [job.case.group for job in jobs]
     assert groups == sorted(groups, reverse=True)
     assert {job.form("backward") for job in jobs} == set(FORMS[1::2])
-    forms = {(j.case.group, j.case.head_dim, j.case.is_causal, j.case.ignored is None, j.case.borders is None) for j in jobs}
-    assert len(forms) == len(jobs) == 2 * 2 * 2 * 3
+    options = {(j.case.ignored is None, j.case.borders is None, j.case.lse_gradient) for j in jobs}
+    assert options == {(True, True, False), (True, True, True), (False, True, False), (True, False, False)}
+    assert len({j.case for j in jobs}) == len(jobs) == 2 * 2 * 2 * 4
 
 
-def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any) -> None:
+def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def attempts(engine: Any, setting: Any) -> dict[str, Any]:
         nonlocal calls
         calls += 1
         if calls == 4:
-            raise KeyboardInterrupt
+            raise CutOff
         return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(CutOff):
         command("--engines", "sdpa", attempts=attempts)
     status, report, happened = command("--engines", "sdpa", attempts=attempts)
     assert status == 0
@@ -133,17 +139,19 @@ def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any) -> Non
     ]
     assert command("--engines", "sdpa")[2] == []
     assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
+    monkeypatch.setattr(gpu_steps, "source_of", lambda engine, form: "changed")
+    assert command("--engines", "sdpa", "--commit", "other")[2][0] == "check sdpa"
 
 
 def test_a_step_that_was_cut_off_twice_is_left_out(command: Any) -> None:
     def attempts(engine: Any, setting: Any) -> dict[str, Any]:
         if engine.name == "sdpa" and setting.group > 1:
-            raise KeyboardInterrupt
+            raise CutOff
         return {"status": "measured", "forward_ms": 1.0, "forward_tflops": 1.0}
 
     grouped = [setting for setting in gpu_steps.engine_settings(QUICK) if setting.group > 1]
     for _ in range(2 * len(grouped)):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(CutOff):
             command("--engines", "sdpa", attempts=attempts)
     status, report, _ = command("--engines", "sdpa", attempts=attempts)
     assert status == 1
@@ -190,6 +198,20 @@ def test_a_form_that_is_wrong_is_not_timed_and_all_others_are(
     assert (verdict in " ".join(capsys.readouterr().out.split())) == stops
 
 
+def test_an_engine_whose_check_does_not_end_is_not_timed(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def verdicts(job: Any) -> dict[str, str]:
+        if job.engine == "triton":
+            raise OSError("no space")
+        return {"forward": "right", "backward": "right"}
+
+    status, report, happened = command(verdicts=verdicts)
+    assert status == 1
+    assert "triton" not in happened
+    assert happened.count("sdpa") == len(list(gpu_steps.engine_settings(QUICK)))
+    assert {m["reason"] for m in report["measurements"] if m["engine"] == "triton"} == {"its check failed (OSError: no space)"}
+    assert "check triton │ OSError: no space" in " ".join(capsys.readouterr().out.split())
+
+
 def test_kept_entries_of_other_devices_and_forms_stay(command: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
@@ -227,6 +249,26 @@ def test_a_cuda_error_goes_on_in_another_process(command: Any, monkeypatch: pyte
     status, report, _ = command("--engines", "sdpa")
     assert status == 1
     assert [m["status"] for m in report["dense"]].count("failed") == 1
+
+
+def ends_its_process(name: str, case: Any, device: str) -> dict[str, str]:
+    """What a job does to the others: one process ends, another has a fault at first."""
+    if name == "ends":
+        os._exit(3)
+    path = Path(name)
+    path.write_text(path.read_text() + "." if path.exists() else "")
+    return {"forward": "right", "backward": "right" if path.read_text() else "failed: CUDA error"}
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_fails_its_own_job_alone(tmp_path: Path) -> None:
+    case = gpu_checks.Case(QUICK.checked)
+    jobs = [gpu_checks.Job(ends_its_process, name, "", case) for name in (str(tmp_path / "a"), "ends", str(tmp_path / "b"))]
+    right = {"forward": "right", "backward": "right"}
+    ended = {"forward": "failed: the process ended", "backward": "failed: the process ended"}
+    found = gpu_checks.examined(jobs, "cpu", 1)
+    assert (found[1], len(found)) == (ended, 3)
+    assert gpu_checks.examined(jobs[::2], "cpu", 1) == [right, right]
 
 
 @pytest.mark.slow
