@@ -1,6 +1,6 @@
 """Check every kernel on a GPU, then time what is right: `python -m benchmarks.gpu --all`.
 
-About 30 minutes on one H100 or H200. Finished steps are kept in `runs/bench_gpu_all.json`: the same command continues there, while
+An estimated 30 minutes on one H100 or H200. Finished steps are kept in `runs/bench_gpu_all.json`: the same command continues there, while
 the code is unchanged. `--minutes 9` ends before a limit of ten minutes. An engine is not timed in a form in which it is wrong. Each
 run ends with tables, and with these files, written from all finished steps:
 
