@@ -376,7 +376,7 @@ def gpu(session: nox.Session) -> None:
 def bench_gpu(session: nox.Session) -> None:
     """Measure every engine on a CUDA device beside dense flash attention, in the Python that runs nox (runs/bench_gpu.json).
 
-    `-- --all` checks everything first, and measures more, 30 minutes, resumable; `-- --needs` lists packages that are missing.
+    `-- --all` checks everything first and measures more: an estimated 25 minutes, resumable. `-- --needs` lists missing packages.
     """
     session.run(sys.executable, "-m", "benchmarks.gpu", *session.posargs)
 

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import matplotlib.figure
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -660,7 +659,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     shown = sorted(groups.items(), key=lambda item: -len(item[1]))[:4]
     if not shown:
         return
-    figure = matplotlib.figure.Figure(figsize=(4.5 * len(shown), 7), layout="constrained")
+    from matplotlib.figure import Figure  # the measurements need none
+
+    figure = Figure(figsize=(4.5 * len(shown), 7), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False, sharex="col")
     for column, ((pattern, mask, heads, head_dim), found) in enumerate(shown):
         above, below = axes[:, column]

@@ -1,8 +1,8 @@
 """Check every kernel on a GPU, then time what is right: `python -m benchmarks.gpu --all`.
 
-An estimated 30 minutes on one H100 or H200. Finished steps are kept in `runs/bench_gpu_all.json`: the same command continues there, while
-the code is unchanged. `--minutes 9` ends before a limit of ten minutes. An engine is not timed in a form in which it is wrong. Each
-run ends with tables, and with these files, written from all finished steps:
+An estimated 25 minutes on one H100 or H200. Finished steps are kept in `runs/bench_gpu_all.json`: the same command continues there,
+while the code is unchanged. `--minutes 9` ends before a limit of ten minutes. Only what is right is timed.
+Each run ends with tables, and with these files, written from all finished steps:
 
     benchmarks/results/<device>-attention.json, <device>-tiles.json    what was measured
     flexdilated/backends/crossovers.json                               what `backend="auto"` reads
@@ -181,23 +181,23 @@ def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[S
         jobs["merging"] = [Job(merges, "merging", f"D={case.head_dim}", case) for case in rows]
     order = [name for name in ("triton", "merging", *CHECKED[1:]) if name in jobs]
     run = partial(check, device=device, processes=options.processes)
-    found = [Step("check", f"check {name}", 150.0, partial(run, jobs=jobs[name])) for name in order]
+    found = [Step("check", f"check {name}", 90.0, partial(run, jobs=jobs[name])) for name in order]
     found.append(Step("device", "matrix product and copy", 15.0, partial(time_device, device=device)))
 
     kernels = [gpu_engines.dense(kernel) for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)[: 1 + on_gpu]]
     for setting in dense_settings(sizes):
         for engine in (*kernels, gpu_engines.dense_flash_4()):
             one_time = partial(time_one, into="dense", engine=engine, pattern=gpu_engines.WHOLE, setting=setting, device=device)
-            found.append(Step("dense", f"{engine.name}, {spelled(setting)}", 10.0, one_time))
+            found.append(Step("dense", f"{engine.name}, {spelled(setting)}", 8.0, one_time))
     for i, setting in enumerate(engine_settings(sizes)):
         flex = [e for e in gpu_engines.ENGINES if e.name == "flex_packed_flash" and on_gpu and i == 0]  # it compiles for long
         for engine in (*(e for e in engines if e.name in TIMED), *flex):
             one_time = partial(time_one, into="measurements", engine=engine, pattern=sizes.pattern, setting=setting, device=device)
-            found.append(Step(f"time N={setting.num_tokens}", f"{engine.name}, {spelled(setting)}", 15.0, one_time))
+            found.append(Step(f"time N={setting.num_tokens}", f"{engine.name}, {spelled(setting)}", 8.0, one_time))
     if on_gpu and "triton" in asked:
         for head_dim in tiles.HEAD_DIMS:
             one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
-            found.append(Step("tiles", f"tiles, D={head_dim}", 120.0, one_time))
+            found.append(Step("tiles", f"tiles, D={head_dim}", 90.0, one_time))
     if on_gpu:
         found.append(Step("crossovers", "crossovers", 240.0, partial(time_crossovers, device=device, file=crossovers)))
     return found
