@@ -45,7 +45,8 @@ class Job(NamedTuple):
 def definition_jobs(engine: str, pattern: DilatedPattern, num_tokens: int, group: int, head_dims: Sequence[int]) -> list[Job]:
     """Comparisons with the definition, those with grouped heads first: their backward has changed most since it ran."""
     one = Case(pattern, num_tokens=num_tokens, kv_heads=2, lse_gradient=False)
-    cut = (0, 7, num_tokens // 2, num_tokens // 2 + 5, num_tokens)
+    # One of a token, an empty one, as many short ones as make pieces share a launch, and a long one.
+    cut = (0, 1, 1, *(num_tokens * i // 30 for i in range(1, 11)), num_tokens)
     options = {
         "plain": one,
         "gradient of lse": replace(one, lse_gradient=True),

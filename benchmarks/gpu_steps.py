@@ -41,8 +41,9 @@ from flexdilated.core.hardware import detect
 from tests.cases import Case
 
 STATE, RESULTS = Path("runs/bench_gpu_all.json"), Path(__file__).parent / "results"
-CHECKED = ("triton", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
-TIMED = ("sdpa", "sdpa_flash", "triton", "flash")
+CHECKED = ("triton", "triton_host", "sdpa", "sdpa_flash", "sdpa_efficient", "flash")  # in this order
+TIMED = ("sdpa", "sdpa_flash", "triton", "triton_host", "flash")
+REPEATABLE = {"triton", "triton_host"}  # in every bit: what one kernel of the backward adds in any order is not
 FORMS = tuple(f"{direction}{heads}" for heads in ("", ", grouped heads") for direction in ("forward", "backward"))
 ATTEMPTS = 2  # a step that was cut off so often is not started again: its kernel may never return
 RATES = "useful TFLOP/s forward / backward"
@@ -170,10 +171,10 @@ def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[S
     device, on_gpu, asked = options.device, options.device == "cuda", options.engines
     engines = [engine for engine in gpu_engines.ENGINES if engine.name in asked]
     jobs = {name: definition_jobs(name, sizes.checked, sizes.checked_tokens, sizes.group, sizes.head_dims) for name in asked}
-    if "triton" in asked:
-        one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
-        cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
-        jobs["triton"] += [Job(repeatable, "triton", f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
+    one = Case(sizes.pattern, num_tokens=sizes.tokens[0] // 8, kv_heads=4, lse_gradient=False)
+    cases = [replace(one, group=g, head_dim=d) for g in (sizes.group, 1) for d in sizes.head_dims]
+    for name in REPEATABLE & set(asked):
+        jobs[name] += [Job(repeatable, name, f"bits of 100 calls, D={case.head_dim}", case) for case in cases]
     if on_gpu:
         rows = [
             Case(sizes.checked, num_tokens=50, kv_heads=3, head_dim=d, group=g) for g in (1, sizes.group) for d in sizes.head_dims

@@ -100,14 +100,15 @@ def test_a_full_run_on_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--device cpu must come with --quick" in capsys.readouterr().err
 
 
-def test_pointers_hold_in_either_direction_and_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_hold_in_either_direction_and_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from flexdilated.backends.triton import launch
 
-    held: list[bool] = []
-    monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append(launch.DESCRIBES))
+    monkeypatch.setattr(launch, "HOSTS", False, raising=False)  # a checkout may have none
+    held: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append((launch.DESCRIBES, launch.HOSTS)))
     for engine in (e for e in gpu.ENGINES if e.name.startswith("triton")):
         able = engine._replace(why_not=lambda pattern, device: None)
         gpu.attempt(gpu.Device("cpu"), able, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
-    assert held == [True, False]
-    assert launch.DESCRIBES
+    assert held == [(True, False), (False, False), (True, True)]
+    assert (launch.DESCRIBES, launch.HOSTS) == (True, False)

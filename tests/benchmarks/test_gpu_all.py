@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from benchmarks import environment, gpu, gpu_checks, gpu_engines, gpu_steps
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
+from flexdilated.core.pieces import plan_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:pattern with segments:UserWarning")
 
@@ -115,6 +117,18 @@ def test_grouped_heads_are_checked_first_in_every_form() -> None:
     options = {(j.case.ignored is None, j.case.borders is None, j.case.lse_gradient) for j in jobs}
     assert options == {(True, True, False), (True, True, True), (False, True, False), (True, False, False)}
     assert len({j.case for j in jobs}) == len(jobs) == 2 * 2 * 2 * 4
+
+
+def test_the_checked_pieces_take_every_way_of_the_triton_kernels() -> None:
+    """Loads by descriptors and through pointers, and launches that pieces share."""
+    groups = pytest.importorskip("flexdilated.backends.triton.groups")
+    sizes = gpu_steps.FULL
+    for job in gpu_checks.definition_jobs("triton", sizes.checked, sizes.checked_tokens, sizes.group, (64,)):
+        case = job.case
+        borders = tuple(itertools.pairwise(case.borders or (0, case.num_tokens)))
+        pieces = plan_pieces(case.pattern, borders, case.kv_heads, case.is_causal)
+        assert {piece.rows >= groups.LEAST_DESCRIBED_ROWS for piece in pieces} == {False, True}
+        assert any(len(some) > 1 for some in groups.together(pieces)) == (case.borders is not None)
 
 
 def test_a_run_that_was_cut_off_goes_on_after_its_last_step(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
