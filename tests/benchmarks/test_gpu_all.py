@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import environment, gpu, gpu_checks, gpu_engines, gpu_steps
+from benchmarks import crossover, environment, gpu, gpu_checks, gpu_engines, gpu_steps, tiles
 from benchmarks.gpu_steps import CHECKED, FORMS, QUICK, TIMED
 from flexdilated.backends import crossovers
 from flexdilated.core.pieces import plan_pieces
@@ -243,6 +243,44 @@ def test_kept_entries_of_other_devices_and_forms_stay(command: Any, tmp_path: Pa
         ("forward", "sm_80", "old"), *((form, "cpu", "abc") for form in FORMS)
     ]  # fmt: skip
     assert len(kept(tmp_path, "*-attention.json")["runs"]) == 1
+
+
+def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are kept when those of every head dim are there."""
+    _, report, _ = command("--engines", "triton")
+
+    def sweep(words: list[str]) -> None:
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        found = [{"kernel": kernel, "head_dim": int(options["--head-dims"]), "ms": 1.0} for kernel in tiles.KERNELS]
+        Path(options["--output"]).write_text(json.dumps({"measurements": found}))
+        assert options["--commit"] == report["commit"]
+
+    monkeypatch.setattr(tiles, "main", sweep)
+    report |= {"hardware": "NVIDIA H200", "commit": "abc"}
+    folder = tmp_path / "kept"
+    for i, head_dim in enumerate(tiles.HEAD_DIMS):
+        gpu_steps.time_tiles(report, head_dim, tmp_path)
+        files = gpu_steps.write_kept(report, folder, tmp_path / "state" / "crossovers.json", "cpu")
+        assert [path.name for path in files] == ["h200-attention.json", "crossovers.json", "h200-tiles.json"][: 2 + (i == 2)]
+    runs = json.loads((folder / "h200-attention.json").read_text())["runs"]
+    assert runs[:-1] == [r for r in json.loads((gpu_steps.RESULTS / "h200-attention.json").read_text())["runs"] if not r.get("all")]
+    assert (runs[-1]["commit"], "tiles" in runs[-1]) == ("abc", False)
+    tiled = json.loads((folder / "h200-tiles.json").read_text())
+    assert [(m["kernel"], m["head_dim"]) for m in tiled["measurements"]] == [(k, d) for d in tiles.HEAD_DIMS for k in tiles.KERNELS]
+    assert (tiled["hardware"], tiled["commit"]) == ("NVIDIA H200", "abc")
+
+
+def test_crossovers_are_of_engines_that_are_right_and_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(crossover, "main", asked.append)
+    _, report, _ = command()
+    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
+    report["checks"].append({"engine": "triton", "form": "backward", "case": "", "found": "wrong: dq"})
+    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
+    report["measurements"] = [m for m in report["measurements"] if m["engine"] != "flash"]
+    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
+    rest = ["--device", "cuda", "--file", "kept.json", "--commit", report["commit"]]
+    assert asked == [["--engines", "triton", "flash", *rest], ["--engines", "flash", *rest]]
 
 
 def test_a_cuda_error_goes_on_in_another_process(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
