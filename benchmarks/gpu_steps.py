@@ -161,7 +161,7 @@ def spelled(setting: Setting) -> str:
     """A setting in words."""
     words = [setting.pattern, mask_name(setting.is_causal), f"D={setting.head_dim}", f"N={setting.num_tokens}"]
     words += [f"B={setting.batch}"] if setting.batch > 1 else []
-    words += [f"{setting.num_heads} heads over {setting.num_heads // setting.group}"] if setting.group > 1 else []
+    words += [f"{setting.num_heads}:{setting.num_heads // setting.group} heads"] if setting.group > 1 else []
     words += [f"{setting.documents} documents"] if setting.documents > 1 else []
     return " ".join(words)
 
@@ -359,10 +359,10 @@ def tables(report: Report) -> Iterator[Table]:
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
         names = list(dict.fromkeys(m["engine"] for m in report[key]))
-        rates = Table("setting", *names, caption=caption)
+        rates = Table("setting", *names, caption=caption, title=" and ".join(dict.fromkeys(m["pattern"] for m in report[key])))
         cells: dict[str, dict[str, str]] = {}
         for m in report[key]:
-            row = spelled(Setting(**{field.name: m[field.name] for field in fields(Setting)}))
+            _, _, row = spelled(Setting(**{field.name: m[field.name] for field in fields(Setting)})).partition(" ")
             cells.setdefault(row, {})[m["engine"]] = _cell(m)
         for row, own_cells in cells.items():
             rates.add_row(row, *(own_cells.get(name, "") for name in names))
