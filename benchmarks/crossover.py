@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, fas
 from flexdilated.core.hardware import detect
 
 NUM_HEADS, ROUNDS = 12, 5
+GPU_LENGTHS, GPU_DTYPES, HEAD_DIMS = (
+    (1024, 4096, 16384, 65536, 262144),
+    (torch.bfloat16, torch.float16, torch.float32),
+    (64, 128, 256),
+)
 PATTERN = DilatedPattern.longnet()
 SETTING = ("device", "dtype", "training", "head_dim", "tokens")  # of a measurement
 
@@ -36,40 +41,52 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     on_gpu = options.device != "cpu"
-    lengths = (64, 128) if options.quick else (1024, 4096, 16384, 65536, 262144) if on_gpu else (256, 1024, 4096)
+    lengths = (64, 128) if options.quick else GPU_LENGTHS if on_gpu else (256, 1024, 4096)
     lengths = tuple(options.tokens or lengths)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32, torch.bfloat16)
+    dtypes = GPU_DTYPES if on_gpu else (torch.float32, torch.bfloat16)
     engines = tuple(options.engines or (CHALLENGERS if on_gpu else ("flex",)))
-    device = device_class(detect(options.device))
-    measured = []
-    for dtype in dtypes[:1] if options.quick else dtypes:
-        for head_dim in (64,) if options.quick or not on_gpu else (64, 128, 256):
-            for training in (False, True) if on_gpu else (False,):
-                for tokens in lengths:
-                    name = str(dtype).removeprefix("torch.")
-                    entry = {"device": device, "dtype": name, "training": training, "head_dim": head_dim, "tokens": tokens}
-                    for engine in engines:
-                        ratio = over_sdpa(engine, tokens, head_dim, dtype, options.device, training=training)
-                        entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
-                        print(
-                            f"{name} D={head_dim} training={training} N={tokens}: {engine} {entry[f'{engine}_over_sdpa']} -> "
-                            f"{faster(entry)}",
-                            flush=True,
-                        )
-                    measured.append(entry)
+    measured = [
+        entry
+        for dtype in (dtypes[:1] if options.quick else dtypes)
+        for head_dim in ((64,) if options.quick or not on_gpu else HEAD_DIMS)
+        for entry in measure(engines, dtype, head_dim, lengths, options.device)
+    ]
     if options.quick:
         return
     kept = json.loads(FILE.read_text())
-    about = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
-    about |= {**provenance("crossover", options.device, words, options.commit), "device": device}
-    if on_gpu:
-        for name in ("device_class", "threads"):  # of the CPU
-            del about[name]
+    described = about(options.device, words, options.commit)
     kept["measured"], replaced = merged(kept["measured"], measured)
-    others = [entry for entry in kept["provenance"] if entry["device"] != device or not replaced]
-    kept["provenance"] = [*others, about]
+    others = [entry for entry in kept["provenance"] if entry["device"] != described["device"] or not replaced]
+    kept["provenance"] = [*others, described]
     options.file.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"kept in {options.file}")
+
+
+def measure(
+    engines: Sequence[str], dtype: torch.dtype, head_dim: int, lengths: Iterable[int], device: str
+) -> Iterator[dict[str, Any]]:
+    """The time of engines over that of sdpa, of every length; on a GPU forward alone, then forward and backward."""
+    for training in (False, True) if device != "cpu" else (False,):
+        for tokens in lengths:
+            name = str(dtype).removeprefix("torch.")
+            kind = {"device": device_class(detect(device)), "dtype": name, "training": training}
+            entry: dict[str, Any] = {**kind, "head_dim": head_dim, "tokens": tokens}
+            for engine in engines:
+                ratio = over_sdpa(engine, tokens, head_dim, dtype, device, training=training)
+                ratio = entry[f"{engine}_over_sdpa"] = None if ratio is None else round(ratio, 3)
+                where = f"{name} D={head_dim} training={training} N={tokens}"
+                print(f"{where}: {engine} {ratio} -> {faster(entry)}", flush=True)
+            yield entry
+
+
+def about(device: str, words: Sequence[str], commit: str | None, program: str = "crossover") -> dict[str, Any]:
+    """What was measured, with what, when and how."""
+    found = {"pattern": PATTERN.to_dict(), "num_heads": NUM_HEADS, "is_causal": True, **describe()}
+    found |= {**provenance(program, device, words, commit), "device": device_class(detect(device))}
+    if device != "cpu":
+        for name in ("device_class", "threads"):  # of the CPU
+            del found[name]
+    return found
 
 
 def merged(kept: list[dict[str, Any]], measured: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -124,12 +125,12 @@ def time_tiles(report: Report, head_dim: int, folder: Path) -> None:
     report["tiles"] += json.loads(path.read_text())["measurements"]
 
 
-def time_crossovers(report: Report, device: str, file: Path) -> None:
+def time_crossovers(report: Report, dtype: torch.dtype, head_dim: int, device: str) -> None:
     """Time the right engines beside sdpa, for `backend="auto"`."""
     right = {m["engine"] for m in report["measurements"] if "backward_ms" in m}
     engines = [name for name in CHALLENGERS if name in right and not any(wrong(report, name, form) for form in FORMS[:2])]
     if engines:
-        crossover.main(["--engines", *engines, "--device", device, "--file", str(file), "--commit", report["commit"]])
+        report["crossovers"] += list(crossover.measure(engines, dtype, head_dim, crossover.GPU_LENGTHS, device))
 
 
 def dense_settings(sizes: Sizes) -> Iterator[Setting]:
@@ -166,7 +167,7 @@ def spelled(setting: Setting) -> str:
     return " ".join(words)
 
 
-def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[Step]:
+def steps(options: argparse.Namespace, sizes: Sizes) -> list[Step]:
     """All steps: checks before times, and what tells most first."""
     device, on_gpu, asked = options.device, options.device == "cuda", options.engines
     engines = [engine for engine in gpu_engines.ENGINES if engine.name in asked]
@@ -200,7 +201,9 @@ def steps(options: argparse.Namespace, sizes: Sizes, crossovers: Path) -> list[S
             one_time = partial(time_tiles, head_dim=head_dim, folder=options.state.parent)
             found.append(Step("tiles", f"tiles, D={head_dim}", 90.0, one_time))
     if on_gpu:
-        found.append(Step("crossovers", "crossovers", 240.0, partial(time_crossovers, device=device, file=crossovers)))
+        for dtype, head_dim in itertools.product(crossover.GPU_DTYPES, crossover.HEAD_DIMS):
+            one_time = partial(time_crossovers, dtype=dtype, head_dim=head_dim, device=device)
+            found.append(Step("crossovers", f"crossovers, {dtype}, D={head_dim}", 45.0, one_time))
     return found
 
 
@@ -234,9 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if keep is not None and not crossovers.exists():
         keep.mkdir(parents=True, exist_ok=True)
         crossovers.write_text(FILE.read_text())
-    wanted = steps(options, QUICK if options.quick else FULL, crossovers)
+    wanted = steps(options, QUICK if options.quick else FULL)
     run_steps(report, wanted, options, words)
-    files = write_kept(report, keep or RESULTS, crossovers, options.device)
+    files = write_kept(report, wanted, keep or RESULTS, crossovers, options.device, words)
     console = Console()
     console = console if console.is_terminal else Console(width=gpu_engines.WIDTH)
     for table in tables(report):
@@ -261,7 +264,7 @@ def loaded(options: argparse.Namespace, words: Sequence[str]) -> Report:
         "note": "memory is relative to q, k, v, out and their gradients",
         "source": {engine: {form: source_of(engine, form) for form in FORMS} for engine in PROVEN},
         **{name: {} for name in ("steps", "device")},
-        **{name: [] for name in ("checks", "dense", "measurements", "tiles")},
+        **{name: [] for name in ("checks", "dense", "measurements", "tiles", "crossovers")},
     }
     found = json.loads(options.state.read_text()) if options.state.exists() else {}
     same = all(found.get(key) == report[key] for key in ("commit", "hardware", "torch", "triton", "quick", "source"))
@@ -310,14 +313,23 @@ def run_steps(report: Report, wanted: Sequence[Step], options: argparse.Namespac
 # -- what is kept and shown -----------------------------------------------------------------------------------------------------
 
 
-def write_kept(report: Report, folder: Path, crossovers: Path, device: str) -> list[Path]:
+def write_kept(
+    report: Report, wanted: Sequence[Step], folder: Path, crossovers: Path, device: str, words: Sequence[str]
+) -> list[Path]:
     """Write the kept files from all finished steps; their paths."""
     name = report["hardware"].removeprefix("NVIDIA ").split()[0].lower()
     attention, tiled = folder / f"{name}-attention.json", folder / f"{name}-tiles.json"
     old = next((path for path in (attention, RESULTS / attention.name) if path.exists()), None)
     runs = [] if old is None else [run for run in json.loads(old.read_text())["runs"] if not run.get("all")]
-    save({"runs": [*runs, {key: value for key, value in report.items() if key != "tiles"}]}, attention)
-    kept, found = json.loads(crossovers.read_text()), ran(report, device_class(detect(device)))
+    save({"runs": [*runs, {key: value for key, value in report.items() if key not in ("tiles", "crossovers")}]}, attention)
+    kept, level = json.loads(crossovers.read_text()), device_class(detect(device))
+    if report["crossovers"] and all(is_finished(report, step) for step in wanted):  # replace what this level had, whole
+        for name, own in (
+            ("measured", report["crossovers"]),
+            ("provenance", [crossover.about(device, words, report["commit"], "gpu")]),
+        ):
+            kept[name] = [entry for entry in kept[name] if entry["device"] != level] + own
+    found = ran(report, level)
     forms = [(entry["engine"], entry["form"], entry["device"]) for entry in found]
     kept["ran"] = [e for e in kept["ran"] if (e["engine"], e["form"], e["device"]) not in forms] + found
     save(kept, crossovers)

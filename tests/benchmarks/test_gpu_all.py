@@ -260,7 +260,7 @@ def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: 
     folder = tmp_path / "kept"
     for i, head_dim in enumerate(tiles.HEAD_DIMS):
         gpu_steps.time_tiles(report, head_dim, tmp_path)
-        files = gpu_steps.write_kept(report, folder, tmp_path / "state" / "crossovers.json", "cpu")
+        files = gpu_steps.write_kept(report, [], folder, tmp_path / "state" / "crossovers.json", "cpu", [])
         assert [path.name for path in files] == ["h200-attention.json", "crossovers.json", "h200-tiles.json"][: 2 + (i == 2)]
     runs = json.loads((folder / "h200-attention.json").read_text())["runs"]
     assert runs[:-1] == [r for r in json.loads((gpu_steps.RESULTS / "h200-attention.json").read_text())["runs"] if not r.get("all")]
@@ -270,17 +270,36 @@ def test_what_a_gpu_measured_is_kept_beside_what_it_had(command: Any, tmp_path: 
     assert (tiled["hardware"], tiled["commit"]) == ("NVIDIA H200", "abc")
 
 
-def test_crossovers_are_of_engines_that_are_right_and_run(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossovers_are_of_engines_that_are_right_and_run(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replace those of the device once no step remains."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(crossover, "main", asked.append)
+
+    def measure(engines: list[str], dtype: torch.dtype, head_dim: int, lengths: Any, device: str) -> list[dict[str, Any]]:
+        asked.append(engines)
+        return [{"device": device, "dtype": str(dtype), "head_dim": head_dim}]
+
+    monkeypatch.setattr(crossover, "measure", measure)
     _, report, _ = command()
-    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
+    before = json.loads(crossovers.FILE.read_text())
+    file = tmp_path / "state" / "crossovers.json"
+
+    def kept_file(*steps: gpu_steps.Step) -> Any:
+        gpu_steps.write_kept(report, steps, tmp_path, file, "cpu", ["--all"])
+        return json.loads(file.read_text())
+
+    gpu_steps.time_crossovers(report, torch.float32, 64, "cpu")
+    assert kept_file(gpu_steps.Step("", "remains", 0.0, print))["measured"] == before["measured"]
     report["checks"].append({"engine": "triton", "form": "backward", "case": "", "found": "wrong: dq"})
-    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
+    gpu_steps.time_crossovers(report, torch.float32, 128, "cpu")
     report["measurements"] = [m for m in report["measurements"] if m["engine"] != "flash"]
-    gpu_steps.time_crossovers(report, "cuda", Path("kept.json"))
-    rest = ["--device", "cuda", "--file", "kept.json", "--commit", report["commit"]]
-    assert asked == [["--engines", "triton", "flash", *rest], ["--engines", "flash", *rest]]
+    gpu_steps.time_crossovers(report, torch.float32, 256, "cpu")
+    assert asked == [["triton", "flash"], ["flash"]]
+    found = kept_file()
+    rest = [entry for entry in before["measured"] if entry["device"] != "cpu"]
+    assert found["measured"] == [*rest, *({"device": "cpu", "dtype": "torch.float32", "head_dim": d} for d in (64, 128))]
+    (about,) = (entry for entry in found["provenance"] if entry["device"] == "cpu")
+    assert (about["command"], about["commit"]) == ("python -m benchmarks.gpu --all", report["commit"])
+    assert len(found["provenance"]) == len(before["provenance"])
 
 
 def test_a_cuda_error_goes_on_in_another_process(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
