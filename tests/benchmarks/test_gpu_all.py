@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -107,6 +108,17 @@ def test_everything_is_checked_then_timed_and_kept(command: Any, tmp_path: Path,
     assert "8 of 8 cases right" in shown
     assert "1 / 2" in shown
     assert crossovers.FILE.read_text() == before
+
+
+def test_steps_of_a_gpu_are_in_order_and_have_names_of_their_own() -> None:
+    options = argparse.Namespace(device="cuda", engines=CHECKED, processes=0, state=Path("state.json"))
+    wanted = gpu_steps.steps(options, gpu_steps.FULL)
+    assert len({step.name for step in wanted}) == len(wanted)
+    kinds = ["check", "device", "dense", "time", "tiles", "crossovers"]
+    assert [kind for kind, _ in itertools.groupby(step.kind.partition(" ")[0] for step in wanted)] == kinds
+    checks = [step.name for step in wanted if step.kind == "check"]
+    assert checks == [f"check {name}" for name in ("triton", "merging", *CHECKED[1:])]
+    assert sum(step.name.startswith("flex") for step in wanted) == 1
 
 
 def test_grouped_heads_are_checked_first_in_every_form() -> None:
