@@ -71,7 +71,7 @@ def verdict(compare: Callable[[], None]) -> str:
     except AssertionError as error:
         return f"wrong: {' '.join(str(error).split())}"[:400]
     except Exception as error:  # whatever a compiler raises must not end the other examinations
-        traceback.print_exc()
+        traceback.print_exc(limit=-3)
         return f"failed: {type(error).__name__}: {error}"[:400]
     return "right"
 

@@ -178,7 +178,7 @@ def switched(name: str, value: object) -> AbstractContextManager[object]:
     launch = importlib.import_module("flexdilated.backends.triton.launch")  # imports triton, which need not be there
     if not hasattr(launch, name):
         raise NotImplementedError(f"this checkout has no {name}")
-    return mock.patch.object(launch, name, new=value)
+    return mock.patch.multiple(launch, **{name: value}, PLANS={})  # launches that were planned before have the other value
 
 
 def _flex_flash() -> AbstractContextManager[object]:
