@@ -203,6 +203,7 @@ ENGINES = (
     Engine("triton", partial(dilated, backend="triton"), _needs_cuda),
     Engine("triton_pointers", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "DESCRIBES", False)),
     Engine("triton_host", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "HOSTS", True)),
+    Engine("triton_sums", partial(dilated, backend="triton"), _needs_cuda, around=partial(switched, "SUMS", True)),
     Engine("flex_packed", partial(dilated, backend="flex", layout="packed"), _packed_why_not, _flex_why_no_training),
     Engine("flex_packed_flash", partial(dilated, backend="flex", layout="packed"), _flex_flash_why_not, around=_flex_flash),
     Engine("flex_fused", partial(dilated, backend="flex", layout="fused"), lambda pattern, device: None, _flex_why_no_training),

@@ -104,12 +104,18 @@ def test_switches_hold_in_either_direction_and_end_with_their_engine(monkeypatch
     pytest.importorskip("triton")
     from flexdilated.backends.triton import launch
 
-    monkeypatch.setattr(launch, "HOSTS", False, raising=False)  # a checkout may have none
+    for name in ("HOSTS", "SUMS"):
+        monkeypatch.setattr(launch, name, False, raising=False)  # a checkout may have none
     monkeypatch.setitem(launch.PLANS, ("planned",), ())
-    held: list[tuple[bool, bool, bool]] = []
-    monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append((launch.DESCRIBES, launch.HOSTS, bool(launch.PLANS))))
+    held: list[tuple[bool, ...]] = []
+
+    def switches() -> tuple[bool, ...]:
+        return launch.DESCRIBES, launch.HOSTS, launch.SUMS, bool(launch.PLANS)
+
+    monkeypatch.setattr(gpu, "measure", lambda *arguments: held.append(switches()))
     for engine in (e for e in gpu.ENGINES if e.name.startswith("triton")):
         able = engine._replace(why_not=lambda pattern, device: None)
         gpu.attempt(gpu.Device("cpu"), able, gpu.QUICK.patterns["longnet"], gpu.Setting("longnet", False, 2, 16, 64))
-    assert held == [(True, False, True), (False, False, False), (True, True, False)]
-    assert (launch.DESCRIBES, launch.HOSTS, launch.PLANS[("planned",)]) == (True, False, ())
+    usual = (True, False, False, True)
+    assert held == [usual, (False, False, False, False), (True, True, False, False), (True, False, True, False)]
+    assert switches() == usual
