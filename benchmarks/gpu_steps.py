@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch.nn.attention import SDPBackend
 
 from benchmarks import crossover, gpu_engines, tiles
@@ -48,6 +48,7 @@ REPEATABLE = {"triton", "triton_host"}  # in every bit: `triton_sums` adds dq in
 FORMS = tuple(f"{direction}{heads}" for heads in ("", ", grouped heads") for direction in ("forward", "backward"))
 ATTEMPTS = 2  # a step that was cut off so often is not started again: its kernel may never return
 RATES = "useful TFLOP/s forward / backward"
+WIDTH = 190  # of tables that go to a file
 HANGS = 600.0  # seconds after which a step ends the program
 
 Report = dict[str, Any]
@@ -242,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_steps(report, wanted, options, words)
     files = write_kept(report, wanted, keep or RESULTS, crossovers, options.device, words)
     console = Console()
-    console = console if console.is_terminal else Console(width=gpu_engines.WIDTH)
+    console = console if console.is_terminal else Console(width=WIDTH)
     for table in tables(report):
         console.print(table)
     console.print("\n".join(map(str, (options.state, *files))), soft_wrap=True, markup=False)
@@ -372,7 +373,12 @@ def tables(report: Report) -> Iterator[Table]:
     yield checks
     for key, caption in (("dense", RATES), ("measurements", f"{RATES}; peak memory as a multiple of q, k, v, out and gradients")):
         names = list(dict.fromkeys(m["engine"] for m in report[key]))
-        rates = Table("setting", *names, caption=caption, title=" and ".join(dict.fromkeys(m["pattern"] for m in report[key])))
+        rates = Table(
+            Column("setting", no_wrap=True),
+            *names,
+            caption=caption,
+            title=" and ".join(dict.fromkeys(m["pattern"] for m in report[key])),
+        )
         cells: dict[str, dict[str, str]] = {}
         for m in report[key]:
             _, _, row = spelled(Setting(**{field.name: m[field.name] for field in fields(Setting)})).partition(" ")
