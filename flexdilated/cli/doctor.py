@@ -128,7 +128,7 @@ def _preference(hardware: Hardware) -> str:
     """What `backend="auto"` goes by on this device."""
     if is_measured(hardware):
         kept = json.loads(FILE.read_text())["provenance"]
-        (about,) = (entry for entry in kept if entry["device"] == device_class(hardware))
+        about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
         text = f"auto takes the engine that was the fastest on one device of this class ({where}): {_measured_choice(hardware)}"
     else:
