@@ -31,7 +31,7 @@ from triton.runtime import driver
 from benchmarks import sass
 from flexdilated.backends.triton import backward, forward
 from flexdilated.backends.triton.launch import options_of
-from flexdilated.backends.triton.tiles import Tiles, padded, tiles_of
+from flexdilated.backends.triton.tiles import Tiles, hosted_tiles, padded, tiles_of
 from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
@@ -56,6 +56,7 @@ TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become
 DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 
 DESCRIBING = "descriptors"
+HOSTED = "host's descriptors", "host's descriptors, causal"
 FOR_DESCRIPTORS = SHARING, MANY, DENSE = "descriptors, group of 4", "descriptors, many pieces", "descriptors, dense"
 # What a kernel can be asked for, in its dearest form: added to what earlier branches gave. Not causal for wgmma alone, whose
 # products may then wait for one another elsewhere.
@@ -71,6 +72,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "dense": {"CAUSAL": False},
     "dense, group of 4": {"CAUSAL": False, "GROUP": 4},
     DENSE: {"CAUSAL": False, "DESCRIBED": True},
+    HOSTED[0]: {"CAUSAL": False, "DESCRIBED": True, "HOST": True},
+    HOSTED[1]: {"DESCRIBED": True, "HOST": True},
 }
 CONSTANTS = {
     "CAUSAL": True,
@@ -81,6 +84,7 @@ CONSTANTS = {
     "WIDE": False,
     "TABLED": False,
     "DESCRIBED": False,
+    "HOST": False,
     "HAS_DLSE": True,
     "DETACHED": False,
 }
@@ -156,6 +160,8 @@ def compiled(config: Config, tiles: Tiles) -> Any:
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], fixed[(place,)] = "constexpr", constants[name]
+        elif constants["HOST"] and name in ("K", "V"):
+            signature[name] = f"tensordesc<{config.dtype}[1,1,1,{tiles.keys},{padded(config.head_dim)}]>"
         elif name.isupper():
             signature[name] = f"*{POINTERS.get(name, 'fp32' if element == 4 else config.dtype)}"
         else:
@@ -199,6 +205,8 @@ def _is_positive(name: str, made: dict[str, str]) -> bool:
 
 def chosen_tiles(config: Config) -> Tiles:
     """Those of a launch; by descriptors, too, where it takes none."""
+    if "HOST" in ASKED[config.asked]:
+        return hosted_tiles(config.head_dim, DTYPES[config.dtype])
     described = 1 << 20 if _asks_descriptors(config.asked) else 0
     group = {**CONSTANTS, **ASKED[config.asked]}["GROUP"]
     level, element = divmod(config.level, 10), DTYPES[config.dtype]
@@ -277,9 +285,9 @@ def configs(
             yield Config(kernel, level, head_dim, dtype, "causal")
         for asked, constants in ASKED.items() if dtype == "bf16" and kernel != "prepare" else ():
             config = Config(kernel, level, head_dim, dtype, asked)
-            takes = kernel == "attend" or "END" not in constants
+            takes = kernel == "attend" or not constants.keys() & {"END", "HOST"}
             describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
-            if "CAUSAL" in constants:
+            if constants.keys() & {"CAUSAL", "HOST"}:
                 asks, takes = asked not in FOR_DESCRIPTORS, takes and TENSOR_CORES.get(level) == "HGMMA"
             else:
                 asks = usual and describes and asked not in FOR_DESCRIPTORS
@@ -304,7 +312,9 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 
 def _is_launched(e: dict[str, Any]) -> bool:
-    """Whether a launch may take an entry, and not only a comparison."""
+    """Whether a launch takes an entry unasked, and not only a comparison or a measurement."""
+    if "HOST" in ASKED[e["asked"]]:
+        return False
     return not _asks_descriptors(e["asked"]) or chosen_tiles(config_of(e)).described
 
 

@@ -1,7 +1,7 @@
 """Time the Triton kernels of a GPU under other tiles: what `flexdilated/backends/triton/tiles.py` is chosen by.
 
     python -m benchmarks.tiles --head-dims 128 --kernels attend        # keeps runs/tiles.json
-    python -m benchmarks.tiles --tiles 64 64 4 3 --described           # queries, keys, warps, stages; by tensor descriptors
+    python -m benchmarks.tiles --tiles 64 64 4 3 --by device host      # queries, keys, warps, stages; by tensor descriptors
 
 LongNet's pattern in bfloat16, not causal unless asked. A kernel's time is the sum over its launches in one call, the median of
 several. Candidates are compiled side by side first, which takes about two seconds each.
@@ -39,6 +39,7 @@ PATTERN = DilatedPattern.longnet()
 NUM_HEADS, ROUNDS = 12, 6
 KERNELS = ("attend", "differentiate_keys", "differentiate_queries")
 HEAD_DIMS = (64, 128, 256)
+WAYS = ("pointers", "device", "host")
 SMALL = 512  # tokens of a call that compiles: sizes choose no other compilation
 # Of each kernel: what fits an H200 and spills little there (`python -m benchmarks.cubins --tiles ...`).
 CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
@@ -46,6 +47,7 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (64, 64, 4, 2),
         (64, 64, 4, 3),
         (64, 32, 4, 2),
+        (64, 128, 4, 2),
         (128, 64, 4, 3),
         (128, 64, 8, 2),
         (128, 64, 8, 3),
@@ -80,11 +82,11 @@ class Candidate(NamedTuple):
 
 
 def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
-    """All that are asked for, through pointers and by descriptors."""
-    ways = (True,) if options.described else (False, True)
+    """All that are asked for, through pointers and by descriptors of the device or the host."""
     for kernel, head_dim in itertools.product(options.kernels, options.head_dims):
-        for tiles, described in itertools.product([options.tiles] if options.tiles else CANDIDATES[kernel], ways):
-            yield Candidate(kernel, head_dim, Tiles(*tiles, described=described), options.causal)
+        for tiles, by in itertools.product([options.tiles] if options.tiles else CANDIDATES[kernel], options.by):
+            if by != "host" or kernel == "attend":
+                yield Candidate(kernel, head_dim, Tiles(*tiles, by != "pointers", by == "host"), options.causal)
 
 
 @contextmanager
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--tiles", type=int, nargs=4, help="these queries, keys, warps and stages alone")
-    parser.add_argument("--described", action="store_true", help="by tensor descriptors alone")
+    parser.add_argument("--by", nargs="+", default=list(WAYS), choices=WAYS, help="rows through pointers, or by whose descriptors")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--tokens", type=int, default=1 << 17)
     parser.add_argument("--segment", type=int, help="one branch of segments of this length instead of LongNet's five")
@@ -178,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     x: list[Tensor] = []
     for candidate, reason in zip(wanted, reasons, strict=True):
-        entry = {**candidate._asdict(), "tiles": candidate.tiles[:4], "described": candidate.tiles.described}
+        entry = {**candidate._asdict(), "tiles": candidate.tiles[:4], **dict(zip(("described", "host"), candidate.tiles[4:]))}
         if reason is None:
             if not x or x[0].shape[3] != candidate.head_dim:
                 x = inputs(candidate.head_dim, options.tokens, "cuda")
@@ -195,7 +197,7 @@ def table(report: dict[str, Any]) -> Table:
     for column in ("D", "queries, keys, warps, stages", "rows by", "ms"):
         found.add_column(column, justify="right")
     for m in sorted(report["measurements"], key=lambda m: (m["kernel"], m["head_dim"], m.get("ms", float("inf")))):
-        tiles, by = ", ".join(map(str, m["tiles"])), "descriptors" if m["described"] else "pointers"
+        tiles, by = ", ".join(map(str, m["tiles"])), WAYS[m["described"] + m["host"]]
         found.add_row(m["kernel"], str(m["head_dim"]), tiles, by, f"{m['ms']:.3f}" if "ms" in m else m["reason"][:40])
     return found
 

@@ -146,6 +146,39 @@ def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pyt
     assert described.count(False) == 1  # prepare reads every row once
 
 
+LONE = DilatedPattern((8, 16), (1, 2))
+HOSTED = {
+    **{name: CASES[name] for name in ("plain", "no_branch_keeps_all", "grouped_queries", "zero_keys", "shifted", "head_dim_48")},
+    **{name: CASES[name] for name in ("strided", "one_token", "mask", "head_dim_1")},
+    "heads_of_a_branch": replace(CASES["grouped_heads"], batch=2),
+    "detached": replace(CASES["negative_scale"], batch=2),
+    "batch_continues_segments": Case(LONE, batch=3, num_tokens=48, kv_heads=4, head_dim=16),
+    "many_documents": Case(LONE, num_tokens=43, kv_heads=2, head_dim=16, borders=(0, 1, 3, 6, 10, 15, 21, 28, 36, 43)),
+}
+LAUNCHES = {"batch_continues_segments": 2, "mask": 0, "head_dim_1": 0, "many_documents": 0}  # by descriptors of the host
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTED)
+def test_descriptors_of_the_host_equal_pointers_and_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, expected = launch._launch, run_engine(HOSTED[name], "triton", torch.float32)
+    hosted = 0
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        nonlocal hosted
+        hosted += constants.get("HOST", False)
+        launches(kernel, programs, arguments, constants, *more)
+
+    monkeypatch.setattr(launch, "_launch", noted)
+    monkeypatch.setattr(launch, "HOSTS", True)
+    with poisoned_memory():
+        actual = run_engine(HOSTED[name], "triton", torch.float32)
+    assert hosted == LAUNCHES[name] if name in LAUNCHES else hosted > 0
+    for a, e, exact in zip(actual, expected, run_reference(HOSTED[name], torch.float32), strict=True):
+        assert torch.equal(a, e)
+        torch.testing.assert_close(a.double(), exact, **SINGLE)
+
+
 @pytest.mark.slow
 def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
     """Memory that nobody touches is not taken."""

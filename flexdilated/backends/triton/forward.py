@@ -24,9 +24,9 @@ SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
 
 @triton.jit
 def attend_tiles(
-    top, total, acc, q, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+    top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HOST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of queries `m` after keys `start` to `end`: largest score (base 2), sum of weights, weighted values.
 
@@ -39,7 +39,7 @@ def attend_tiles(
             at = tl.cast(j, tl.int64)
             seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
             if DESCRIBED:
-                k = load_described(K, 0, j, BLOCK_N, BLOCK_D)
+                k = load_described(K, lane, j, BLOCK_N, BLOCK_D, HOST)
             else:
                 k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -55,7 +55,7 @@ def attend_tiles(
             p = tl.exp2(scores - base[:, None]) if MASKED else tl.exp2(scores * scale - base[:, None])
             fade = tl.exp2(top - base)
             if DESCRIBED:
-                v = load_described(V, 0, j, BLOCK_N, BLOCK_D)
+                v = load_described(V, lane, j, BLOCK_N, BLOCK_D, HOST)
             else:
                 v = load_rows(V + at * v_step, there, in_row, MASKED, PADDED)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
@@ -98,14 +98,15 @@ def attend(
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, zero_keys, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, HOST: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. `END` is what becomes of its output: `"write"`, `"merge"`, or `"delta"`.
 
     That last one is for the backward under constant mixing weights, where OUT is dout: `OWN = (lse, delta)` of this branch alone,
     from `ROWS = (lse, -dlse)` of the mixture. Strides of q, k, v and out are in units of `UNIT` elements, so that the
-    compiler knows how far loads are aligned; `scale` is positive, in base 2.
+    compiler knows how far loads are aligned; `scale` is positive, in base 2. `HOST`: K and V are descriptors of
+    `(batch x segment, offset, head, row, element)`.
     """
     PADDED: tl.constexpr = BLOCK_D != D
     program = tl.program_id(0)
@@ -126,10 +127,13 @@ def attend(
     k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
     begin = (tile * BLOCK_M).to(tl.int64)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
-    K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
-    V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
-    K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
-    V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+    at = program // tiles // GROUP
+    lane = (at // heads // offsets, at // heads % offsets, at % heads) if HOST else 0
+    if not HOST:
+        K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
+        V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
+        K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+        V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
     ignored_step = row_stride * ignored_token
@@ -147,13 +151,13 @@ def attend(
     else:  # tiles that every query sees whole, before those that take a mask
         whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
         top, total, acc = attend_tiles(
-            top, total, acc, q, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-            CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+            top, total, acc, q, K, V, lane, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+            CAUSAL, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         start = whole
     top, total, acc = attend_tiles(
-        top, total, acc, q, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
-        CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
+        top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+        CAUSAL, True, IGNORES, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     reached = total != 0.0  # NaN is reached: it stays

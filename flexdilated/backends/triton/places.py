@@ -100,9 +100,16 @@ def rows_of(
 
 
 @triton.jit
-def load_described(rows, g, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile of rows of head `g`, zeros where there are none: the descriptor knows the end of rows and of elements."""
-    return rows.load([tl.cast(g, tl.int32), tl.cast(start, tl.int32), 0]).reshape(BLOCK, BLOCK_D)
+def load_described(rows, lane, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, HOST: tl.constexpr = False):
+    """A tile of rows, zeros where there are none: the descriptor knows the end of rows and of elements.
+
+    `lane` is a head, or in a descriptor that the host made (segment, offset, head).
+    """
+    if HOST:
+        tile = rows.load([lane[0], lane[1], lane[2], tl.cast(start, tl.int32), 0])
+    else:
+        tile = rows.load([tl.cast(lane, tl.int32), tl.cast(start, tl.int32), 0])
+    return tile.reshape(BLOCK, BLOCK_D)
 
 
 @triton.jit

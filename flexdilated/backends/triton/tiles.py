@@ -13,13 +13,14 @@ from flexdilated.core.hardware import family_of
 
 
 class Tiles(NamedTuple):
-    """Queries and keys per tile, warps, number of stages, and whether tiles are loaded by descriptors or pointers."""
+    """Queries and keys per tile, warps, number of stages, whether descriptors load tiles, and whether the host makes those."""
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
     described: bool = False
+    host: bool = False
 
 
 # Per kernel and family: for rows of up to 64, 128 and 256 elements. sm_86 stands for what has 99 KiB of shared memory.
@@ -51,6 +52,8 @@ DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
 }
 ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
+# `attend` by descriptors of the host, where `launch.HOSTS` asks for them. No GPU has run these.
+HOSTED = (Tiles(64, 128, 4, 2, True, True), Tiles(128, 128, 8, 2, True, True), Tiles(64, 64, 4, 2, True, True))
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
@@ -77,7 +80,7 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
     """
     if kernel == "prepare":
         return PREPARE
-    size = max(0, padded(head_dim).bit_length() - 7)  # up to 64: 0, 128: 1, 256: 2
+    size = _size(head_dim)
     if element > 2:
         return SINGLE[kernel][size]
     # Others take registers of their own: the tiles of a smaller level.
@@ -86,3 +89,13 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
         described_rows = 0
     described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
     return HALF[kernel][family][size] if described is None else described
+
+
+def hosted_tiles(head_dim: int, element: int) -> Tiles:
+    """The tiles of `attend` where the host makes descriptors."""
+    return HOSTED[_size(head_dim)] if element <= 2 else SINGLE["attend"][_size(head_dim)]._replace(described=True, host=True)
+
+
+def _size(head_dim: int) -> int:
+    """Up to 64: 0, 128: 1, 256: 2."""
+    return max(0, padded(head_dim).bit_length() - 7)
