@@ -31,7 +31,7 @@ from triton.runtime import driver
 from benchmarks import sass
 from flexdilated.backends.triton import backward, forward
 from flexdilated.backends.triton.launch import options_of
-from flexdilated.backends.triton.tiles import Tiles, hosted_tiles, padded, tiles_of
+from flexdilated.backends.triton.tiles import MOST_SUMMED, Tiles, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
 
 KEPT = Path(__file__).with_name("cubins.json")
@@ -57,6 +57,7 @@ DESCRIBING_LEVEL = 90  # the first whose memory is read by tensor descriptors
 
 DESCRIBING = "descriptors"
 HOSTED = "host's descriptors", "host's descriptors, causal"
+SUMMED = "sums of dq", "sums of dq, causal", "sums of dq, group of 4"
 FOR_DESCRIPTORS = SHARING, MANY, DENSE = "descriptors, group of 4", "descriptors, many pieces", "descriptors, dense"
 # What a kernel can be asked for, in its dearest form: added to what earlier branches gave. Not causal for wgmma alone, whose
 # products may then wait for one another elsewhere.
@@ -74,7 +75,11 @@ ASKED: dict[str, dict[str, Any]] = {
     DENSE: {"CAUSAL": False, "DESCRIBED": True},
     HOSTED[0]: {"CAUSAL": False, "DESCRIBED": True, "HOST": True},
     HOSTED[1]: {"DESCRIBED": True, "HOST": True},
+    SUMMED[0]: {"CAUSAL": False, "DESCRIBED": True, "SUMS": True},
+    SUMMED[1]: {"DESCRIBED": True, "SUMS": True},
+    SUMMED[2]: {"CAUSAL": False, "DESCRIBED": True, "SUMS": True, "GROUP": 4},
 }
+ONLY = {"END": "attend", "HOST": "attend", "SUMS": "differentiate_keys"}  # constants of one kernel
 CONSTANTS = {
     "CAUSAL": True,
     "IGNORES": False,
@@ -85,6 +90,7 @@ CONSTANTS = {
     "TABLED": False,
     "DESCRIBED": False,
     "HOST": False,
+    "SUMS": False,
     "HAS_DLSE": True,
     "DETACHED": False,
 }
@@ -162,6 +168,8 @@ def compiled(config: Config, tiles: Tiles) -> Any:
             signature[name], fixed[(place,)] = "constexpr", constants[name]
         elif constants["HOST"] and name in ("K", "V"):
             signature[name] = f"tensordesc<{config.dtype}[1,1,1,{tiles.keys},{padded(config.head_dim)}]>"
+        elif constants["SUMS"] and name == "DQ":
+            signature[name] = "*fp32"
         elif name.isupper():
             signature[name] = f"*{POINTERS.get(name, 'fp32' if element == 4 else config.dtype)}"
         else:
@@ -205,8 +213,8 @@ def _is_positive(name: str, made: dict[str, str]) -> bool:
 
 def chosen_tiles(config: Config) -> Tiles:
     """Those of a launch; by descriptors, too, where it takes none."""
-    if "HOST" in ASKED[config.asked]:
-        return hosted_tiles(config.head_dim, DTYPES[config.dtype])
+    if config.asked in HOSTED + SUMMED:
+        return unmeasured_tiles(config.kernel, config.head_dim, DTYPES[config.dtype])
     described = 1 << 20 if _asks_descriptors(config.asked) else 0
     group = {**CONSTANTS, **ASKED[config.asked]}["GROUP"]
     level, element = divmod(config.level, 10), DTYPES[config.dtype]
@@ -285,9 +293,11 @@ def configs(
             yield Config(kernel, level, head_dim, dtype, "causal")
         for asked, constants in ASKED.items() if dtype == "bf16" and kernel != "prepare" else ():
             config = Config(kernel, level, head_dim, dtype, asked)
-            takes = kernel == "attend" or not constants.keys() & {"END", "HOST"}
+            takes = not any(name in constants and kernel != only for name, only in ONLY.items())
             describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING
-            if constants.keys() & {"CAUSAL", "HOST"}:
+            if "SUMS" in constants:
+                takes = takes and head_dim <= MOST_SUMMED
+            if constants.keys() & {"CAUSAL", "HOST", "SUMS"}:
                 asks, takes = asked not in FOR_DESCRIPTORS, takes and TENSOR_CORES.get(level) == "HGMMA"
             else:
                 asks = usual and describes and asked not in FOR_DESCRIPTORS
@@ -313,7 +323,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def _is_launched(e: dict[str, Any]) -> bool:
     """Whether a launch takes an entry unasked, and not only a comparison or a measurement."""
-    if "HOST" in ASKED[e["asked"]]:
+    if e["asked"] in HOSTED + SUMMED:
         return False
     return not _asks_descriptors(e["asked"]) or chosen_tiles(config_of(e)).described
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tiles --head-dims 128 --kernels attend        # keeps runs/tiles.json
     python -m benchmarks.tiles --tiles 64 64 4 3 --by device host      # queries, keys, warps, stages; by tensor descriptors
+    python -m benchmarks.tiles --kernels differentiate_keys --by sums  # by the kernel that computes dq too
 
 LongNet's pattern in bfloat16, not causal unless asked. A kernel's time is the sum over its launches in one call, the median of
 several. Candidates are compiled side by side first, which takes about two seconds each.
@@ -39,7 +40,8 @@ PATTERN = DilatedPattern.longnet()
 NUM_HEADS, ROUNDS = 12, 6
 KERNELS = ("attend", "differentiate_keys", "differentiate_queries")
 HEAD_DIMS = (64, 128, 256)
-WAYS = ("pointers", "device", "host")
+WAYS = ("pointers", "device", "host", "sums")
+ONLY = {"host": "attend", "sums": "differentiate_keys"}  # the kernel that has this form
 SMALL = 512  # tokens of a call that compiles: sizes choose no other compilation
 # Of each kernel: what fits an H200 and spills little there (`python -m benchmarks.cubins --tiles ...`).
 CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
@@ -79,14 +81,15 @@ class Candidate(NamedTuple):
     head_dim: int
     tiles: Tiles
     is_causal: bool
+    sums: bool = False
 
 
 def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
-    """All that are asked for, through pointers and by descriptors of the device or the host."""
+    """All that are asked for, through pointers and by descriptors of the device or the host; dq by sums, too."""
     for kernel, head_dim in itertools.product(options.kernels, options.head_dims):
         for tiles, by in itertools.product([options.tiles] if options.tiles else CANDIDATES[kernel], options.by):
-            if by != "host" or kernel == "attend":
-                yield Candidate(kernel, head_dim, Tiles(*tiles, by != "pointers", by == "host"), options.causal)
+            if ONLY.get(by, kernel) == kernel:
+                yield Candidate(kernel, head_dim, Tiles(*tiles, by != "pointers", by == "host"), options.causal, by == "sums")
 
 
 @contextmanager
@@ -98,7 +101,11 @@ def forced(candidate: Candidate, launched: Callable[..., None] | None = None) ->
     def chosen(kernel: Any, *arguments: Any) -> Tiles:
         return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments)
 
+<<<<<<< HEAD
     with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, PLANS={}):
+=======
+    with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, SUMS=candidate.sums):
+>>>>>>> 2686afe (Let one kernel compute all gradients, dq by TMA reductions)
         yield
 
 
@@ -160,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--tiles", type=int, nargs=4, help="these queries, keys, warps and stages alone")
-    parser.add_argument("--by", nargs="+", default=list(WAYS), choices=WAYS, help="rows through pointers, or by whose descriptors")
+    parser.add_argument(
+        "--by", nargs="+", default=list(WAYS), choices=WAYS, help="rows through pointers, or by whose descriptors; dq too"
+    )
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--tokens", type=int, default=1 << 17)
     parser.add_argument("--segment", type=int, help="one branch of segments of this length instead of LongNet's five")
@@ -197,7 +206,7 @@ def table(report: dict[str, Any]) -> Table:
     for column in ("D", "queries, keys, warps, stages", "rows by", "ms"):
         found.add_column(column, justify="right")
     for m in sorted(report["measurements"], key=lambda m: (m["kernel"], m["head_dim"], m.get("ms", float("inf")))):
-        tiles, by = ", ".join(map(str, m["tiles"])), WAYS[m["described"] + m["host"]]
+        tiles, by = ", ".join(map(str, m["tiles"])), "sums" if m["sums"] else WAYS[m["described"] + m["host"]]
         found.add_row(m["kernel"], str(m["head_dim"]), tiles, by, f"{m['ms']:.3f}" if "ms" in m else m["reason"][:40])
     return found
 

@@ -15,8 +15,22 @@ import pytest
 
 def mend(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter until `patch` is undone."""
+    _add_sums(patch)
     _mend_bfloat16(patch)
     _mend_calls(patch)
+
+
+def _add_sums(patch: pytest.MonkeyPatch) -> None:
+    """`atomic_add` of a tensor descriptor, which the interpreter lacks."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
+        assert kind.name == "ADD"
+        pointers, mask = descriptor.materialize_pointers(indices)
+        old = self.create_descriptor_load(descriptor, indices, None)
+        return self.create_masked_store(pointers, type(value)(old.data + value.data, value.dtype), mask, None)
+
+    patch.setattr(InterpreterBuilder, "create_descriptor_reduce", create_descriptor_reduce, raising=False)
 
 
 def _widen(bits: Any) -> Any:

@@ -77,6 +77,15 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, is
         assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", MORE)
+def test_forms_to_measure_err_as_little(name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From sm_90 on: elsewhere launches take none of them."""
+    for form in ("HOSTS", "SUMS"):
+        monkeypatch.setattr(launch, form, True)
+    test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name, is_causal, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", [name for name in MORE if name.startswith("described")])
 def test_long_segments_load_by_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the table of this GPU's level says so: else the cases of that name show nothing of them."""

@@ -179,6 +179,61 @@ def test_descriptors_of_the_host_equal_pointers_and_the_oracle(name: str, monkey
         torch.testing.assert_close(a.double(), exact, **SINGLE)
 
 
+SUMMED = {
+    **{
+        name: CASES[name] for name in ("plain", "no_branch_keeps_all", "grouped_queries", "grouped_heads", "documents", "zero_keys")
+    },
+    **{name: CASES[name] for name in ("shifted", "negative_scale", "head_dim_48", "strided", "one_token", "mask", "head_dim_1")},
+    "many_documents": replace(HOSTED["many_documents"], group=2),
+}
+TWO_KERNELS = ("mask", "head_dim_1")
+
+
+def backward_kernels(patch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that are launched from now on."""
+    launches, found = launch._launch, set[str]()
+    patch.setattr(launch, "_launch", lambda kernel, *more: (found.add(kernel.__name__), launches(kernel, *more)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUMMED)
+def test_one_kernel_for_all_gradients_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two do, but for the order of sums."""
+    two = run_engine(SUMMED[name], "triton", torch.float32)
+    monkeypatch.setattr(launch, "SUMS", True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
+    launched = backward_kernels(monkeypatch)
+    with poisoned_memory():
+        one = run_engine(SUMMED[name], "triton", torch.float32)
+    assert ("differentiate_queries" in launched) == (name in TWO_KERNELS)
+    for a, e, exact in zip(one, two, run_reference(SUMMED[name], torch.float32), strict=True):
+        torch.testing.assert_close(a, e, **SINGLE)
+        torch.testing.assert_close(a.double(), exact, **SINGLE)
+
+
+def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weight would be 2^200 where all scores of a query are very negative, and infinity times zero is no number."""
+    monkeypatch.setattr(launch, "SUMS", True)
+    q = torch.full((1, 37, 1, 16), 4.0)
+    x = (q, -q + torch.linspace(0, 1e-3, 37).view(1, 37, 1, 1), torch.linspace(0, 1, q.numel()).view_as(q), torch.ones_like(q))
+    run = lambda attend, **more: lambda q, k, v: attend(q, k, v, DilatedPattern((37,), (1,)), scale=1.0, **more)  # noqa: E731
+    actual = differentiate(run(dilated_attention, return_lse=True, backend="triton"), *x)
+    for a, e in zip(actual, differentiate(run(reference.dilated_attention), *(t.double() for t in x)), strict=True):
+        torch.testing.assert_close(a.double(), e, atol=2e-4, rtol=2e-4)
+
+
+def test_deterministic_algorithms_take_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SUMS", True)
+    launched = backward_kernels(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_engine(CASES["one_token"], "triton", torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "differentiate_queries" in launched
+
+
 @pytest.mark.slow
 def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
     """Memory that nobody touches is not taken."""
@@ -219,6 +274,17 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dt
         assert actual[i].dtype == dtype
         assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
     torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("plain", torch.float16), ("grouped_queries", torch.bfloat16)], ids=str)
+def test_forms_to_measure_err_as_little(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tiles that a GPU would take."""
+    for form in ("HOSTS", "SUMS"):
+        monkeypatch.setattr(launch, form, True)
+    launched = backward_kernels(monkeypatch)
+    test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name, dtype)
+    assert "differentiate_queries" not in launched
 
 
 def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,12 @@ def test_tiles_are_timed_on_a_gpu_alone(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in triton's interpreter")
-@pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_a_candidate_s_kernel_takes_its_tiles_and_no_other_kernel_does(kernel: str) -> None:
-    candidate = tiles.Candidate(kernel, 16, Tiles(16, 32, 2, 1, described=True), is_causal=True)
+@pytest.mark.parametrize(
+    ("kernel", "by"), [*((kernel, "device") for kernel in tiles.KERNELS), ("attend", "host"), ("differentiate_keys", "sums")]
+)
+def test_a_candidate_s_kernel_takes_its_tiles_and_no_other_kernel_does(kernel: str, by: str) -> None:
+    asked = argparse.Namespace(kernels=[kernel], head_dims=[16], tiles=[16, 32, 2, 1], by=[by], causal=True)
+    (candidate,) = tiles.candidates(asked)
     given: dict[str, set[tuple[Tiles, bool]]] = {}
 
     def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], chosen: Tiles, on: Any) -> None:
@@ -43,6 +47,7 @@ def test_a_candidate_s_kernel_takes_its_tiles_and_no_other_kernel_does(kernel: s
     assert given[kernel] == {(candidate.tiles, True)}
     others = set().union(*(found for name, found in given.items() if name != kernel))
     assert (kernel == "attend") == (not others)
+    assert ("differentiate_queries" in given) == (kernel != "attend" and by != "sums")
     assert candidate.tiles not in {found for found, _ in others}
     assert launch._tiles.__module__ == launch.__name__
 

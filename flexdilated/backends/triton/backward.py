@@ -64,9 +64,10 @@ def prepare(
 
 @triton.jit
 def keys_tiles(
-    dk, dv, k, v, Q, DOUT, ROWS, first, edges, last, tiles, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
-    real_queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    dk, dv, k, v, Q, DOUT, ROWS, DQ, first, edges, last, tiles, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
+    keys, queries, real_queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PADDED: tl.constexpr, DESCRIBED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys `n` and their values after `tiles` more tiles of queries of each head. Queries after the end weigh nothing.
 
@@ -93,11 +94,18 @@ def keys_tiles(
             p = tl.exp2(scores * scale - lse[None, :])
             if MASKED and CAUSAL:
                 p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+            elif MASKED and SUMS:  # dq would have infinity times a key of zeros
+                p = tl.where((n < keys)[:, None], p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             delta = tl.load(rows + 1, mask=m < queries, other=0.0) if MASKED else tl.load(rows + 1)
             dscores = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(dscores, q, dk, input_precision=PRECISION)
+            if SUMS:
+                # Not as trans(dscores) times k: a left operand transposed in registers gave wrong numbers on Hopper
+                # (https://github.com/fla-org/flash-linear-attention/pull/826). Here dscores is the right one, in shared memory.
+                dq = tl.trans(tl.dot(tl.trans(k), dscores, input_precision=PRECISION))
+                DQ.atomic_add([tl.cast(g, tl.int32), tl.cast(j, tl.int32), 0], dq.reshape(1, BLOCK_M, BLOCK_D))
     return dk, dv
 
 
@@ -109,20 +117,22 @@ def store(GRAD, grad, stored, in_row, ADDS: tl.constexpr):
     tl.store(GRAD, grad.to(GRAD.dtype.element_ty), mask=stored[:, None] & in_row[None, :])
 
 
-@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv"), *ROWS_AND_MASK, *PIECE))
+@triton.jit(do_not_specialize=(*strides("q", "k", "v", "dout", "dk", "dv", "dq"), *ROWS_AND_MASK, *PIECE))
 def differentiate_keys(
-    Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DK, DV,
+    Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DK, DV, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
-    dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, rows_batch, rows_head, ignored_batch, ignored_token,
+    dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, dq_batch, dq_token, dq_head, rows_batch, rows_head,
+    ignored_batch, ignored_token,
     tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
     row_stride, queries, keys, real_queries, real_keys, zero_keys, score_scale, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, SUMS: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys: one flat loop over its queries, tile after tile and head after head of the group.
 
-    A loop inside a loop would keep pointers of both in registers. `score_scale` is `scale` in base 2.
+    A loop inside a loop would keep pointers of both in registers. `score_scale` is `scale` in base 2. `SUMS`, not with `IGNORES`:
+    dq without its factor `scale` is added to `DQ`, float32, by programs in any order.
     """
     PADDED: tl.constexpr = BLOCK_D != D
     program = tl.program_id(0)
@@ -155,6 +165,10 @@ def differentiate_keys(
     q_head, dout_head = tl.cast(q_head, tl.int64) * UNIT, tl.cast(dout_head, tl.int64) * UNIT
     Q = rows_of(Q, q_head, q_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     DOUT = rows_of(DOUT, dout_head, dout_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
+    if SUMS:
+        DQ += (b * dq_batch + h * dq_head + first * dq_token) * UNIT
+        dq_head, dq_step = tl.cast(dq_head, tl.int64) * UNIT, step_of(row_stride, dq_token, UNIT, WIDE)
+        DQ = rows_of(DQ, dq_head, dq_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, True)
     ROWS += 2 * (b * rows_batch + h * rows_head + first_out)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -162,6 +176,8 @@ def differentiate_keys(
     # Tiles of queries: `edges` on the diagonal, `wholes` that take no mask, and perhaps one at the ragged end.
     begin = tile * BLOCK_N // BLOCK_M * BLOCK_M if CAUSAL else 0
     edges = tl.maximum(tl.cdiv(tl.minimum(tile * BLOCK_N + BLOCK_N, queries) - begin, BLOCK_M), 0) if CAUSAL else 0
+    if SUMS and not CAUSAL:  # keys after the end need a mask
+        edges = tl.where(tile * BLOCK_N + BLOCK_N > keys, tl.cdiv(queries, BLOCK_M), 0)
     middle = begin + edges * BLOCK_M
     wholes = tl.maximum(real_queries // BLOCK_M - middle // BLOCK_M, 0)
     last = middle + wholes * BLOCK_M
@@ -170,12 +186,12 @@ def differentiate_keys(
         any_seen = tl.max(seen.to(tl.int32))
         wholes, masked = wholes * any_seen, masked * any_seen
     dk, dv = keys_tiles(
-        dk, dv, k, v, Q, DOUT, ROWS, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, queries,
-        real_queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
+        dk, dv, k, v, Q, DOUT, ROWS, DQ, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, keys,
+        queries, real_queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     dk, dv = keys_tiles(
-        dk, dv, k, v, Q, DOUT, ROWS, begin, edges, last, masked, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
-        queries, real_queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, PRECISION, BLOCK_M, BLOCK_D,
+        dk, dv, k, v, Q, DOUT, ROWS, DQ, begin, edges, last, masked, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
+        keys, queries, real_queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
     )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores

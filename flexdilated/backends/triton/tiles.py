@@ -50,10 +50,14 @@ DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
     "differentiate_keys": {90: (None, Tiles(64, 64, 4, 2, described=True), None)},
     "differentiate_queries": {90: (None, Tiles(128, 64, 8, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
 }
+MOST_SUMMED = 128  # head dim of `launch.SUMS`: longer rows spill
 ROW_BYTES = 16  # what one load takes: descriptors want every row to begin at a multiple, and to be one long
 LEAST_DESCRIBED_ROWS = 512  # in a segment, for a program to be worth its descriptors
-# `attend` by descriptors of the host, where `launch.HOSTS` asks for them. No GPU has run these.
-HOSTED = (Tiles(64, 128, 4, 2, True, True), Tiles(128, 128, 8, 2, True, True), Tiles(64, 64, 4, 2, True, True))
+# Where `launch.HOSTS` or `launch.SUMS` asks for forms that no GPU has run.
+UNMEASURED = {
+    "attend": (Tiles(64, 128, 4, 2, True, True), Tiles(128, 128, 8, 2, True, True), Tiles(64, 64, 4, 2, True, True)),
+    "differentiate_keys": (Tiles(64, 128, 8, 2, True), Tiles(32, 128, 8, 2, True)),
+}
 # Without tensor cores: float32 that is not rounded to TensorFloat-32. The same everywhere.
 SINGLE = {
     "attend": (Tiles(64, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 1)),
@@ -91,9 +95,11 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
     return HALF[kernel][family][size] if described is None else described
 
 
-def hosted_tiles(head_dim: int, element: int) -> Tiles:
-    """The tiles of `attend` where the host makes descriptors."""
-    return HOSTED[_size(head_dim)] if element <= 2 else SINGLE["attend"][_size(head_dim)]._replace(described=True, host=True)
+def unmeasured_tiles(kernel: str, head_dim: int, element: int) -> Tiles:
+    """The tiles of `"attend"` by descriptors of the host, or of `"differentiate_keys"` that adds to dq too."""
+    if element > 2:
+        return SINGLE[kernel][_size(head_dim)]._replace(described=True, host=kernel == "attend")
+    return UNMEASURED[kernel][_size(head_dim)]
 
 
 def _size(head_dim: int) -> int:
