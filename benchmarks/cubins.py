@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from benchmarks import sass
-from flexdilated.backends.triton import backward, forward
+from flexdilated.backends.triton import backward, forward, merging
 from flexdilated.backends.triton.launch import options_of
 from flexdilated.backends.triton.tiles import MOST_SUMMED, Tiles, padded, tiles_of, unmeasured_tiles
 from tests.backends.absent_gpu import SHARED_MEMORY
@@ -49,7 +49,9 @@ KERNELS = {
     "differentiate_keys": backward.differentiate_keys,
     "differentiate_queries": backward.differentiate_queries,
     "prepare": backward.prepare,
+    "join_rows": merging.join_rows,
 }
+PASSES = ("prepare", "join_rows")  # over rows, without products
 TENSOR_MEMORY = 512  # columns; where a kernel takes more, the compiler says nothing and gives an empty one
 PRODUCTS = {"HGMMA": "wgmma.mma_async", "UTCHMMA": "tcgen05.mma", "HMMA": "mma.sync"}  # instructions, and how PTX writes them
 TENSOR_CORES = {90: "HGMMA", 100: "UTCHMMA"}  # what 16-bit products must become; elsewhere HMMA
@@ -93,8 +95,18 @@ CONSTANTS = {
     "SUMS": False,
     "HAS_DLSE": True,
     "DETACHED": False,
+    "MERGES": True,
 }
-POINTERS = {"LSE": "fp32", "DLSE": "fp32", "ROWS": "fp32", "OWN": "fp32", "IGNORED": "u8", "TABLE": "i64", "OWNERS": "i64"}
+POINTERS = {
+    "PART_LSE": "fp32",
+    "LSE": "fp32",
+    "DLSE": "fp32",
+    "ROWS": "fp32",
+    "OWN": "fp32",
+    "IGNORED": "u8",
+    "TABLE": "i64",
+    "OWNERS": "i64",
+}
 
 
 class Config(NamedTuple):
@@ -273,7 +285,7 @@ def faults(config: Config, cost: Cost, most_spills: int | None) -> Iterator[str]
     if cost.overwritten:
         yield f"overwrites operands of products in flight in {cost.overwritten} loops"
     wanted = TENSOR_CORES.get(config.level, "HMMA")
-    if config.kernel != "prepare" and DTYPES[config.dtype] == 2 and cost.products != wanted:
+    if config.kernel not in PASSES and DTYPES[config.dtype] == 2 and cost.products != wanted:
         yield f"multiplies by {cost.products}, not {wanted}"
 
 
@@ -289,9 +301,9 @@ def configs(
     """
     for kernel, level, head_dim, dtype in itertools.product(kernels, levels, head_dims, dtypes):
         usual = head_dim in USUAL_HEAD_DIMS
-        if dtype != "tf32" or (usual and kernel != "prepare"):
+        if dtype != "tf32" or (usual and kernel not in PASSES):
             yield Config(kernel, level, head_dim, dtype, "causal")
-        for asked, constants in ASKED.items() if dtype == "bf16" and kernel != "prepare" else ():
+        for asked, constants in ASKED.items() if dtype == "bf16" and kernel not in PASSES else ():
             config = Config(kernel, level, head_dim, dtype, asked)
             takes = not any(name in constants and kernel != only for name, only in ONLY.items())
             describes = level >= DESCRIBING_LEVEL or asked != DESCRIBING

@@ -101,11 +101,7 @@ def forced(candidate: Candidate, launched: Callable[..., None] | None = None) ->
     def chosen(kernel: Any, *arguments: Any) -> Tiles:
         return candidate.tiles if kernel.__name__ == candidate.kernel else tiles_of(kernel, *arguments)
 
-<<<<<<< HEAD
-    with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, PLANS={}):
-=======
-    with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, SUMS=candidate.sums):
->>>>>>> 2686afe (Let one kernel compute all gradients, dq by TMA reductions)
+    with mock.patch.multiple(launch, _tiles=chosen, _launch=launched or launch._launch, SUMS=candidate.sums, PLANS={}):
         yield
 
 

@@ -117,17 +117,6 @@ class Kernel:
 
     `forward` gives `out` and `lse`, `backward` the gradients for a given `out` and `lse`: these may be the mixture's instead of
     the kernel's own, which makes the sum over all pieces the exact gradient of the mixture.
-
-    Attributes:
-        name: Of the kernel.
-        why_not: Why it cannot run a request, or None.
-        run_forward: `(q, k, v, options)` to `(out, lse)`.
-        run_backward: `(dout, q, k, v, out, lse, options)` to `(dq, dk, dv)`.
-        head_dim_multiple: What the head dim must be a multiple of.
-        shares_kv: Whether k and v may have fewer heads than q.
-        takes_dlse: Whether `run_backward` takes `dlse=`, the gradient of lse or None. Others get one more column for it.
-        writes: Whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`.
-        in_place: Gives what computes pieces without boxes, where the kernel can; asked when it runs.
     """
 
     name: str
@@ -135,10 +124,10 @@ class Kernel:
     run_forward: Forward
     run_backward: Backward
     head_dim_multiple: int = 1
-    shares_kv: bool = True
-    takes_dlse: bool = False
-    writes: bool = False
-    in_place: Callable[[], InPlace] | None = None
+    shares_kv: bool = True  # whether k and v may have fewer heads than q
+    takes_dlse: bool = False  # whether `run_backward` takes `dlse=`, the gradient of lse or None; others get a column for it
+    writes: bool = False  # whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`
+    in_place: Callable[[], InPlace] | None = None  # where it can do without boxes of its own; asked when it runs
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.

@@ -322,14 +322,7 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
     """The parts of a piece that `fold` makes views of, for tensors whose sequences follow one another without a gap.
 
     A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
-
-    Args:
-        piece: The box.
-        batch: Sequences.
-        num_tokens: Tokens per sequence.
-        group: Query heads per key/value head.
-        most: The largest batch of one launch.
-        offsets_apart: As in `fold`.
+    `num_tokens` are those of a sequence, `group` the query heads per key/value head, `most` the largest batch of a launch.
     """
     sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
     if batch > 1 and piece.segments > 1 and (piece.moved or piece.segments * piece.segment_stride != num_tokens):

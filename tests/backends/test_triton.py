@@ -692,7 +692,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_show(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+    with poisoned_memory(), pytest.raises(AssertionError, match="Tensor-likes are not close"):
         assert_oracle(replace(CASES[BUGS[bug]], batch=1))
 
 

@@ -53,7 +53,7 @@ def test_a_candidate_s_kernel_takes_its_tiles_and_no_other_kernel_does(kernel: s
 
 
 def test_the_tiles_of_hopper_are_the_fastest_that_were_kept() -> None:
-    """Or within a twentieth: kernels that differ by less are chosen by what they spill. Two by pointers spill too much."""
+    """Or within a twentieth: kernels that differ by less are chosen by what they spill. Some spill too much since they changed."""
     best: dict[tuple[str, int, bool], dict[tuple[int, ...], list[float]]] = {}
     for m in json.loads(KEPT.read_text())["measurements"]:
         best.setdefault((m["kernel"], m["head_dim"], m["described"]), {}).setdefault(tuple(m["tiles"]), []).append(m["ms"])
@@ -62,9 +62,9 @@ def test_the_tiles_of_hopper_are_the_fastest_that_were_kept() -> None:
         for size, head_dim in enumerate(tiles.HEAD_DIMS):
             pointers, described = HALF[kernel][90][size], DESCRIBED[kernel][90][size]
             by_pointers = means[kernel, head_dim, False]
-            if (kernel, head_dim) not in (("differentiate_keys", 128), ("differentiate_queries", 256)):
+            if (kernel, head_dim) not in (("attend", 256), ("differentiate_keys", 128), ("differentiate_queries", 256)):
                 assert by_pointers[pointers[:4]] <= 1.05 * min(by_pointers.values())
-            if described is not None:
+            if described is not None and (kernel, head_dim) != ("attend", 256):
                 by_descriptors = means[kernel, head_dim, True]
                 assert described.described
                 assert by_descriptors[described[:4]] <= 1.05 * min(by_descriptors.values())

@@ -8,11 +8,11 @@ import shutil
 import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from flexdilated.backends.kernel import InPlace, Kernel, Options
+from flexdilated.backends.kernel import Kernel
 from flexdilated.backends.triton.tiles import ROW_BYTES, is_aligned
 from flexdilated.core.hardware import ON_ROCM
 from flexdilated.core.request import Request
@@ -109,24 +109,17 @@ def _device_why_not(request: Request) -> str | None:
     return None
 
 
-def _launches() -> InPlace:
+def _launches() -> Any:
     from flexdilated.backends.triton import launch  # imports triton, which is optional
 
     return launch
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    from flexdilated.backends.triton import launch
-
-    return launch.dense_forward(q, k, v, options)
-
-
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flexdilated.backends.triton import launch
-
-    return launch.dense_backward(dout, dlse, q, k, v, out, lse, options)
-
-
-KERNEL = Kernel("triton", why_not, _forward, _backward, takes_dlse=True, in_place=_launches)
+KERNEL = Kernel(
+    "triton",
+    why_not,
+    lambda *given: _launches().dense_forward(*given),
+    lambda *given, dlse=None: _launches().dense_backward(*given, dlse),
+    takes_dlse=True,
+    in_place=_launches,
+)

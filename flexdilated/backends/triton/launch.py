@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
 from flexdilated.backends.triton.groups import Group, captures, groups, table_of
-from flexdilated.backends.triton.tiles import ROW_BYTES, Tiles, is_aligned, padded, tiles_of
+from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, Tiles, is_aligned, padded, tiles_of, unmeasured_tiles
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pieces import Piece
@@ -27,6 +28,9 @@ INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
 # Whether loops may load rows by tensor descriptors; which do, tiles.py says. `benchmarks.gpu` has an engine without.
 DESCRIBES = True
+# Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; all gradients by one
+# kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
+HOSTS = SUMS = False
 
 
 # The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
@@ -35,7 +39,10 @@ MOST_PLANS = 256
 
 
 class Launch(NamedTuple):
-    """One launch but for its tensors and scales: `numbers` are strides and, where no table has them, the integers `PIECE`."""
+    """One launch but for its tensors and scales: `numbers` are strides and, where no table has them, the integers `PIECE`.
+
+    `hosted`: the piece whose keys and values the host describes.
+    """
 
     kernel: Any
     programs: int
@@ -43,6 +50,7 @@ class Launch(NamedTuple):
     numbers: tuple[int, ...]
     constants: dict[str, Any]
     tiles: Tiles
+    hosted: Piece | None = None
 
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], options: Options) -> None:
@@ -81,21 +89,40 @@ def backward(
     (first,) = _planned(_plan_prepare, (), options, (out, dout, lse, *(() if dlse is None else (dlse,))), detaches)
     _run(first, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
-    planned = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv))
-    for number in range(len(planned) // 2):
+    may_sum = SUMS and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    sums = None
+    if may_sum and _may_describe(options, q, dout):
+        sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    each = 2 if sums is None else 1
+    planned = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv), sums is not None)
+    for number in range(len(planned) // each):
         own = rows
         if detaches:
             own = torch.empty_like(rows)
             _run(deltas[number], (q, k, v, dout, None, mask, rows, own), (), (score_scale,), q)
-        given = (q, k, v, dout, own, mask)
-        _run(planned[2 * number], given, (dk, dv), (score_scale, options.scale), q)
-        _run(planned[2 * number + 1], given, (dq,), (score_scale, options.scale * factor), q)
+        given, into = (q, k, v, dout, own, mask), (dk, dv, dq if sums is None else sums)
+        _run(planned[each * number], given, into, (score_scale, options.scale), q)
+        if sums is None:
+            _run(planned[each * number + 1], given, (dq,), (score_scale, options.scale * factor), q)
+    if sums is not None and pieces and pieces[0].tiles:
+        torch.mul(sums, options.scale * factor, out=dq)
+    elif sums is not None:
+        dq.add_(sums, alpha=options.scale * factor)
 
 
 def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *more: Any) -> tuple[Launch, ...]:
     """The launches that `make` plans for tensors of these shapes and strides, of one kind of call once."""
     one, device = tensors[0], tensors[0].device
-    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(device), DESCRIBES, *more)
+    kind = (
+        options.is_causal,
+        _mask_strides(options),
+        options.ignored is None,
+        allows_tf32(),
+        captures(device),
+        DESCRIBES,
+        HOSTS,
+        *more,
+    )
     key = (make, pieces, one.dtype, device, kind, *((x.shape, x.stride()) for x in tensors))
     found = PLANS.get(key)
     if found is None:
@@ -115,7 +142,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
 
 
 def dense_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dq, dk, dv` of `(batch, heads, rows, D)` tensors."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
@@ -149,11 +176,13 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     q, k, v, out = tensors
     strides = (*_strides(*tensors), q.shape[2] * out.shape[1], out.shape[1], *_mask_strides(options))
     for group in groups(pieces, q.device):
-        tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2])
+        asked = HOSTS and group.each is group.one and _may_describe(options, k, v) and all(_may_host(x, group.one) for x in (k, v))
+        tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2], asked)
         count = -(-group.each.out_rows // tiles.queries)
-        constants = {**_constants(*tensors, group=group, options=options, tiles=tiles), **_blocks(tiles)}
-        constants["END"] = end or ("write" if group.one.tiles else "merge")
-        yield _over(attend, group.each, count, _lanes(group.each, q, k), strides, constants, tiles)
+        constants = _constants(*tensors, group=group, options=options, tiles=tiles)
+        constants |= {"END": end or ("write" if group.one.tiles else "merge"), "HOST": tiles.host}
+        found = _over(attend, group.each, count, _lanes(group.each, q, k), strides, constants, tiles)
+        yield found._replace(hosted=group.one) if tiles.host else found
 
 
 def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ...], detaches: bool) -> Iterator[Launch]:
@@ -175,21 +204,21 @@ def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ..
     yield Launch(prepare, count * batch * heads, None, numbers, constants, tiles)
 
 
-def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...]) -> Iterator[Launch]:
-    """Two launches for each group: the gradients of keys and values, then that of queries."""
+def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], sums: bool) -> Iterator[Launch]:
+    """Two launches for each group: the gradients of keys and values, then that of queries. One, if the first `sums` both."""
     q, k, v, dout, dq, dk, dv = tensors
     rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
     for group in groups(pieces, q.device):
         piece = group.each
         for kernel, loaded, into, length, lanes in (
-            (differentiate_keys, (q, dout), (dk, dv), piece.rows - piece.zero_row, _lanes(piece, k, k)),
+            (differentiate_keys, (q, dout), (dk, dv, dq), piece.rows - piece.zero_row, _lanes(piece, k, k)),
             (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k)),
-        ):
-            tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2])
+        )[: 1 if sums else 2]:
+            tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2], sums)
             count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
             strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
-            constants = {**_constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles), **_blocks(tiles)}
-            constants["ADDS"] = not group.one.tiles
+            constants = _constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles)
+            constants |= {"ADDS": not group.one.tiles, **({"SUMS": sums} if kernel is differentiate_keys else {})}
             yield _over(kernel, piece, count, lanes, strides, constants, tiles)
 
 
@@ -200,6 +229,9 @@ def _run(
     table: tuple[Tensor | None, ...] = () if planned.kernel is prepare else (None, None)
     if planned.table is not None:
         table = table_of(*planned.table, on.device)
+    if planned.hosted is not None:
+        described = (_described_by_host(x, planned.hosted, planned.tiles) for x in tensors[1:3] if x is not None)
+        tensors = (tensors[0], *described, *tensors[3:])
     arguments = (*tensors, *table, *into, *planned.numbers, *scales)
     _launch(planned.kernel, planned.programs, arguments, planned.constants, planned.tiles, on)
 
@@ -209,7 +241,7 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: d
         return
     with on_device(on):
         run = partial(kernel[(programs,)], *arguments, **constants, **options_of(tiles))
-        if tiles.described:
+        if tiles.described and not tiles.host:
             copy_context().run(_with_allocator, run)  # a program's own allocator stays what it is
         else:
             run()
@@ -234,7 +266,9 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int) -> Tiles:
+def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple[Tensor, Tensor], group: int, asked: bool) -> Tiles:
+    if asked:
+        return unmeasured_tiles(kernel.__name__, q.shape[-1], q.element_size())
     rows = piece.rows if DESCRIBES and options.ignored is None and all(_describable(x) for x in loaded) else 0
     return tiles_of(kernel.__name__, _level(q), q.shape[-1], q.element_size(), described_rows=rows, group=group)
 
@@ -242,6 +276,28 @@ def _tiles(kernel: Any, q: Tensor, piece: Piece, options: Options, loaded: tuple
 def _describable(x: Tensor) -> bool:
     """Whether a descriptor takes the rows of a readable tensor: whole units of 16 bytes, none over another."""
     return is_aligned(x.shape[3], x.element_size()) and min(x.stride(1), x.stride(2)) >= x.shape[3]
+
+
+def _may_describe(options: Options, *loaded: Tensor) -> bool:
+    """Whether forms that need descriptors can run: without a mask, where hardware or the interpreter has descriptors."""
+    return options.ignored is None and all(_describable(x) and (_level(x) >= (9, 0) or not x.is_cuda) for x in loaded)
+
+
+def _may_host(x: Tensor, piece: Piece) -> bool:
+    """Whether one descriptor covers the keys or values of a piece: a single stride leads over sequences and segments."""
+    is_even = x.shape[0] == 1 or piece.segments == 1 or x.stride(0) == piece.segments * piece.segment_stride * x.stride(1)
+    return piece.rows > piece.zero_row and (x.shape[0] == 1 or x.stride(0) > 0) and is_even
+
+
+def _described_by_host(x: Tensor, piece: Piece, tiles: Tiles) -> TensorDescriptor:
+    """The keys or values of a piece as `(batch x segment, offset, head, row, element)`: hardware takes five dims."""
+    batch, token, head = x.stride()[:3]
+    segment = piece.segment_stride * token if piece.segments > 1 else batch
+    sizes = (x.shape[0] * piece.segments, piece.offsets, piece.heads, piece.rows - piece.zero_row, x.shape[3])
+    steps = (segment, token + piece.offset_head_step * head, piece.head_step * head, piece.row_stride * token, 1)
+    strides = [step if size > 1 else x.shape[3] for step, size in zip(steps, sizes)]  # a single one needs an aligned step, too
+    block = [1, 1, 1, tiles.keys, padded(x.shape[3])]
+    return TensorDescriptor(x[:, piece.token :, piece.head :], list(sizes), [*strides[:-1], 1], block)
 
 
 def _level(x: Tensor) -> tuple[int, int]:
@@ -286,10 +342,6 @@ def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
     )
 
 
-def _blocks(tiles: Tiles) -> dict[str, int]:
-    return {"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}
-
-
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     unit = unit_of(tensors[0])
     return tuple(stride // unit for x in tensors for stride in x.stride()[:3])
@@ -311,7 +363,7 @@ def _mask_strides(options: Options) -> tuple[int, int]:
 
 
 def _constants(q: Tensor, k: Tensor, *others: Tensor, group: Group, options: Options, tiles: Tiles) -> dict[str, Any]:
-    """What every launch over a group is compiled for, but the sizes of its tiles."""
+    """What every launch over a group is compiled for."""
     widest = max(x.stride(1) for x in (q, k, *others))
     return {
         "GROUP": q.shape[2] // k.shape[2],
@@ -324,6 +376,8 @@ def _constants(q: Tensor, k: Tensor, *others: Tensor, group: Group, options: Opt
         "DESCRIBED": tiles.described,
         "D": q.shape[3],
         "BLOCK_D": padded(q.shape[3]),
+        "BLOCK_M": tiles.queries,
+        "BLOCK_N": tiles.keys,
     }
 
 

@@ -1,7 +1,7 @@
 """Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element.
 
-Those of sm_90 in 16 bits are what was fastest on an H200 (`python -m benchmarks.tiles`, `docs/gpu-kernels.md`), except pointers of
-`differentiate_queries` at head dim 256. That entry and the other levels were chosen by what the compiler makes of them
+Those of sm_90 in 16 bits are what was fastest on an H200 (`python -m benchmarks.tiles`, `docs/gpu-kernels.md`), except `attend` and
+pointers of `differentiate_queries` at head dim 256. These and the other levels were chosen by what the compiler makes of them
 (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters.
 """
 
@@ -28,7 +28,7 @@ HALF = {
     "attend": {
         80: (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
         86: (Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
-        90: (Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 2)),
+        90: (Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), Tiles(128, 32, 8, 2)),
         100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
     },
     "differentiate_keys": {
@@ -46,7 +46,7 @@ HALF = {
 }
 # Instead, where rows of 128 elements and more are loaded by tensor descriptors; below, pointers are as fast or faster.
 DESCRIBED: dict[str, dict[int, tuple[Tiles | None, ...]]] = {
-    "attend": {90: (None, Tiles(64, 64, 4, 3, described=True), Tiles(128, 64, 8, 2, described=True))},
+    "attend": {90: (None, Tiles(64, 64, 4, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
     "differentiate_keys": {90: (None, Tiles(64, 64, 4, 2, described=True), None)},
     "differentiate_queries": {90: (None, Tiles(128, 64, 8, 3, described=True), Tiles(128, 32, 8, 2, described=True))},
 }
@@ -78,11 +78,11 @@ def is_aligned(head_dim: int, element: int) -> bool:
 
 
 def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *, described_rows: int = 0, group: int = 1) -> Tiles:
-    """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"` or `"prepare"`.
+    """The tiles of a kernel: `"attend"`, `"differentiate_keys"`, `"differentiate_queries"`, `"prepare"` or `"join_rows"`.
 
     `described_rows`: rows of a segment, where tensor descriptors can load them. `group`: query heads that share a key head.
     """
-    if kernel == "prepare":
+    if kernel in ("prepare", "join_rows"):
         return PREPARE
     size = _size(head_dim)
     if element > 2:
