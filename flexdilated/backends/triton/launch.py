@@ -32,10 +32,10 @@ DESCRIBES = True
 # kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
 HOSTS = SUMS = False
 
-
-# The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
+# The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too. Many
+# pieces are those of documents, which seldom come again.
 PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-MOST_PLANS = 256
+MOST_PLANS, MOST_PIECES = 256, 64
 
 
 class Launch(NamedTuple):
@@ -90,9 +90,8 @@ def backward(
     _run(first, (out, dout, lse, dlse, rows), (), (), out)
     deltas = _planned(_plan_attend, pieces, options, (q, k, v, dout), "delta") if detaches else ()
     may_sum = SUMS and q.shape[3] <= MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
-    sums = None
-    if may_sum and _may_describe(options, q, dout):
-        sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    may_sum = may_sum and _may_describe(options, q, dout)
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if may_sum else None
     each = 2 if sums is None else 1
     planned = _planned(_plan_differentiate, pieces, options, (q, k, v, dout, dq, dk, dv), sums is not None)
     for number in range(len(planned) // each):
@@ -112,18 +111,11 @@ def backward(
 
 def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *more: Any) -> tuple[Launch, ...]:
     """The launches that `make` plans for tensors of these shapes and strides, of one kind of call once."""
-    one, device = tensors[0], tensors[0].device
-    kind = (
-        options.is_causal,
-        _mask_strides(options),
-        options.ignored is None,
-        allows_tf32(),
-        captures(device),
-        DESCRIBES,
-        HOSTS,
-        *more,
-    )
-    key = (make, pieces, one.dtype, device, kind, *((x.shape, x.stride()) for x in tensors))
+    if len(pieces) > MOST_PIECES:
+        return tuple(make(pieces, options, tensors, *more))
+    dtype, device = tensors[0].dtype, tensors[0].device
+    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(device))
+    key = (make, pieces, dtype, device, kind, DESCRIBES, HOSTS, *more, *((x.shape, x.stride()) for x in tensors))
     found = PLANS.get(key)
     if found is None:
         if len(PLANS) >= MOST_PLANS:
