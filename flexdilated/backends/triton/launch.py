@@ -183,14 +183,8 @@ def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ..
     batch, tokens, heads, head_dim = out.shape
     tiles = tiles_of(prepare.__name__, _level(out), head_dim, out.element_size())
     count = -(-tokens // tiles.queries)
-    constants = {
-        "HAS_DLSE": len(tensors) > 3,
-        "DETACHED": detaches,
-        "UNIT": unit_of(out),
-        "D": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_M": tiles.queries,
-    }
+    constants = {"HAS_DLSE": len(tensors) > 3, "DETACHED": detaches, "UNIT": unit_of(out)}
+    constants |= {"D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": tiles.queries}
     lse_strides = (stride for x in (lse, dlse) for stride in (x.stride(0), x.stride(2), x.stride(1)))
     numbers = (*_strides(out, dout), *lse_strides, tokens, heads, count)
     yield Launch(prepare, count * batch * heads, None, numbers, constants, tiles)
@@ -357,20 +351,11 @@ def _mask_strides(options: Options) -> tuple[int, int]:
 def _constants(q: Tensor, k: Tensor, *others: Tensor, group: Group, options: Options, tiles: Tiles) -> dict[str, Any]:
     """What every launch over a group is compiled for."""
     widest = max(x.stride(1) for x in (q, k, *others))
-    return {
-        "GROUP": q.shape[2] // k.shape[2],
-        "CAUSAL": options.is_causal,
-        "IGNORES": options.ignored is not None,
-        "PRECISION": "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee",
-        "UNIT": unit_of(q),
-        "WIDE": group.one.row_stride * widest * 256 >= 1 << 31,
-        "TABLED": group.each is not group.one,
-        "DESCRIBED": tiles.described,
-        "D": q.shape[3],
-        "BLOCK_D": padded(q.shape[3]),
-        "BLOCK_M": tiles.queries,
-        "BLOCK_N": tiles.keys,
-    }
+    precision = "tf32" if q.dtype != torch.float32 or allows_tf32() else "ieee"
+    call = {"GROUP": q.shape[2] // k.shape[2], "CAUSAL": options.is_causal, "IGNORES": options.ignored is not None}
+    memory = {"UNIT": unit_of(q), "WIDE": group.one.row_stride * widest * 256 >= 1 << 31, "TABLED": group.each is not group.one}
+    blocks = {"D": q.shape[3], "BLOCK_D": padded(q.shape[3]), "BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys}
+    return {**call, **memory, **blocks, "PRECISION": precision, "DESCRIBED": tiles.described}
 
 
 def allows_tf32() -> bool:
