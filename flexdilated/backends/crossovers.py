@@ -85,7 +85,7 @@ def unproven(engine: str, request: Request) -> str | None:
     device, suffix = device_class(request.hardware), ", grouped heads" if request.group > 1 else ""
     for form in ("forward", "backward") if request.differentiable else ("forward",):
         if (engine, form + suffix, device) not in RAN:
-            return f"no {device} has run its {form}{suffix} since that changed"
+            return f"the code of its {form}{suffix} has changed, and has not run on {device} since"
     return None
 
 

@@ -130,14 +130,14 @@ def _preference(hardware: Hardware) -> str:
         kept = json.loads(FILE.read_text())["provenance"]
         about = [entry for entry in kept if entry["device"] == device_class(hardware)][-1]
         where = f"{about.get('hardware', about.get('device_class'))}, torch {about['torch']}, {about['date']}"
-        text = f"auto takes the engine that was the fastest on one device of this class ({where}): {_measured_choice(hardware)}"
+        text = f"auto takes {_measured_choice(hardware)}, by measurements of one device of this class ({where})"
     else:
         text = f"auto takes {', then '.join(DEFAULT)}: nothing has been measured on this class of device"
     plain = _request(hardware, torch.bfloat16, "plain")
     for name in PROVEN:
         reason = unproven(name, plain) or unproven(name, replace(plain, group=2))
         if reason is not None and why_not(name, plain) is None:
-            text += f". auto leaves {name} out: {reason}. python -m benchmarks.gpu --all in a clone runs and measures it"
+            text += f". It leaves {name} out: {reason}. To check and measure it, run python -m benchmarks.gpu --all in a clone"
     return text
 
 

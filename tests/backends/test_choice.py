@@ -84,7 +84,7 @@ def test_auto_leaves_triton_out_where_it_cannot_be_built(monkeypatch: pytest.Mon
 
 def test_auto_takes_no_form_that_changed_since_a_gpu_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(hardware=simulate("sm_90"), head_dim=64, dtype=torch.bfloat16, group=2, differentiable=True)
-    reason = "no sm_90 has run its backward, grouped heads since that changed"
+    reason = "the code of its backward, grouped heads has changed, and has not run on sm_90 since"
     assert crossovers.unproven("triton", asked) == reason
     monkeypatch.setattr(backends, "prefer", lambda request: ("triton",))
     with pytest.raises(NotImplementedError, match=f"triton: {reason}"):

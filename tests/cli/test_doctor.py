@@ -106,19 +106,20 @@ def test_doctor_prints_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_says_what_auto_goes_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_engine, "UNBUILT", None)  # whatever this machine lacks
     measured, hopper, unmeasured = (doctor._preference(simulate(name)) for name in ("cpu", "sm_90", "sm_80"))
-    said = "auto takes the engine that was the fastest on one device of this class ("
-    assert measured == said + "cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20): sdpa in float32, bfloat16, float16, float64"
-    where = "NVIDIA H200, torch 2.11.0+cu130, 2026-11-26"
-    left_out = (
-        ". auto leaves triton out: no {} has run its forward since that changed. python -m benchmarks.gpu --all in a clone runs"
+    where = "by measurements of one device of this class ({})"
+    cpu = where.format("cpu-avx512-amx-2threads, torch 2.13.0+cpu, 2026-11-20")
+    assert measured == f"auto takes sdpa in float32, bfloat16, float16, float64, {cpu}"
+    gpu, left_out = (
+        where.format("NVIDIA H200, torch 2.11.0+cu130, 2026-11-26"),
+        ". It leaves triton out: the code of its {} has changed",
     )
-    assert hopper.startswith(f"{said}{where}): sdpa in float32, bfloat16, float16, float64{left_out.format('sm_90')}")
+    assert hopper.startswith(f"auto takes sdpa in float32, bfloat16, float16, float64, {gpu}{left_out.format('forward')}")
     unknown = "auto takes sdpa, then flex: nothing has been measured on this class of device"
-    assert unmeasured.startswith(unknown + left_out.format("sm_80"))
+    assert unmeasured.startswith(unknown + left_out.format("forward"))
     monkeypatch.setattr(crossovers, "RAN", tuple(("triton", form, "sm_90") for form in ("forward", "backward")))
-    ran = doctor._preference(simulate("sm_90"))
     chosen = "triton, from 2,896 tokens sdpa in float32; triton in bfloat16, float16; sdpa in float64"
-    assert ran.startswith(f"{said}{where}): {chosen}. auto leaves triton out: no sm_90 has run its forward, grouped heads since")
+    ran = doctor._preference(simulate("sm_90"))
+    assert ran.startswith(f"auto takes {chosen}, {gpu}{left_out.format('forward, grouped heads')}")
     assert doctor._preference(simulate("sm_70")) == unknown
 
 
