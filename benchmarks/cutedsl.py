@@ -1,8 +1,8 @@
-"""Compile the kernels of flash-attn-4 that `backend="flash"` takes, for GPUs that are not here: registers, spills, compilations.
+"""Compile the kernels of flash-attn-4 that `backend="flash"` takes, for GPUs that this machine does not have: registers, spills, compilations.
 
 `nox -s cutedsl` calls the engine on fake tensors: whole sequences and every view of LongNet's pieces, forward and backward. It
 fails where an entry point of the package has changed, a kernel spills more than before, a view is copied, or the views of one form
-need more than one compilation. It needs no GPU and any torch. Triton brings the disassembler.
+need more than one compilation. It needs no GPU, any version of torch, and the disassembler in the package triton.
 """
 
 from __future__ import annotations

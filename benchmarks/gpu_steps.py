@@ -217,13 +217,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--all", action="store_true", required=True)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no step that would end later")
-    parser.add_argument("--engines", nargs="+", choices=CHECKED, default=CHECKED, help="these alone")
+    parser.add_argument("--engines", nargs="+", choices=CHECKED, default=CHECKED, help="only these engines")
     parser.add_argument("--state", type=Path, default=STATE, help="the finished steps; delete it to start from the first")
     parser.add_argument("--keep", type=Path, help="a folder for the kept files, instead of their places in this checkout")
-    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that check; 0: this one")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, kept in a folder beside --state: whether this runs")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="worker processes for the checks; 0: none, in this process",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to test the command itself; results go to a folder beside --state"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--commit", help="of the working tree, where git cannot tell")
+    parser.add_argument("--commit", help="of the working tree; only needed where git cannot tell it")
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(words)
     if options.device == "cpu" and not options.quick:
@@ -231,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     report = loaded(options, words)
     if report["commit"] == "unknown" and not options.quick:
-        parser.error("--commit must be given where git cannot tell the commit, for the kept files")
+        parser.error("git cannot tell the commit: give --commit, which the kept files record")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # flash-attn-4 then keeps what it compiled
     torch.manual_seed(2307)
     keep = options.keep or (options.state.with_suffix("") if options.quick else None)

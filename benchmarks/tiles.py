@@ -164,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--tiles", type=int, nargs=4, help="these queries, keys, warps and stages alone")
     parser.add_argument(
-        "--by", nargs="+", default=list(WAYS), choices=WAYS, help="rows through pointers, or by whose descriptors; dq too"
+        "--by",
+        nargs="+",
+        default=list(WAYS),
+        choices=WAYS,
+        help="how rows are loaded: through pointers, by descriptors of the device or the host; sums: with dq in one kernel",
     )
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--tokens", type=int, default=1 << 17)

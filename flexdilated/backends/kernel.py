@@ -127,7 +127,7 @@ class Kernel:
     shares_kv: bool = True  # whether k and v may have fewer heads than q
     takes_dlse: bool = False  # whether `run_backward` takes `dlse=`, the gradient of lse or None; others get a column for it
     writes: bool = False  # whether both take `into=`, memory of any strides for out, or for `(dq, dk, dv)`
-    in_place: Callable[[], InPlace] | None = None  # where it can do without boxes of its own; asked when it runs
+    in_place: Callable[[], InPlace] | None = None  # gives what works on whole `(B, N, H, D)` tensors; called at run time
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`out` `(batch, heads, rows, D)`; `lse` `(batch, heads, rows)`, -inf where no key reaches.
@@ -186,12 +186,12 @@ class Kernel:
         return dq, dk, dv
 
     def _memory(self, head_dim: int, *into: Tensor) -> dict[str, Any]:
-        """The argument that makes the kernel write its results itself, where it can."""
+        """`{"into": ...}` if the kernel can write into these tensors, else `{}`."""
         able = into and self.writes and head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
         return {"into": into if len(into) > 1 else into[0]} if able else {}
 
     def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Tensors as the kernel takes them: as many heads of k and v as it wants, and a head dim that it can."""
+        """Tensors with repeated key heads and a padded head dim, where the kernel needs them."""
         group, missing = q.shape[1] // k.shape[1], -q.shape[-1] % self.head_dim_multiple
         if group > 1 and not self.shares_kv:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

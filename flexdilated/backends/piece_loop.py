@@ -65,7 +65,7 @@ class Rows:
         return view if view is not None and view.shape[2] == slab.piece.rows else None
 
     def read(self, slab: Slab, fill: float = 0.0) -> Tensor:
-        """The rows as a kernel takes them, where they are no view a copy; rows that the tensor lacks are filled."""
+        """The rows as a kernel takes them, a view if strides allow, else a copy; rows that the tensor lacks are filled."""
         view = self.whole(slab)
         return fold(self.box(slab), slab.piece.rows, fill, offsets_apart=self.apart) if view is None else view
 
@@ -117,7 +117,7 @@ class PieceLoop:
         return self.kernel if dlse is None else choose_kernel(self._engine, replace(self._request, dlse=True))
 
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
-        """Memory to merge or add into; where the first pieces tile it, they write it, and it needs no start."""
+        """Memory to merge or add into, filled with `start` unless the first pieces write every row."""
         memory = torch.empty(shape, dtype=dtype, device=self.device)
         return memory if self.pieces and self.pieces[0].tiles else memory.fill_(start)
 
@@ -134,7 +134,7 @@ class PieceLoop:
             yield Slab(number, piece, part, options)
 
     def rows(self, x: Tensor, group: int = 1, *, output: bool = False) -> Rows:
-        """The slabs' rows in `x` `(B, N, H, ...)`: those of outputs, or of queries, keys and values."""
+        """The slabs' rows in `x` `(B, N, H, ...)`; `output`: at the tokens of outputs, not of queries, keys and values."""
         return Rows(x, group, output, self._apart, None if self._packs else self._views)
 
     def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -319,7 +319,7 @@ def slabs(piece: Piece, batch: int, bytes_per_segment: int, limit: int) -> Itera
 
 
 def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int, *, offsets_apart: bool) -> Iterator[Part]:
-    """The parts of a piece that `fold` makes views of, for tensors whose sequences follow one another without a gap.
+    """Split a piece into parts that `fold` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
 
     A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
     `num_tokens` are those of a sequence, `group` the query heads per key/value head, `most` the largest batch of a launch.
@@ -416,7 +416,10 @@ Layout = tuple[Sequence[int], Sequence[int], int]  # size, strides and offset of
 def view_layouts(
     parts: tuple[Any, ...], size: tuple[int, ...], strides: tuple[int, ...], group: int, output: bool
 ) -> tuple[Layout | None, ...]:
-    """The layout that `fold_view` gives each part of a tensor `(B, N, H, D)`, by its size and strides; `parts_of` takes `parts`."""
+    """The layout that `fold_view` gives each part of a tensor `(B, N, H, D)`, by its size and strides.
+
+    `parts`: the arguments of `parts_of`.
+    """
     x, apart = torch.empty_strided(size, strides, device="meta"), parts[-1]
     views = [fold_view(box(x, piece, group=group, output=output)[part], offsets_apart=apart) for piece, part in parts_of(*parts)]
     return tuple(None if y is None else (y.shape, y.stride(), int(y.storage_offset())) for y in views)

@@ -254,10 +254,14 @@ def test_kernel_refusal_is_the_text_of_why_not() -> None:
             {"hardware": simulate("sm_80"), "dtype": torch.float16, "head_dim": 128, "dlse": True},
             "head_dim must be at most 128, got 129",
         ),
-        ("cudnn", {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True}, "its key padding mask is not used"),
+        (
+            "cudnn",
+            {"hardware": simulate("sm_80"), "dtype": torch.float16, "masked": True},
+            "cuDNN is not used with a key padding mask",
+        ),
         ("efficient", {"hardware": simulate("sm_75"), "dtype": torch.bfloat16}, "it has no bfloat16 kernel there"),
         ("efficient", {"hardware": simulate("sm_80"), "dtype": torch.float64}, "it has no float64 kernel there"),
-        ("efficient", {"hardware": simulate("sm_80"), "dropout": True}, "its attention dropout is not used here"),
+        ("efficient", {"hardware": simulate("sm_80"), "dropout": True}, "attention dropout runs on the math kernel only"),
         ("math", {"hardware": MPS, "dtype": torch.float64}, "MPS has no float64"),
     ],
 )

@@ -26,20 +26,20 @@ from flexdilated.core.pieces import Piece
 LOG2E = math.log2(math.e)
 INTERPRETED = (8, 0)  # the level whose tiles the interpreter takes
 
-# Whether loops may load rows by tensor descriptors; which do, tiles.py says. `benchmarks.gpu` has an engine without.
+# Whether loops may load rows by tensor descriptors; tiles.py selects them. `benchmarks.gpu` has an engine that turns it off.
 DESCRIBES = True
 # Forms to measure, which no GPU has run: keys and values of the forward by descriptors that the host makes; all gradients by one
 # kernel, dq in sums whose order varies, so not where torch is asked for deterministic algorithms.
 HOSTS = SUMS = False
 
-# The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too. Many
-# pieces are those of documents, which seldom come again.
+# The launches of a call by its pieces, shapes, strides and options. Tests and benchmarks that replace tiles replace it too.
+# Calls with more pieces are not kept: they are packed documents, whose boundaries rarely repeat.
 PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 MOST_PLANS, MOST_PIECES = 256, 64
 
 
 class Launch(NamedTuple):
-    """One launch but for its tensors and scales: `numbers` are strides and, where no table has them, the integers `PIECE`.
+    """The arguments of a launch except tensors and scales: `numbers` are strides and, without a table, the integers `PIECE`.
 
     `hosted`: the piece whose keys and values the host describes.
     """
@@ -110,7 +110,7 @@ def backward(
 
 
 def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], *more: Any) -> tuple[Launch, ...]:
-    """The launches that `make` plans for tensors of these shapes and strides, of one kind of call once."""
+    """The launches that `make` plans, kept for pieces, shapes, strides and options."""
     if len(pieces) > MOST_PIECES:
         return tuple(make(pieces, options, tensors, *more))
     dtype, device = tensors[0].dtype, tensors[0].device
@@ -191,7 +191,7 @@ def _plan_prepare(pieces: tuple[()], options: Options, tensors: tuple[Tensor, ..
 
 
 def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Tensor, ...], sums: bool) -> Iterator[Launch]:
-    """Two launches for each group: the gradients of keys and values, then that of queries. One, if the first `sums` both."""
+    """Two launches for each group: the gradients of keys and values, then that of queries. With `sums`, the first computes all."""
     q, k, v, dout, dq, dk, dv = tensors
     rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
     for group in groups(pieces, q.device):

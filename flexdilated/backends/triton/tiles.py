@@ -89,7 +89,7 @@ def tiles_of(kernel: str, level: tuple[int, int], head_dim: int, element: int, *
         return SINGLE[kernel][size]
     # Others take registers of their own: the tiles of a smaller level.
     family = family_of(level) if is_aligned(head_dim, element) or level < (9, 0) else 80
-    if kernel == "differentiate_keys" and group > 1:  # by descriptors it spills in its loops, and has not run since it was mended
+    if kernel == "differentiate_keys" and group > 1:  # by descriptors it spills in its loops, and has not run since its fix
         described_rows = 0
     described = DESCRIBED[kernel].get(family, (None, None, None))[size] if described_rows >= LEAST_DESCRIBED_ROWS else None
     return HALF[kernel][family][size] if described is None else described
