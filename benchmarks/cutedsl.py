@@ -1,4 +1,6 @@
-"""Compile the kernels of flash-attn-4 that `backend="flash"` takes, for GPUs that this machine does not have: registers, spills, compilations.
+"""Compile the kernels of flash-attn-4 that `backend="flash"` takes, for GPUs that this machine does not have.
+
+It counts registers, spills and compilations.
 
 `nox -s cutedsl` calls the engine on fake tensors: whole sequences and every view of LongNet's pieces, forward and backward. It
 fails where an entry point of the package has changed, a kernel spills more than before, a view is copied, or the views of one form

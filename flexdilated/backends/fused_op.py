@@ -40,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         in_graph = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         if transformed:
             run = _Mixture.apply
-        elif torch.is_grad_enabled() and not in_graph:
-            run = _Eager.apply
+        elif torch.is_grad_enabled() and not (in_graph or torch.is_inference_mode_enabled()):
+            run = FlexdilatedMixture.apply
     out, lse = run(q, k, v, call.key_padding_mask, call.cu_seqlens, draw_seed(call.dropout_p, call.first_sequence), *call.flat())
     return out, lse
 
@@ -90,7 +90,7 @@ MIXTURE = operator(
 )
 
 
-class _Eager(torch.autograd.Function):
+class FlexdilatedMixture(torch.autograd.Function):
     """The operator with its derivative, without the time that torch.library takes for that: some 80 us a call (torch 2.13)."""
 
     @staticmethod

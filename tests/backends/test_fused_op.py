@@ -97,6 +97,15 @@ def test_lse_alone_has_a_gradient() -> None:
     assert torch.equal(dv, torch.zeros_like(v))
 
 
+def test_parameters_may_meet_inference_tensors() -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    expected = dilated_attention(q, k, v, PATTERN)
+    with torch.inference_mode(), torch.enable_grad():
+        out = dilated_attention(q.requires_grad_(), k.clone(), v.clone(), PATTERN)
+    assert not out.requires_grad
+    assert torch.equal(out, expected)
+
+
 def test_double_backward_is_refused() -> None:
     q, k, v, _, _ = Case(PATTERN).tensors()
     q.requires_grad_()
