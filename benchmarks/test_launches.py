@@ -14,6 +14,7 @@ from torch import Tensor
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends import piece_loop
 from flexdilated.backends.kernel import Kernel, Options
+from flexdilated.backends.triton import engine as triton_engine
 from flexdilated.core import custom_op
 from flexdilated.core.call import Call
 from flexdilated.core.pieces import plan_pieces
@@ -59,6 +60,7 @@ class EmptyCall(torch.autograd.Function):
 def without_triton_kernels(patch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("flexdilated.backends.triton.launch")  # imports triton
     patch.setattr(launch, "_launch", nothing)
+    patch.setattr(triton_engine, "INTERPRETED", True)  # CPU tensors are let through
 
 
 def without_dense_kernels(patch: pytest.MonkeyPatch) -> None:
