@@ -100,7 +100,7 @@ MODULES: dict[str, list[ModuleType]] = {
     "train": [train, checkpoint, corpus, distributed, trainer],
     "generate": [generate],
 }
-OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover"}  # of torchrun, and of `nox -s bench`
+OTHERS = {"--nproc-per-node", "--max-restarts", "--crossover", "--all"}  # of torchrun, and of benchmarks
 
 
 def mentioned(source: str) -> set[str]:
