@@ -113,9 +113,9 @@ def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tu
     """The launches that `make` plans, kept for pieces, shapes, strides and options."""
     if len(pieces) > MOST_PIECES:
         return tuple(make(pieces, options, tensors, *more))
-    dtype, device = tensors[0].dtype, tensors[0].device
-    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(device))
-    key = (make, pieces, dtype, device, kind, DESCRIBES, HOSTS, *more, *((x.shape, x.stride()) for x in tensors))
+    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(tensors[0].device))
+    layouts = [(x.shape, x.stride()) for x in tensors]
+    key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, more, *layouts)
     found = PLANS.get(key)
     if found is None:
         if len(PLANS) >= MOST_PLANS:
@@ -156,9 +156,10 @@ def unit_of(x: Tensor) -> int:
 
 def readable(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous and aligned, else a copy."""
-    unit = unit_of(x)
+    if x.is_contiguous() and x.data_ptr() % ROW_BYTES == 0:  # as most are
+        return x
     steps = (x.data_ptr() // x.element_size(), *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
-    if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit == 0 for step in steps):
+    if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit_of(x) == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
