@@ -95,8 +95,7 @@ class PieceLoop:
 
     @cached_property
     def _views(self) -> tuple[Any, ...]:
-        batch, num_tokens, *_ = self._sizes
-        return self.pieces, batch, num_tokens, self.group, GRID_LIMIT, self._apart
+        return self.pieces, *self._sizes[:2], self.group, GRID_LIMIT, self._apart
 
     @cached_property
     def _parts(self) -> tuple[tuple[Piece, Part], ...]:
