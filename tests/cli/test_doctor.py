@@ -254,7 +254,7 @@ def test_reasons_are_told_once_with_what_they_hold_for() -> None:
     assert doctor._why(doctor._reasons(flash, simulate("sm_80"))).splitlines() == [
         "float32: it has no float32 kernel there",
         "bfloat16, float16 masked: it has no key padding mask",
-        "bfloat16, float16 dropout: its attention dropout is not used here: the math kernel's is",
+        "bfloat16, float16 dropout: attention dropout runs on the math kernel only",
         "bfloat16, float16 functions: it has no score_mod or mask_mod",
         "float64: it has no float64 kernel there",
     ]
