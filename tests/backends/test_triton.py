@@ -560,6 +560,17 @@ def test_launches_do_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) ->
     assert launches == [3, 3]
 
 
+def test_plans_of_many_pieces_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents change from call to call, and their plans are large."""
+    monkeypatch.setattr(launch, "_launch", lambda *arguments: None)
+    q, lse = torch.empty(1, 512, 4, 16), torch.empty(1, 4, 512)
+    for number, kept in ((2, 1), (60, 1), (3, 2)):
+        size = 512 // number
+        documents = tuple((i * size, size - i % 3) for i in range(number))
+        launch.forward(q, lse, q, q, q, plan_pieces(PATTERN, documents, 4, True), Options(True, 0.3))
+        assert len(launch.PLANS) == kept
+
+
 def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays would copy them again from memory of the host that is long gone."""
     pieces = plan_pieces(PATTERN, tuple((10 * i, 10 - i % 2) for i in range(9)), 2, False)
