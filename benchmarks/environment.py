@@ -70,7 +70,7 @@ def source_of(engine: str, form: str) -> str:
     """
     folder = Path(flexdilated.backends.__file__).parent
     direction = form.partition(",")[0]
-    own = [folder / "triton" / f"{name}.py" for name in (direction, "places", "tiles")]
+    own = [folder / "triton" / f"{name}.py" for name in (direction, "launch", "places", "tiles")]
     return digest("".join(path.read_text() for path in (own if engine == "triton" else sorted(folder.glob("flash*.py")))))
 
 

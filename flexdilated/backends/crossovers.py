@@ -123,5 +123,5 @@ def _is_nearer(a: int, b: int, wanted: int) -> bool:
     return max(a, wanted) * min(b, wanted) < max(b, wanted) * min(a, wanted)
 
 
-KEPT = load(FILE.read_text())
-RAN = tuple((entry["engine"], entry["form"], entry["device"]) for entry in json.loads(FILE.read_text())["ran"])
+KEPT = load(TEXT := FILE.read_text())
+RAN = tuple((entry["engine"], entry["form"], entry["device"]) for entry in json.loads(TEXT)["ran"])

@@ -136,15 +136,15 @@ class Kernel:
         """
         head_dim = q.shape[-1]
         q, options, _ = with_positive_scale(q, options)
-        memory = self._memory(head_dim, *([] if into is None or options.ignored is not None else [into]))
-        out, lse = self.run_forward(*self._taken(q, k, v), options, **memory)
+        writes = into is not None and options.ignored is None and self._can_write(head_dim, into)
+        out, lse = self.run_forward(*self._taken(q, k, v), options, **({"into": into} if writes else {}))
         out = out if out.shape[-1] == head_dim else out[..., :head_dim]
         if options.ignored is not None:
             # Kernels disagree about rows that a mask empties (aten's CPU flash returns lse = 0): say it ourselves.
             empty = _empty_rows(options.ignored, options.is_causal)
             lse = lse.masked_fill(empty[:, None], -math.inf)
             out = out.masked_fill(empty[:, None, :, None], 0.0)
-        return into.copy_(out) if into is not None and not memory else out, lse
+        return out if into is None or writes else into.copy_(out), lse
 
     def backward(
         self,
@@ -160,35 +160,35 @@ class Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`dq, dk, dv` for `dout` and, where given, `dlse`; `into`: the memory that they are written to and returned as.
 
-        `lse` and `dlse` are those of `for_backward`: an empty row has lse +inf.
+        In a row that no key reaches, `lse` must be +inf and `dlse` 0, as `for_backward` makes them.
 
         The gradient of lse needs no kernel of its own: `ds = p (dout v^T - (rowsum(dout out) - dlse))` is the usual formula with
         one more column: `dlse` in dout, -1 in out, 0 in q, k and v.
         """
         head_dim, kv_heads = q.shape[-1], k.shape[1]
         q, options, factor = with_positive_scale(q, options)
-        memory = self._memory(head_dim, *(into or ()) if factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads) else ())
-        own: dict[str, Any] = {"dlse": dlse} if self.takes_dlse else {}
+        plain = factor == 1.0 and (self.shares_kv or q.shape[1] == kv_heads)
+        writes = into is not None and plain and self._can_write(head_dim, *into)
+        own: dict[str, Any] = {**({"into": into} if writes else {}), **({"dlse": dlse} if self.takes_dlse else {})}
         if dlse is not None and not self.takes_dlse:
             q, k, v = (F.pad(x, (0, 1)) for x in (q, k, v))
             out = F.pad(out, (0, 1), value=-1.0)
             dout = torch.cat([dout, dlse[..., None].to(dout.dtype)], dim=-1)
         q, k, v, dout, out = self._taken(q, k, v, dout, out)
-        grads = self.run_backward(dout, q, k, v, out, lse, options, **own, **memory)
+        grads = self.run_backward(dout, q, k, v, out, lse, options, **own)
         dq, dk, dv = grads if q.shape[-1] == head_dim else (x[..., :head_dim] for x in grads)
         if dk.shape[1] != kv_heads:
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
         dq = dq if factor == 1.0 else dq * factor
-        if into is not None and not memory:
+        if into is not None and not writes:
             for target, grad in zip(into, (dq, dk, dv)):
                 target.copy_(grad)
             return into[0], into[1], into[2]
         return dq, dk, dv
 
-    def _memory(self, head_dim: int, *into: Tensor) -> dict[str, Any]:
-        """`{"into": ...}` if the kernel can write into these tensors, else `{}`."""
-        able = into and self.writes and head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
-        return {"into": into if len(into) > 1 else into[0]} if able else {}
+    def _can_write(self, head_dim: int, *into: Tensor) -> bool:
+        """Whether the kernel can write its results into these tensors."""
+        return self.writes and head_dim % self.head_dim_multiple == 0 and all(aligned(x) is x for x in into)
 
     def _taken(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """Tensors with repeated key heads and a padded head dim, where the kernel needs them."""

@@ -322,7 +322,7 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
     """Split a piece into parts that `fold` views without a copy, in tensors whose batch stride is `num_tokens` token strides.
 
     A view has one stride for (sequence, segment) and one for the heads, so the loop is over the smaller of offsets and heads.
-    `num_tokens` are those of a sequence, `group` the query heads per key/value head, `most` the largest batch of a launch.
+    A sequence has `num_tokens` tokens, a key/value head has `group` query heads, and a launch takes a batch of at most `most`.
     """
     sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
     if batch > 1 and piece.segments > 1 and (piece.moved or piece.segments * piece.segment_stride != num_tokens):

@@ -158,8 +158,9 @@ def readable(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous and aligned, else a copy."""
     if x.is_contiguous() and x.data_ptr() % ROW_BYTES == 0:  # as most are
         return x
+    unit = unit_of(x)
     steps = (x.data_ptr() // x.element_size(), *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1))
-    if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit_of(x) == 0 for step in steps):
+    if (x.stride(-1) == 1 or x.shape[-1] == 1) and all(step % unit == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -1,8 +1,7 @@
 """Tiles, warps and stages of every kernel, by level of CUDA, head dim and size of an element.
 
-Those of sm_90 in 16 bits are what was fastest on an H200 (`python -m benchmarks.tiles`, `docs/gpu-kernels.md`), except `attend` and
-pointers of `differentiate_queries` at head dim 256. These and the other levels were chosen by what the compiler makes of them
-(`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters.
+On sm_90 in 16 bits, most entries were the fastest on an H200 (`python -m benchmarks.tiles`, `docs/gpu-kernels.md`). The others were
+chosen by what the compiler makes of them (`nox -s cubins`): large tiles that fit shared memory and spill nothing that matters.
 """
 
 from __future__ import annotations
