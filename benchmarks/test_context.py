@@ -50,7 +50,7 @@ from benchmarks.timing import Ratio, seconds, side_by_side
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed import attention as ranks
 from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan, context_plan
 from flexdilated.distributed.planner.row_counts import listed
 from flexdilated.distributed.planner.tasks import local_pieces
 from flexdilated.distributed.runtime import task_attention
@@ -152,7 +152,7 @@ def assert_shard_rows_match_definition(
 def received_rows(plan: ContextPlan, exchange: str) -> NDArray[np.float64]:
     """`(p,)` rows that each rank receives of each head, in the mean."""
     rows = listed(plan, exchange)
-    kv, q, out = (rows[kind].received for kind in KINDS)
+    kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     return (kv + (q + out) / 2) / len(plan.within)
 
 

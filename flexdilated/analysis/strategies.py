@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.distributed.planner import cost_model
-from flexdilated.distributed.planner.plan import EXCHANGES, KINDS, ContextPlan, context_plan
+from flexdilated.distributed.planner.plan import EXCHANGES, ContextPlan, context_plan
 from flexdilated.distributed.planner.row_counts import counts
 from flexdilated.distributed.sharding import even_shard_lengths
 
@@ -125,7 +125,7 @@ def strategies(layer: Layer, *, with_pairs: bool = True) -> list[Strategy]:
 def _ours(plan: ContextPlan, layer: Layer, exchange: str) -> Strategy:
     rows, is_exact = counts(plan, exchange, COUNTED)
     forward, backward = cost_model.bytes_received(plan, exchange, rows=rows, **layer.sizes)
-    kv, q, out = (rows[kind].received for kind in KINDS)
+    kv, q, out = (rows[kind].received for kind in ("kv", "q", "out"))
     buffers = cost_model.buffer_bytes(plan, exchange, rows=rows, **layer.sizes)
     return Strategy(exchange, None, is_exact, forward, backward, _halved(2 * kv + (q + out) * layer.group), buffers)
 

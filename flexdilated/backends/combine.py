@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.functorch import is_transformed
-from flexdilated.core.lse import accumulated
+from flexdilated.core.lse import accumulated, normalised
 from flexdilated.core.pieces import Piece, box
 
 
@@ -83,19 +83,6 @@ def mix(layers: Sequence[Sequence[Part]], q: Tensor, group: int, *, detach_weigh
         for place, out_i, _ in layer:
             out = _add(out, place, group, out_i.to(out.dtype) * read(weight[..., None], place, group=group))
     return out.to(q.dtype), lse[0].transpose(1, 2)
-
-
-def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """`softmax(scores)` and `logsumexp(scores)` along a dim, which is kept: 0 and -inf where all are -inf, also their gradients.
-
-    Not `exp(scores - lse)`: a large lse, of scores that a function has moved by -1e9, has lost what many equal ones add up to.
-    """
-    reached = (scores != -math.inf).any(dim=dim, keepdim=True)
-    scores = scores.masked_fill(~reached, 0.0)
-    largest = scores.amax(dim=dim, keepdim=True).detach()  # what is taken off and put on again has no gradient
-    weights = torch.exp(scores - largest)
-    total = weights.sum(dim=dim, keepdim=True)
-    return weights / total * reached, (largest + torch.log(total)).masked_fill(~reached, -math.inf)
 
 
 def _add(x: Tensor, piece: Piece | Scattered, group: int, values: Tensor, *, replace: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexdilated.backends import choose, fused_op, modified_scores, portable
 from flexdilated.backends.flex import engine as flex
-from flexdilated.core import reference
+from flexdilated.core import reference, shifted
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.hardware import is_symbolic
 
@@ -19,6 +19,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     asked, call = call.backend, call._replace(backend=choose(call.backend, request, divided=divided))
     if call.backend == "reference":
         return _reference(q, k, v, call)
+    if not portable.writes_onnx() and shifted.is_shifted(q.shape[1], call):
+        return shifted.attend(q, k, v, call._replace(backend=asked), attend)
     if call.backend == "flex" and asked == "auto" and call.is_modified():
         return _functions(q, k, v, call)
     if call.backend == "flex" and not portable.writes_onnx():

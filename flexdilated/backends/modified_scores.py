@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexdilated.backends.combine import heads_of, mix, normalised, read, tokens_of
+from flexdilated.backends.combine import heads_of, mix, read, tokens_of
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
 from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
@@ -26,7 +26,7 @@ from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
 from flexdilated.core.hardware import TRACES_UNKNOWN_SIZES, is_symbolic, without_autocast
-from flexdilated.core.lse import accumulated
+from flexdilated.core.lse import accumulated, normalised
 from flexdilated.core.pieces import Piece, arrange, plan_pieces, runs_of
 from flexdilated.core.reference import MaskMod, ScoreMod
 
@@ -70,7 +70,7 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         plan_pieces(pattern, tuple((i * length, length) for i in range(count)), num_heads, call.is_causal, within)
         for _, length, count in runs
     ]
-    if not all(piece.holds_tokens_alone for pieces in plans for piece in pieces):
+    if any(piece.zero_keys for pieces in plans for piece in pieces):
         refuse_zero_keys(q.shape[1])
     q, k, v = (order.take(x) for x in (q, k, v))
     if key_padding_mask is not None:

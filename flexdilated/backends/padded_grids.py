@@ -68,7 +68,7 @@ def _grids_op(
 ) -> list[Tensor]:
     rules: Any = {"heads": heads, "offsets": offsets, "zero_padding": zero_padding}  # the pattern narrows the names
     pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
-    if not all(piece.holds_tokens_alone for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
+    if any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
         refuse_zero_keys(num_tokens)
     ranges = [torch.arange(num_tokens, device=device)]
     for i, count in enumerate(parts):

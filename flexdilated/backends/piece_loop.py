@@ -45,29 +45,24 @@ class Rows:
     Off the CPU a slab is a view: the sizes and strides of all are computed once for each layout of the tensor.
     """
 
-    def __init__(self, x: Tensor, group: int, output: bool, apart: bool, parts: tuple[Any, ...] | None) -> None:
-        self.x, self.group, self.output, self.apart, self.views = x, group, output, apart, None
+    def __init__(self, x: Tensor, group: int, apart: bool, parts: tuple[Any, ...] | None) -> None:
+        self.x, self.group, self.apart, self.views = x, group, apart, None
         if parts is not None:
-            first, layouts = x.storage_offset(), view_layouts(parts, x.shape, x.stride(), group, output)
+            first, layouts = x.storage_offset(), view_layouts(parts, x.shape, x.stride(), group)
             self.views = [None if y is None else x.as_strided(y[0], y[1], first + y[2]) for y in layouts]
 
     def box(self, slab: Slab) -> Tensor:
         """The rows as `b s o h g r d`."""
-        return box(self.x, slab.piece, group=self.group, output=self.output)[slab.part]
+        return box(self.x, slab.piece, group=self.group)[slab.part]
 
     def view(self, slab: Slab) -> Tensor | None:
         """The rows as a kernel takes them, `(batch, heads, rows, D)`, where strides make that a view."""
         return fold_view(self.box(slab), offsets_apart=self.apart) if self.views is None else self.views[slab.number]
 
-    def whole(self, slab: Slab) -> Tensor | None:
-        """That view, where it has all rows that the kernel computes."""
+    def read(self, slab: Slab) -> Tensor:
+        """The rows as a kernel takes them, a view if strides allow, else a copy."""
         view = self.view(slab)
-        return view if view is not None and view.shape[2] == slab.piece.rows else None
-
-    def read(self, slab: Slab, fill: float = 0.0) -> Tensor:
-        """The rows as a kernel takes them, a view if strides allow, else a copy; rows that the tensor lacks are filled."""
-        view = self.whole(slab)
-        return fold(self.box(slab), slab.piece.rows, fill, offsets_apart=self.apart) if view is None else view
+        return fold(self.box(slab), offsets_apart=self.apart) if view is None else view
 
 
 class PieceLoop:
@@ -118,7 +113,7 @@ class PieceLoop:
     def accumulator(self, shape: Sequence[int], dtype: torch.dtype, start: float) -> Tensor:
         """Memory to merge or add into, filled with `start` unless the first pieces write every row."""
         memory = torch.empty(shape, dtype=dtype, device=self.device)
-        return memory if self.pieces and self.pieces[0].tiles else memory.fill_(start)
+        return memory if self.pieces and self.pieces[0].covers else memory.fill_(start)
 
     def slabs(self) -> Iterator[Slab]:
         """All slabs, in the order of the pieces."""
@@ -127,14 +122,14 @@ class PieceLoop:
             options = plain
             if self._ignored is not None:
                 rows = box(self._ignored, piece)[part][:, :, :, :1]
-                options = options._replace(ignored=fold(rows, piece.rows, offsets_apart=True)[:, 0, :, 0])
+                options = options._replace(ignored=fold(rows, offsets_apart=True)[:, 0, :, 0])
             if self._dropout is not None:
                 options = options._replace(dropout=self._dropout._replace(seed=spread(self._dropout.seed, number)))
             yield Slab(number, piece, part, options)
 
-    def rows(self, x: Tensor, group: int = 1, *, output: bool = False) -> Rows:
-        """The slabs' rows in `x` `(B, N, H, ...)`; `output`: at the tokens of outputs, not of queries, keys and values."""
-        return Rows(x, group, output, self._apart, None if self._packs else self._views)
+    def rows(self, x: Tensor, group: int = 1) -> Rows:
+        """The slabs' rows in `x` `(B, N, H, ...)`."""
+        return Rows(x, group, self._apart, None if self._packs else self._views)
 
     def inputs(self, slab: Slab, *rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """A slab's q, k, v as the kernel takes them. Ignored keys and values are zeroed, whatever they hold."""
@@ -195,13 +190,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, loop: PieceLoop) -> tuple[Tensor, T
         loop.in_place.forward(out, lse, q, k, v, loop.pieces, loop.options)
         return out, lse
     given = loop.rows(q, loop.group), loop.rows(k), loop.rows(v)
-    out_rows, lse_rows = (loop.rows(x, loop.group, output=True) for x in (out, lse.transpose(1, 2)[..., None]))
+    out_rows, lse_rows = (loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None]))
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
-        if not slab.piece.tiles:
+        if not slab.piece.covers:
             loop.merge(slab, out_rows, lse_rows, *loop.attend(slab, inputs))
             continue
-        into, lse_box = out_rows.whole(slab), lse_rows.box(slab)
+        into, lse_box = out_rows.view(slab), lse_rows.box(slab)
         out_i, lse_i = loop.attend(slab, inputs, into)
         if into is None:
             out_box = out_rows.box(slab)
@@ -231,13 +226,12 @@ def backward(
         return grads
     lse, dlse = for_backward(lse, dlse)
     given, kernel = (loop.rows(q, loop.group), loop.rows(k), loop.rows(v)), loop.differentiating(dlse)
-    dout_rows, out_rows, lse_rows = (loop.rows(x, loop.group, output=True) for x in (dout, out, lse.transpose(1, 2)[..., None]))
-    dlse_rows = None if dlse is None else loop.rows(dlse.transpose(1, 2)[..., None], loop.group, output=True)
+    dout_rows, out_rows, lse_rows = (loop.rows(x, loop.group) for x in (dout, out, lse.transpose(1, 2)[..., None]))
+    dlse_rows = None if dlse is None else loop.rows(dlse.transpose(1, 2)[..., None], loop.group)
     sum_rows = loop.rows(dq, loop.group), loop.rows(dk), loop.rows(dv)
     for slab in loop.slabs():
         inputs = loop.inputs(slab, *given)
-        # Rows without an output have no gradient either: +inf takes them out of the backward.
-        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab, torch.inf).select(3, 0)
+        dout_i, lse_i = dout_rows.read(slab), lse_rows.read(slab).select(3, 0)
         dlse_i = None if dlse_rows is None else dlse_rows.read(slab).select(3, 0)
         if loop.detaches:
             total = lse_i
@@ -248,12 +242,12 @@ def backward(
         else:
             out_i = out_rows.read(slab)
         into = None
-        if slab.piece.tiles and dq.dtype == q.dtype:
-            views = tuple(view for view in (rows.whole(slab) for rows in sum_rows) if view is not None)
+        if slab.piece.covers and dq.dtype == q.dtype:
+            views = tuple(view for view in (rows.view(slab) for rows in sum_rows) if view is not None)
             into = views if len(views) == len(sum_rows) else None
         terms = kernel.backward(dout_i, dlse_i, *inputs, out_i, lse_i, slab.options, into)
         for rows, term in zip(sum_rows, terms if into is None else ()):
-            if slab.piece.tiles:
+            if slab.piece.covers:
                 memory = rows.box(slab)
                 memory.copy_(unfold(term, memory))
             else:
@@ -273,10 +267,10 @@ def tangent(
     lse, _ = for_backward(lse, None)
     given, moving = ((loop.rows(x[0], loop.group), loop.rows(x[1]), loop.rows(x[2])) for x in ((q, k, v), tangents))
     out_rows, lse_rows, dout_rows, dlse_rows = (
-        loop.rows(x, loop.group, output=True) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
+        loop.rows(x, loop.group) for x in (out, lse.transpose(1, 2)[..., None], dout, dlse.transpose(1, 2)[..., None])
     )
     for slab in loop.slabs():
-        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab, torch.inf).select(3, 0)
+        inputs, lse_i = loop.inputs(slab, *given), lse_rows.read(slab).select(3, 0)
         moved, dlse_i = differential(loop.inputs(slab, *moving), *inputs, lse_i, slab.options)
         out_i = loop.attend(slab, inputs)[0] if loop.detaches else out_rows.read(slab)
         dlse_i = dlse_i[..., None]

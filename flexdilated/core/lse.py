@@ -44,6 +44,19 @@ def add_zero_keys_(out: Tensor, lse: Tensor, count: int) -> None:
     lse.copy_(total)
 
 
+def normalised(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """`softmax(scores)` and `logsumexp(scores)` along a dim, which is kept: 0 and -inf where all are -inf, also their gradients.
+
+    Not `exp(scores - lse)`: a large lse, of scores that a function has moved by -1e9, has lost what many equal ones add up to.
+    """
+    reached = (scores != -math.inf).any(dim=dim, keepdim=True)
+    scores = scores.masked_fill(~reached, 0.0)
+    largest = scores.amax(dim=dim, keepdim=True).detach()  # what is taken off and put on again has no gradient
+    weights = torch.exp(scores - largest)
+    total = weights.sum(dim=dim, keepdim=True)
+    return weights / total * reached, (largest + torch.log(total)).masked_fill(~reached, -math.inf)
+
+
 def share_beside(sinks: Tensor, lse: Tensor) -> Tensor:
     """What a softmax is left of its weight by one more key of value 0 and logit `sinks`: `exp(lse - logaddexp(lse, sinks))`.
 

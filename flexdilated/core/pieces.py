@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
@@ -17,40 +17,22 @@ class Piece(NamedTuple):
     """Dense attention over one box of rows: `segments x offsets x heads` independent softmaxes of `rows` queries and keys.
 
     Row `l` of segment `s`, offset `c`, head `j` is token `token + s * segment_stride + c + l * row_stride` of key/value head
-    `head + c * offset_head_step + j * head_step`. Its output belongs to the token that `out_token` and `out_segment_stride` give,
-    which differs from its source only under torchscale's shifted positions.
+    `head + c * offset_head_step + j * head_step`.
     """
 
-    token: int
+    token: int  # of row 0, segment 0, offset 0
     segments: int
-    segment_stride: int
-    offsets: int
-    offset_head_step: int
-    head: int
-    heads: int
-    head_step: int
-    rows: int
-    row_stride: int
-    out_token: int
-    out_segment_stride: int
-    out_rows: int  # the first rows whose outputs exist; the rest would fall behind the end
-    zero_row: bool  # one row of zeros, query and key, follows the real rows (torchscale's second padding)
-    zero_keys: int  # zero keys that take part in every softmax, beside `zero_row`
-    tiles: bool  # belongs to the pieces that come first and, together, hold every position of every head once
-    branch: int  # whose it is: outputs of one branch's pieces never meet
-
-    @property
-    def moved(self) -> bool:
-        """Whether outputs of its branch belong to other tokens than their queries, or to none (torchscale's shifted positions).
-
-        The pieces that are left may all stand where they should, while outputs of later segments have fallen behind the end.
-        """
-        return self.out_segment_stride != self.segment_stride
-
-    @property
-    def holds_tokens_alone(self) -> bool:
-        """Whether it is attention among tokens at their own positions, without torchscale's zero keys and shifts."""
-        return not (self.zero_keys or self.zero_row or self.moved)
+    segment_stride: int  # tokens
+    offsets: int  # neighbouring offsets, one token apart
+    offset_head_step: int  # key/value heads
+    head: int  # key/value head of the first offset
+    heads: int  # of each offset
+    head_step: int  # key/value heads
+    rows: int  # queries, and keys, of one softmax
+    row_stride: int  # tokens: the dilation rate
+    zero_keys: int  # torchscale's zero keys, which take part in every softmax
+    covers: bool  # one of the first pieces, which together hold every position of every head once
+    branch: int  # number of its branch; pieces of one branch share no output
 
 
 Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of tokens)`
@@ -59,7 +41,7 @@ Documents = tuple[tuple[int, int], ...]  # of each `(first token, number of toke
 # most so many tokens.
 FEWER_RUNS, SHORT_RUN = 2, 512
 
-_Sizes = tuple[int, int, int, int]  # of `_segment_sizes`
+_Sizes = tuple[int, int, int]  # of `_segment_sizes`
 
 
 class _Rows(NamedTuple):
@@ -68,8 +50,6 @@ class _Rows(NamedTuple):
     first: int
     segments: int
     rows: int
-    out_rows: int
-    zero_row: bool
     zero_keys: int
 
 
@@ -138,15 +118,42 @@ def uncached(function: Any) -> Any:
     return function.__wrapped__ if torch.compiler.is_compiling() else function
 
 
+def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...]:
+    """The branches whose outputs torchscale shifts in a document of `num_tokens` tokens (`zero_padding`).
+
+    It pads each segment to a multiple of the rate, and reads the padded rows back as positions. A single segment is not shifted.
+    """
+    if not pattern.zero_padding:
+        return ()
+    return tuple(i for i, (length, rate) in enumerate(pattern.branches) if length % rate and num_tokens > length)
+
+
+def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], where: str) -> None:
+    """Reject torchscale's shifted positions, which `core/shifted.py` computes for whole sequences of one process.
+
+    Raises:
+        NotImplementedError: If a branch has any in a document, `(first token, number of tokens)` each.
+    """
+    if not pattern.zero_padding:
+        return
+    longest = max((document[1] for document in documents), default=0)
+    if shifted_branches(pattern, longest):
+        raise NotImplementedError(
+            f"pattern must not shift positions {where}, got zero_padding=True and rates {pattern.dilation_rates} that do not "
+            f"divide segments {pattern.segment_lengths} at {longest} tokens; use segment lengths that are multiples of their rates"
+        )
+
+
 @recent(size=lambda pieces, pattern, documents, *rest: PIECE * len(pieces) + DOCUMENT * len(documents))
 def _plan(
     pattern: DilatedPattern, documents: Documents, num_heads: int, is_causal: bool, within: range | None
 ) -> tuple[Piece, ...]:
+    refuse_shifts(pattern, documents, "here")
     some = [(start, num_tokens, None) for start, num_tokens in documents if num_tokens]
     return tuple(
         piece
         for i in branch_order(pattern)
-        for piece in document_pieces(pattern, i, some, num_heads, is_causal, within=within, tiles=i == everything_kept(pattern))
+        for piece in document_pieces(pattern, i, some, num_heads, is_causal, within=within, covers=i == everything_kept(pattern))
     )
 
 
@@ -170,7 +177,7 @@ def segment_pieces(
     *,
     within: range | None = None,
     segments: range | None = None,
-    tiles: bool = False,
+    covers: bool = False,
     runs: Sequence[HeadRun] | None = None,
 ) -> Iterator[Piece]:
     """The boxes of one branch over a document of `num_tokens` tokens from token `start`; `segments` picks some of its segments.
@@ -178,12 +185,10 @@ def segment_pieces(
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
     length, rate = min(pattern.segment_lengths[branch], num_tokens), pattern.dilation_rates[branch]
-    moves = pattern.zero_padding and num_tokens > length  # a single segment stays where it is
-    out_stride = length + -length % rate if moves else length
-    sizes = list(_segment_sizes(length, out_stride, num_tokens, segments))
+    sizes = list(_segment_sizes(length, num_tokens, segments))
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
-        for rows in _segment_rows(pattern, run.offset, length, rate, out_stride, num_tokens, is_causal, sizes):
+        for rows in _segment_rows(pattern, run.offset, length, rate, is_causal, sizes):
             alike.setdefault((rows, run.heads, run.step), []).append(run)
     for (rows, heads, step), those in alike.items():
         for first, offsets, head_step in _affine(those):
@@ -198,12 +203,8 @@ def segment_pieces(
                 head_step=step,
                 rows=rows.rows,
                 row_stride=rate,
-                out_token=start + rows.first * out_stride + first.offset,
-                out_segment_stride=out_stride,
-                out_rows=rows.out_rows,
-                zero_row=rows.zero_row,
                 zero_keys=rows.zero_keys,
-                tiles=tiles,
+                covers=covers,
                 branch=branch,
             )
 
@@ -216,7 +217,7 @@ def document_pieces(
     is_causal: bool,
     *,
     within: range | None,
-    tiles: bool,
+    covers: bool,
 ) -> Iterator[Piece]:
     """The boxes of one branch over documents, of each `(first token, number of tokens, segments)`.
 
@@ -227,7 +228,7 @@ def document_pieces(
 
     def pieces(start: int, num_tokens: int, segments: range | None) -> Iterator[Piece]:
         return segment_pieces(
-            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, tiles=tiles, runs=runs
+            pattern, branch, start, num_tokens, num_heads, is_causal, within=within, segments=segments, covers=covers, runs=runs
         )
 
     if len(documents) == 1:  # whose length a compiler may know by a symbol alone
@@ -247,46 +248,34 @@ def document_pieces(
 def _repeated(piece: Piece, ahead: int, count: int, stride: int) -> Iterator[Piece]:
     """A piece `ahead` tokens later, `count` times, `stride` tokens apart, in as few boxes as possible."""
     shift = range(0, count * stride, stride)
-    if not piece.moved and piece.segments * piece.segment_stride == stride:
+    if piece.segments * piece.segment_stride == stride:
         piece, shift = piece._replace(segments=piece.segments * count), range(1)
-    elif not piece.moved and piece.segments <= count > 1:
+    elif piece.segments <= count > 1:
         shift = range(0, piece.segments * piece.segment_stride, piece.segment_stride)
-        piece = piece._replace(segments=count, segment_stride=stride, out_segment_stride=stride)
+        piece = piece._replace(segments=count, segment_stride=stride)
     for first in shift:
-        yield piece._replace(token=piece.token + ahead + first, out_token=piece.out_token + ahead + first)
+        yield piece._replace(token=piece.token + ahead + first)
 
 
-def _segment_sizes(length: int, out_stride: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
-    """Whole segments, then the shorter last one: the first, how many, their tokens, and the one whose outputs the end may cut."""
+def _segment_sizes(length: int, num_tokens: int, segments: range | None) -> Iterator[_Sizes]:
+    """Whole segments, then the shorter last one: the number of the first, how many, and their tokens."""
     whole, rest = divmod(num_tokens, length)
     for first, end, size in ((0, whole, length), (whole, whole + 1, rest)):
         if segments is not None:
             first, end = max(first, segments.start), min(end, segments.stop)
         if size and first < end:
-            # Only where positions shift may outputs fall behind the end: some of segment `edge`, all of those after it.
-            yield first, end - first, size, end if out_stride == length else num_tokens // out_stride
+            yield first, end - first, size
 
 
 def _segment_rows(
-    pattern: DilatedPattern, offset: int, length: int, rate: int, out_stride: int, tokens: int, is_causal: bool, sizes: list[_Sizes]
+    pattern: DilatedPattern, offset: int, length: int, rate: int, is_causal: bool, sizes: list[_Sizes]
 ) -> Iterator[_Rows]:
     """The rows that one offset keeps of segments of some sizes."""
     padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
-    shifted = out_stride != length
-    for first, count, size, edge in sizes:
-        real = num_kept(size, rate, offset)
-        # Only a shifted output can show the padding row of a whole segment; elsewhere it is one more zero key.
-        zero_row = shifted and size == length and padded > real
-        zero_keys = padded - real - zero_row if pattern.zero_padding and not is_causal else 0
-        rows = real + zero_row
-        full, inside = min(count, max(0, edge - first)), 0
-        if first <= edge < first + count:
-            inside = min(rows, num_kept(tokens - edge * out_stride, rate, offset))
-            full += inside == rows
-        if full and rows:
-            yield _Rows(first, full, rows, rows, zero_row, zero_keys)
-        if 0 < inside < rows:
-            yield _Rows(edge, 1, rows, inside, zero_row, zero_keys)
+    for first, count, size in sizes:
+        rows = num_kept(size, rate, offset)
+        if rows:
+            yield _Rows(first, count, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 
 
 def _affine(runs: list[HeadRun]) -> Iterator[tuple[HeadRun, int, int]]:
@@ -325,7 +314,7 @@ def view_parts(piece: Piece, batch: int, num_tokens: int, group: int, most: int,
     A sequence has `num_tokens` tokens, a key/value head has `group` query heads, and a launch takes a batch of at most `most`.
     """
     sequences, segments, offsets, heads = ([slice(None)] for _ in range(4))
-    if batch > 1 and piece.segments > 1 and (piece.moved or piece.segments * piece.segment_stride != num_tokens):
+    if batch > 1 and piece.segments > 1 and piece.segments * piece.segment_stride != num_tokens:
         if batch <= piece.segments:
             sequences = _each(batch)
         else:
@@ -357,47 +346,39 @@ def _each(count: int) -> list[slice]:
     return [slice(i, i + 1) for i in range(count)]
 
 
-def box(x: Tensor, piece: Piece, *, group: int = 1, output: bool = False) -> Tensor:
+def box(x: Tensor, piece: Piece, *, group: int = 1) -> Tensor:
     """The rows of a piece in `x` `(B, N, H, D)` as one affine view `b s o h g r d`.
 
     Sequence, segment, offset, key/value head, query head of it (`group` of them, or 1), row, element.
 
     Args:
         x: Any strides; `H` is `group` times the key/value heads.
-        piece: The box; its real rows, without `zero_row`.
+        piece: The box.
         group: Query heads per key/value head: 1 for k and v.
-        output: Whether `x` is indexed by output tokens (out, lse and their gradients) instead of source tokens.
     """
     batch, token, head, dim = x.stride()
-    first, segment, rows = (
-        (piece.out_token, piece.out_segment_stride, piece.out_rows)
-        if output
-        else (piece.token, piece.segment_stride, piece.rows - piece.zero_row)
-    )
     head *= group
     return x.as_strided(
-        (x.shape[0], piece.segments, piece.offsets, piece.heads, group, rows, x.shape[3]),
+        (x.shape[0], piece.segments, piece.offsets, piece.heads, group, piece.rows, x.shape[3]),
         (
             batch,
-            segment * token,
+            piece.segment_stride * token,
             token + piece.offset_head_step * head,
             piece.head_step * head,
             x.stride(2),
             piece.row_stride * token,
             dim,
         ),
-        x.storage_offset() + first * token + piece.head * head,
+        x.storage_offset() + piece.token * token + piece.head * head,
     )
 
 
-def fold(rows: Tensor, num_rows: int, fill: float = 0.0, *, offsets_apart: bool = False) -> Tensor:
-    """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`, of `num_rows` rows: a view where strides allow.
+def fold(rows: Tensor, *, offsets_apart: bool = False) -> Tensor:
+    """A slab `b s o h g r d` as a kernel's `(b s o) (h g) r d`: a view where strides allow.
 
     Where each offset has one head, offsets are the kernel's heads, `(b s) o r d`, unless they must stay `offsets_apart`: with key
-    heads shared by query heads, or a key padding mask. Rows that the slab lacks (`zero_row`, outputs after the end) are filled.
+    heads shared by query heads, or a key padding mask.
     """
-    if rows.shape[5] < num_rows:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, num_rows - rows.shape[5]), value=fill)
     return rows.reshape(_folded(rows, offsets_apart))
 
 
@@ -413,15 +394,13 @@ Layout = tuple[Sequence[int], Sequence[int], int]  # size, strides and offset of
 
 
 @recent(size=lambda found, *arguments: PIECE * len(found))
-def view_layouts(
-    parts: tuple[Any, ...], size: tuple[int, ...], strides: tuple[int, ...], group: int, output: bool
-) -> tuple[Layout | None, ...]:
+def view_layouts(parts: tuple[Any, ...], size: tuple[int, ...], strides: tuple[int, ...], group: int) -> tuple[Layout | None, ...]:
     """The layout that `fold_view` gives each part of a tensor `(B, N, H, D)`, by its size and strides.
 
     `parts`: the arguments of `parts_of`.
     """
     x, apart = torch.empty_strided(size, strides, device="meta"), parts[-1]
-    views = [fold_view(box(x, piece, group=group, output=output)[part], offsets_apart=apart) for piece, part in parts_of(*parts)]
+    views = [fold_view(box(x, piece, group=group)[part], offsets_apart=apart) for piece, part in parts_of(*parts)]
     return tuple(None if y is None else (y.shape, y.stride(), int(y.storage_offset())) for y in views)
 
 
@@ -431,6 +410,5 @@ def _folded(rows: Tensor, offsets_apart: bool) -> tuple[int, int, int, int]:
 
 
 def unfold(rows: Tensor, like: Tensor) -> Tensor:
-    """A kernel's rows, as `fold` gives them, in the shape of the slab `like`, `b s o h g r d`, which may have fewer rows."""
-    b, s, o, h, g, r, d = like.shape
-    return rows[:, :, :r].view(b, s, o, h, g, r, d)
+    """A kernel's rows, as `fold` gives them, in the shape of the slab `like`, `b s o h g r d`."""
+    return rows.view(like.shape)

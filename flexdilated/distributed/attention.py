@@ -109,7 +109,8 @@ def _by_autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, context: RankConte
     with one_call(group) as number:
         plan = context.plan(inputs, flat)
         exchange = context.chosen_exchange(plan, inputs)
-        score_mod.refuse_shifted(plan, call.is_modified())
+        if call.is_modified():
+            score_mod.refuse_zero_padding(plan)
         fields = context.fields(
             plan,
             inputs,

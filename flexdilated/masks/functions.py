@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.pattern import DilatedPattern, is_integer
-from flexdilated.core.pieces import plan_pieces, uncached
+from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
 
 
@@ -160,8 +160,8 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
 def refuse_zero_padding(pattern: DilatedPattern, num_kv_heads: int, seq_len: int, is_causal: bool) -> None:
     if not pattern.zero_padding:
         return
-    pieces = plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)
-    if not all(piece.holds_tokens_alone for piece in pieces):
+    shifts = shifted_branches(pattern, seq_len)
+    if shifts or any(piece.zero_keys for piece in plan_pieces(pattern, ((0, seq_len),), num_kv_heads, is_causal)):
         raise NotImplementedError(
             f"pattern must add no zero keys at seq_len={seq_len}, got zero_padding=True with segments {pattern.segment_lengths} at "
             f"rates {pattern.dilation_rates}: a mask cannot hold keys that are no tokens; use flexdilated.dilated_attention, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -96,8 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     """`out` `(B, N, H, D)` and, on request, `lse` `(B, H, N)` of a checked call; differentiable where flex_attention is.
 
     Raises:
-        NotImplementedError: If the pattern needs what flex_attention lacks here: torchscale's shifted positions, or its zero keys
-            where there is no lse. If users' functions cannot be compiled, or hold ever new floats. For documents in compiled code.
+        NotImplementedError: If torchscale's zero keys take part where there is no lse. If users' functions cannot be compiled, or
+            hold ever new floats. For documents in compiled code.
     """
     refuse_compiled_borders(call, "backend='flex'")
     padding = call.key_padding_mask
@@ -123,9 +123,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
 def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
     """Which layout a document of so many tokens takes."""
     pattern = call.pattern
-    pieces = _pieces(length, k, call)
-    refuse_shifted(pattern, pieces, length)
-    zero_keys = any(piece.zero_keys for piece in pieces)
+    zero_keys = any(piece.zero_keys for piece in _pieces(length, k, call))
     if zero_keys and call.is_modified():
         refuse_zero_keys(length)
     if _on_cpu(q):  # there is no lse to merge pieces by
@@ -139,19 +137,6 @@ def _layout(q: Tensor, k: Tensor, length: int, call: Call) -> Layout:
         return "packed"
     batch, _, heads, head_dim = q.shape
     return choose_layout(pattern, Shape(batch, length, heads, k.shape[2], head_dim, q.element_size(), call.is_causal))
-
-
-def refuse_shifted(pattern: DilatedPattern, pieces: Iterable[Piece], length: int) -> None:
-    """Reject torchscale's shifted positions.
-
-    Raises:
-        NotImplementedError: If a piece has any.
-    """
-    if any(piece.moved or piece.zero_row for piece in pieces):
-        raise NotImplementedError(
-            f"pattern must not shift positions for backend='flex', got zero_padding=True and rates {pattern.dilation_rates} "
-            f"that do not divide segments {pattern.segment_lengths} at {length} tokens; use backend='sdpa'"
-        )
 
 
 def _on_cpu(q: Tensor) -> bool:

@@ -65,7 +65,7 @@ def prepare(
 @triton.jit
 def keys_tiles(
     dk, dv, k, v, Q, DOUT, ROWS, DQ, first, edges, last, tiles, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
-    keys, queries, real_queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    keys, queries, scale, in_row, GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     PADDED: tl.constexpr, DESCRIBED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def keys_tiles(
             if DESCRIBED:
                 q, dout = load_described(Q, g, j, BLOCK_M, BLOCK_D), load_described(DOUT, g, j, BLOCK_M, BLOCK_D)
             else:
-                q = load_rows(Q + (g * q_head + at * q_step), m < real_queries, in_row, MASKED, PADDED)
+                q = load_rows(Q + (g * q_head + at * q_step), m < queries, in_row, MASKED, PADDED)
                 dout = load_rows(DOUT + (g * dout_head + at * dout_step), m < queries, in_row, MASKED, PADDED)
             rows = ROWS + 2 * (g * rows_head + m.to(tl.int64) * row_stride)
             lse = tl.load(rows, mask=m < queries, other=INFINITY) if MASKED else tl.load(rows)
@@ -123,8 +123,8 @@ def differentiate_keys(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, dq_batch, dq_token, dq_head, rows_batch, rows_head,
     ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
-    row_stride, queries, keys, real_queries, real_keys, zero_keys, score_scale, scale,
+    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
+    score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -138,13 +138,12 @@ def differentiate_keys(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
-            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, _,
+            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
+            queries, keys, _,
         ) = own_piece(TABLE, OWNERS)  # fmt: skip
     tile = program % tiles
-    b, kv_head, _, first, first_out = place(
-        program // tiles, 1, heads, offsets, segments,
-        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    b, kv_head, _, first = place(
+        program // tiles, 1, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row = tl.arange(0, BLOCK_D) < D
@@ -154,22 +153,22 @@ def differentiate_keys(
     V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT + begin_n * v_step
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
-    seen, there = load_seen(IGNORED, n, row_stride * ignored_token, keys, real_keys, IGNORES)
-    k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), there, in_row, True, PADDED)
-    v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), there, in_row, True, PADDED)
+    seen = load_seen(IGNORED, n, row_stride * ignored_token, keys, IGNORES)
+    k = load_rows(row_pointers(K, k_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
+    v = load_rows(row_pointers(V, v_step, BLOCK_N, BLOCK_D, WIDE), seen, in_row, True, PADDED)
 
     h = kv_head * GROUP
     q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT
-    DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT
+    DOUT += (b * dout_batch + h * dout_head + first * dout_token) * UNIT
     q_head, dout_head = tl.cast(q_head, tl.int64) * UNIT, tl.cast(dout_head, tl.int64) * UNIT
-    Q = rows_of(Q, q_head, q_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
+    Q = rows_of(Q, q_head, q_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     DOUT = rows_of(DOUT, dout_head, dout_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, DESCRIBED)
     if SUMS:
         DQ += (b * dq_batch + h * dq_head + first * dq_token) * UNIT
         dq_head, dq_step = tl.cast(dq_head, tl.int64) * UNIT, step_of(row_stride, dq_token, UNIT, WIDE)
-        DQ = rows_of(DQ, dq_head, dq_step, real_queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, True)
-    ROWS += 2 * (b * rows_batch + h * rows_head + first_out)
+        DQ = rows_of(DQ, dq_head, dq_step, queries, GROUP, D, BLOCK_M, BLOCK_D, WIDE, True)
+    ROWS += 2 * (b * rows_batch + h * rows_head + first)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
@@ -179,7 +178,7 @@ def differentiate_keys(
     if SUMS and not CAUSAL:  # keys after the end need a mask
         edges = tl.where(tile * BLOCK_N + BLOCK_N > keys, tl.cdiv(queries, BLOCK_M), 0)
     middle = begin + edges * BLOCK_M
-    wholes = tl.maximum(real_queries // BLOCK_M - middle // BLOCK_M, 0)
+    wholes = tl.maximum(queries // BLOCK_M - middle // BLOCK_M, 0)
     last = middle + wholes * BLOCK_M
     masked = edges + (last < queries).to(tl.int32)
     if IGNORES:
@@ -187,11 +186,11 @@ def differentiate_keys(
         wholes, masked = wholes * any_seen, masked * any_seen
     dk, dv = keys_tiles(
         dk, dv, k, v, Q, DOUT, ROWS, DQ, middle, 0, 0, wholes, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n, keys,
-        queries, real_queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
+        queries, score_scale, in_row, GROUP, CAUSAL, False, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     dk, dv = keys_tiles(
         dk, dv, k, v, Q, DOUT, ROWS, DQ, begin, edges, last, masked, q_head, q_step, dout_head, dout_step, rows_head, row_stride, n,
-        keys, queries, real_queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
+        keys, queries, score_scale, in_row, GROUP, CAUSAL, True, PADDED, DESCRIBED, SUMS, PRECISION, BLOCK_M, BLOCK_D,
     )  # fmt: skip
 
     if IGNORES:  # scores of ignored keys are no scores
@@ -199,13 +198,13 @@ def differentiate_keys(
     dk_step, dv_step = step_of(row_stride, dk_token, UNIT, WIDE), step_of(row_stride, dv_token, UNIT, WIDE)
     DK += (b * dk_batch + kv_head * dk_head + first * dk_token) * UNIT + begin_n * dk_step
     DV += (b * dv_batch + kv_head * dv_head + first * dv_token) * UNIT + begin_n * dv_step
-    store(row_pointers(DK, dk_step, BLOCK_N, BLOCK_D, WIDE), dk * scale, n < real_keys, in_row, ADDS)
-    store(row_pointers(DV, dv_step, BLOCK_N, BLOCK_D, WIDE), dv, n < real_keys, in_row, ADDS)
+    store(row_pointers(DK, dk_step, BLOCK_N, BLOCK_D, WIDE), dk * scale, n < keys, in_row, ADDS)
+    store(row_pointers(DV, dv_step, BLOCK_N, BLOCK_D, WIDE), dv, n < keys, in_row, ADDS)
 
 
 @triton.jit
 def queries_tiles(
-    dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+    dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +213,7 @@ def queries_tiles(
         for j in range(start, end, BLOCK_N):
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
-            seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+            there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
             if DESCRIBED:
                 k, v = load_described(K, 0, j, BLOCK_N, BLOCK_D), load_described(V, 0, j, BLOCK_N, BLOCK_D)
             else:
@@ -223,7 +222,7 @@ def queries_tiles(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             p = tl.exp2(scores * scale - lse[:, None])
             if MASKED:
-                seen = seen[None, :]
+                seen = there[None, :]
                 if CAUSAL:
                     seen = seen & (m[:, None] >= n[None, :])
                 p = tl.where(seen, p, 0.0)
@@ -238,8 +237,8 @@ def differentiate_queries(
     Q, K, V, DOUT, ROWS, IGNORED, TABLE, OWNERS, DQ,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, dout_batch, dout_token, dout_head,
     dq_batch, dq_token, dq_head, rows_batch, rows_head, ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
-    row_stride, queries, keys, real_queries, real_keys, zero_keys, score_scale, scale,
+    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
+    score_scale, scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -249,13 +248,12 @@ def differentiate_queries(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
-            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, _,
+            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
+            queries, keys, _,
         ) = own_piece(TABLE, OWNERS)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
-    b, kv_head, g, first, first_out = place(
-        program // tiles, GROUP, heads, offsets, segments,
-        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    b, kv_head, g, first = place(
+        program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
     h = kv_head * GROUP + g
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -264,17 +262,17 @@ def differentiate_queries(
     q_step, dout_step = step_of(row_stride, q_token, UNIT, WIDE), step_of(row_stride, dout_token, UNIT, WIDE)
     k_step, v_step = step_of(row_stride, k_token, UNIT, WIDE), step_of(row_stride, v_token, UNIT, WIDE)
     Q += (b * q_batch + h * q_head + first * q_token) * UNIT + begin * q_step
-    DOUT += (b * dout_batch + h * dout_head + first_out * dout_token) * UNIT + begin * dout_step
+    DOUT += (b * dout_batch + h * dout_head + first * dout_token) * UNIT + begin * dout_step
     K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
     V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
-    K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
-    V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+    K = rows_of(K, k_step, k_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+    V = rows_of(V, v_step, v_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
     ignored_step = row_stride * ignored_token
-    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < real_queries, in_row, True, PADDED)
+    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
     dout = load_rows(row_pointers(DOUT, dout_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
-    ROWS += 2 * (b * rows_batch + h * rows_head + first_out + m.to(tl.int64) * row_stride)
+    ROWS += 2 * (b * rows_batch + h * rows_head + first + m.to(tl.int64) * row_stride)
     lse = tl.load(ROWS, mask=m < queries, other=INFINITY)
     delta = tl.load(ROWS + 1, mask=m < queries, other=0.0)
 
@@ -282,20 +280,20 @@ def differentiate_queries(
     start = 0
     end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
     if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, end, keys, real_keys, SCANNED)
+        start, end = seen_range(IGNORED, ignored_step, end, keys, SCANNED)
         start = start // BLOCK_N * BLOCK_N
     else:
-        whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
+        whole = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
         dq = queries_tiles(
-            dq, q, dout, lse, delta, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+            dq, q, dout, lse, delta, K, V, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, score_scale, in_row,
             CAUSAL, False, False, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         start = whole
     dq = queries_tiles(
-        dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, score_scale, in_row,
+        dq, q, dout, lse, delta, K, V, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, score_scale, in_row,
         CAUSAL, True, IGNORES, PADDED, DESCRIBED, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     dq_step = step_of(row_stride, dq_token, UNIT, WIDE)
     DQ += (b * dq_batch + h * dq_head + first * dq_token) * UNIT + begin * dq_step
-    store(row_pointers(DQ, dq_step, BLOCK_M, BLOCK_D, WIDE), dq * scale, m < real_queries, in_row, ADDS)
+    store(row_pointers(DQ, dq_step, BLOCK_M, BLOCK_D, WIDE), dq * scale, m < queries, in_row, ADDS)

@@ -24,7 +24,7 @@ SCANNED = tl.constexpr(1024)  # columns of a key padding mask at once
 
 @triton.jit
 def attend_tiles(
-    top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+    top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, IGNORES: tl.constexpr, PADDED: tl.constexpr, DESCRIBED: tl.constexpr,
     HOST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -37,14 +37,14 @@ def attend_tiles(
         for j in range(start, end, BLOCK_N):
             n = j + tl.arange(0, BLOCK_N)
             at = tl.cast(j, tl.int64)
-            seen, there = load_seen(IGNORED, n, ignored_step, keys, real_keys, IGNORES)
+            there = load_seen(IGNORED, n, ignored_step, keys, IGNORES)
             if DESCRIBED:
                 k = load_described(K, lane, j, BLOCK_N, BLOCK_D, HOST)
             else:
                 k = load_rows(K + at * k_step, there, in_row, MASKED, PADDED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if MASKED:
-                seen = seen[None, :]
+                seen = there[None, :]
                 if CAUSAL:
                     seen = seen & (m[:, None] >= n[None, :])
                 scores = tl.where(seen, scores * scale, -INFINITY)
@@ -95,8 +95,8 @@ def attend(
     Q, K, V, OUT, LSE, IGNORED, ROWS, OWN, TABLE, OWNERS,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     lse_batch, lse_head, ignored_batch, ignored_token,
-    tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
-    row_stride, queries, keys, real_queries, real_keys, zero_keys, scale,
+    tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride, queries, keys, zero_keys,
+    scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, IGNORES: tl.constexpr, END: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, TABLED: tl.constexpr, DESCRIBED: tl.constexpr, HOST: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -112,13 +112,12 @@ def attend(
     program = tl.program_id(0)
     if TABLED:
         (
-            program, tiles, heads, offsets, segments, token, segment_stride, first_out, out_segment_stride,
-            head, offset_head_step, head_step, row_stride, queries, keys, real_queries, real_keys, zero_keys,
+            program, tiles, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step, row_stride,
+            queries, keys, zero_keys,
         ) = own_piece(TABLE, OWNERS)  # fmt: skip
     tile = tiles - 1 - program % tiles  # where causal, the long ones first
-    b, kv_head, g, first, first_out = place(
-        program // tiles, GROUP, heads, offsets, segments,
-        token, segment_stride, first_out, out_segment_stride, head, offset_head_step, head_step,
+    b, kv_head, g, first = place(
+        program // tiles, GROUP, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step
     )  # fmt: skip
     h = kv_head * GROUP + g
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -132,12 +131,12 @@ def attend(
     if not HOST:
         K += (b * k_batch + kv_head * k_head + first * k_token) * UNIT
         V += (b * v_batch + kv_head * v_head + first * v_token) * UNIT
-        K = rows_of(K, k_step, k_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
-        V = rows_of(V, v_step, v_step, real_keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+        K = rows_of(K, k_step, k_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
+        V = rows_of(V, v_step, v_step, keys, 1, D, BLOCK_N, BLOCK_D, WIDE, DESCRIBED)
     if IGNORES:
         IGNORED += b * ignored_batch + first * ignored_token
     ignored_step = row_stride * ignored_token
-    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < real_queries, in_row, True, PADDED)
+    q = load_rows(row_pointers(Q, q_step, BLOCK_M, BLOCK_D, WIDE), m < queries, in_row, True, PADDED)
 
     # Zero keys have logit 0 and value 0.
     top = tl.where(m * 0 + zero_keys > 0, 0.0, -INFINITY)
@@ -146,17 +145,17 @@ def attend(
     start = 0
     end = tl.minimum(tile * BLOCK_M + BLOCK_M, keys) if CAUSAL else keys
     if IGNORES:
-        start, end = seen_range(IGNORED, ignored_step, end, keys, real_keys, SCANNED)
+        start, end = seen_range(IGNORED, ignored_step, end, keys, SCANNED)
         start = start // BLOCK_N * BLOCK_N
     else:  # tiles that every query sees whole, before those that take a mask
-        whole = (tl.minimum(tile * BLOCK_M, real_keys) if CAUSAL else real_keys) // BLOCK_N * BLOCK_N
+        whole = (tl.minimum(tile * BLOCK_M, keys) if CAUSAL else keys) // BLOCK_N * BLOCK_N
         top, total, acc = attend_tiles(
-            top, total, acc, q, K, V, lane, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+            top, total, acc, q, K, V, lane, IGNORED, 0, whole, k_step, v_step, ignored_step, m, keys, scale, in_row,
             CAUSAL, False, False, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         start = whole
     top, total, acc = attend_tiles(
-        top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, real_keys, scale, in_row,
+        top, total, acc, q, K, V, lane, IGNORED, start, end, k_step, v_step, ignored_step, m, keys, scale, in_row,
         CAUSAL, True, IGNORES, PADDED, DESCRIBED, HOST, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
@@ -165,9 +164,9 @@ def attend(
     acc = acc * (1.0 / total)[:, None]
     lse = tl.where(reached, (top + tl.log2(total)) * LN2, -INFINITY)
     out_step = step_of(row_stride, out_token, UNIT, WIDE)
-    OUT += (b * out_batch + h * out_head + first_out * out_token) * UNIT + begin * out_step
+    OUT += (b * out_batch + h * out_head + first * out_token) * UNIT + begin * out_step
     OUT = row_pointers(OUT, out_step, BLOCK_M, BLOCK_D, WIDE)
-    at = b * lse_batch + h * lse_head + first_out + m.to(tl.int64) * row_stride
+    at = b * lse_batch + h * lse_head + first + m.to(tl.int64) * row_stride
     stored = m < queries
     if END == "merge":
         merge(OUT, LSE + at, acc, lse, stored, in_row)

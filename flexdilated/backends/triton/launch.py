@@ -103,7 +103,7 @@ def backward(
         _run(planned[each * number], given, into, (score_scale, options.scale), q)
         if sums is None:
             _run(planned[each * number + 1], given, (dq,), (score_scale, options.scale * factor), q)
-    if sums is not None and pieces and pieces[0].tiles:
+    if sums is not None and pieces and pieces[0].covers:
         torch.mul(sums, options.scale * factor, out=dq)
     elif sums is not None:
         dq.add_(sums, alpha=options.scale * factor)
@@ -145,7 +145,21 @@ def dense_backward(
 
 def _whole(q: Tensor, k: Tensor) -> tuple[Piece]:
     """All queries `(B, M, H, D)` against all keys `(B, N, Hkv, D)`."""
-    one = Piece(0, 1, 0, 1, 0, 0, k.shape[2], 1, k.shape[1], 1, 0, 0, q.shape[1], False, 0, True, 0)
+    one = Piece(
+        token=0,
+        segments=1,
+        segment_stride=0,
+        offsets=1,
+        offset_head_step=0,
+        head=0,
+        heads=k.shape[2],
+        head_step=1,
+        rows=k.shape[1],
+        row_stride=1,
+        zero_keys=0,
+        covers=True,
+        branch=0,
+    )
     return (one,)
 
 
@@ -172,10 +186,11 @@ def _plan_attend(pieces: tuple[Piece, ...], options: Options, tensors: tuple[Ten
     for group in groups(pieces, q.device):
         asked = HOSTS and group.each is group.one and _may_describe(options, k, v) and all(_may_host(x, group.one) for x in (k, v))
         tiles = _tiles(attend, q, group.one, options, (k, v), q.shape[2] // k.shape[2], asked)
-        count = -(-group.each.out_rows // tiles.queries)
+        queries = _queries(group.each, q, k)
+        count = -(-queries // tiles.queries)
         constants = _constants(*tensors, group=group, options=options, tiles=tiles)
-        constants |= {"END": end or ("write" if group.one.tiles else "merge"), "HOST": tiles.host}
-        found = _over(attend, group.each, count, _lanes(group.each, q, k), strides, constants, tiles)
+        constants |= {"END": end or ("write" if group.one.covers else "merge"), "HOST": tiles.host}
+        found = _over(attend, group.each, queries, count, _lanes(group.each, q, k), strides, constants, tiles)
         yield found._replace(hosted=group.one) if tiles.host else found
 
 
@@ -198,16 +213,17 @@ def _plan_differentiate(pieces: tuple[Piece, ...], options: Options, tensors: tu
     rows, mask = (q.shape[2] * dout.shape[1], dout.shape[1]), _mask_strides(options)
     for group in groups(pieces, q.device):
         piece = group.each
+        queries = _queries(piece, q, k)
         for kernel, loaded, into, length, lanes in (
-            (differentiate_keys, (q, dout), (dk, dv, dq), piece.rows - piece.zero_row, _lanes(piece, k, k)),
-            (differentiate_queries, (k, v), (dq,), piece.out_rows, _lanes(piece, q, k)),
+            (differentiate_keys, (q, dout), (dk, dv, dq), piece.rows, _lanes(piece, k, k)),
+            (differentiate_queries, (k, v), (dq,), queries, _lanes(piece, q, k)),
         )[: 1 if sums else 2]:
             tiles = _tiles(kernel, q, group.one, options, loaded, q.shape[2] // k.shape[2], sums)
             count = -(-length // (tiles.keys if kernel is differentiate_keys else tiles.queries))
             strides = (*_strides(q, k, v, dout, *into), *rows, *mask)
             constants = _constants(q, k, v, dout, *into, group=group, options=options, tiles=tiles)
-            constants |= {"ADDS": not group.one.tiles, **({"SUMS": sums} if kernel is differentiate_keys else {})}
-            yield _over(kernel, piece, count, lanes, strides, constants, tiles)
+            constants |= {"ADDS": not group.one.covers, **({"SUMS": sums} if kernel is differentiate_keys else {})}
+            yield _over(kernel, piece, queries, count, lanes, strides, constants, tiles)
 
 
 def _run(
@@ -274,14 +290,14 @@ def _may_describe(options: Options, *loaded: Tensor) -> bool:
 def _may_host(x: Tensor, piece: Piece) -> bool:
     """Whether one descriptor covers the keys or values of a piece: a single stride leads over sequences and segments."""
     is_even = x.shape[0] == 1 or piece.segments == 1 or x.stride(0) == piece.segments * piece.segment_stride * x.stride(1)
-    return piece.rows > piece.zero_row and (x.shape[0] == 1 or x.stride(0) > 0) and is_even
+    return (x.shape[0] == 1 or x.stride(0) > 0) and is_even
 
 
 def _described_by_host(x: Tensor, piece: Piece, tiles: Tiles) -> TensorDescriptor:
     """The keys or values of a piece as `(batch x segment, offset, head, row, element)`: hardware takes five dims."""
     batch, token, head = x.stride()[:3]
     segment = piece.segment_stride * token if piece.segments > 1 else batch
-    sizes = (x.shape[0] * piece.segments, piece.offsets, piece.heads, piece.rows - piece.zero_row, x.shape[3])
+    sizes = (x.shape[0] * piece.segments, piece.offsets, piece.heads, piece.rows, x.shape[3])
     steps = (segment, token + piece.offset_head_step * head, piece.head_step * head, piece.row_stride * token, 1)
     strides = [step if size > 1 else x.shape[3] for step, size in zip(steps, sizes)]  # a single one needs an aligned step, too
     block = [1, 1, 1, tiles.keys, padded(x.shape[3])]
@@ -297,17 +313,22 @@ def _lanes(piece: Piece, x: Tensor, k: Tensor) -> int:
     return x.shape[0] * piece.segments * piece.offsets * piece.heads * (x.shape[2] // k.shape[2])
 
 
+def _queries(piece: Piece, q: Tensor, k: Tensor) -> int:
+    """The queries of each softmax of a piece: its rows, but in a dense box as many as there are."""
+    return piece.rows if q.shape[1] == k.shape[1] else q.shape[1]
+
+
 def _over(
-    kernel: Any, piece: Piece, tiles: int, lanes: int, strides: tuple[int, ...], constants: dict[str, Any], of: Tiles
+    kernel: Any, piece: Piece, queries: int, tiles: int, lanes: int, strides: tuple[int, ...], constants: dict[str, Any], of: Tiles
 ) -> Launch:
     """The launch over a piece, or by a table over many: of a piece of arrays, `_numbers` are columns of that table."""
-    numbers, programs = _numbers(piece, tiles), tiles * lanes
+    numbers, programs = _numbers(piece, queries, tiles), tiles * lanes
     if isinstance(programs, int):
         return Launch(kernel, programs, None, (*strides, *numbers), constants, of)
     return Launch(kernel, int(programs.sum()), (numbers, programs), (*strides, *(0,) * len(numbers)), constants, of)
 
 
-def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
+def _numbers(piece: Piece, queries: int, tiles: int) -> tuple[int, ...]:
     """The integers `PIECE`."""
     return (
         tiles,
@@ -316,16 +337,12 @@ def _numbers(piece: Piece, tiles: int) -> tuple[int, ...]:
         piece.segments,
         piece.token,
         piece.segment_stride,
-        piece.out_token,
-        piece.out_segment_stride,
         piece.head,
         piece.offset_head_step,
         piece.head_step,
         piece.row_stride,
-        piece.out_rows,
+        queries,
         piece.rows,
-        piece.out_rows - piece.zero_row * (piece.out_rows == piece.rows),
-        piece.rows - piece.zero_row,
         piece.zero_keys,
     )
 

@@ -5,8 +5,8 @@ import triton.language as tl
 
 # What a launch says of its piece. Like strides, these integers never choose another compilation.
 PIECE = (
-    "tiles", "heads", "offsets", "segments", "token", "segment_stride", "first_out", "out_segment_stride",
-    "head", "offset_head_step", "head_step", "row_stride", "queries", "keys", "real_queries", "real_keys", "zero_keys",
+    "tiles", "heads", "offsets", "segments", "token", "segment_stride", "head", "offset_head_step", "head_step", "row_stride",
+    "queries", "keys", "zero_keys",
 )  # fmt: skip
 # A row of a table of pieces: these, the first of the programs that compute the piece, and how many do.
 COLUMNS = tl.constexpr(len(PIECE) + 2)
@@ -18,11 +18,8 @@ def strides(*tensors: str) -> tuple[str, ...]:
 
 
 @triton.jit
-def place(
-    lane, group, heads, offsets, segments,
-    token, segment_stride, out_token, out_segment_stride, head, offset_head_step, head_step,
-):  # fmt: skip
-    """One lane of a piece: `(sequence, key/value head, query head of it, first token, first output token)`, in 64 bits.
+def place(lane, group, heads, offsets, segments, token, segment_stride, head, offset_head_step, head_step):
+    """One lane of a piece: `(sequence, key/value head, query head of it, first token)`, in 64 bits.
 
     Lanes that read the same keys are neighbours: they find them in the cache.
     """
@@ -35,7 +32,7 @@ def place(
     s = (lane % segments).to(tl.int64)
     b = (lane // segments).to(tl.int64)
     kv_head = (head + c * offset_head_step + j * head_step).to(tl.int64)
-    return b, kv_head, g.to(tl.int64), token + s * segment_stride + c, out_token + s * out_segment_stride + c
+    return b, kv_head, g.to(tl.int64), token + s * segment_stride + c
 
 
 @triton.jit
@@ -52,9 +49,8 @@ def own_piece(TABLE, OWNERS):
     return (
         program - narrow(row, COLUMNS - 2),
         narrow(row, 0), narrow(row, 1), narrow(row, 2), narrow(row, 3),
-        tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7),
-        narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11),
-        narrow(row, 12), narrow(row, 13), narrow(row, 14), narrow(row, 15), narrow(row, 16),
+        tl.load(row + 4), tl.load(row + 5),
+        narrow(row, 6), narrow(row, 7), narrow(row, 8), narrow(row, 9), narrow(row, 10), narrow(row, 11), narrow(row, 12),
     )  # fmt: skip
 
 
@@ -113,22 +109,22 @@ def load_described(rows, lane, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def load_seen(IGNORED, n, step, keys, real_keys, IGNORES: tl.constexpr):
-    """Which of the keys `n` may be seen, and which are rows of a tensor; rows after the end are never ignored keys."""
+def load_seen(IGNORED, n, step, keys, IGNORES: tl.constexpr):
+    """Which of the keys `n` may be seen."""
     seen = n < keys
     if IGNORES:
-        seen = seen & (tl.load(IGNORED + n.to(tl.int64) * step, mask=n < real_keys, other=0) == 0)
-    return seen, seen & (n < real_keys)
+        seen = seen & (tl.load(IGNORED + n.to(tl.int64) * step, mask=seen, other=0) == 0)
+    return seen
 
 
 @triton.jit
-def seen_range(IGNORED, step, end, keys, real_keys, BLOCK: tl.constexpr):
+def seen_range(IGNORED, step, end, keys, BLOCK: tl.constexpr):
     """The first key that is not ignored and the last but one, of those before `end`: padding at either side is not computed."""
     first = end
     last = 0
     for start in range(0, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        seen, _ = load_seen(IGNORED, n, step, tl.minimum(keys, end), real_keys, True)
+        seen = load_seen(IGNORED, n, step, tl.minimum(keys, end), True)
         first = tl.minimum(first, tl.min(tl.where(seen, n, end)))
         last = tl.maximum(last, tl.max(tl.where(seen, n + 1, 0)))
     return first, last

@@ -53,20 +53,17 @@ def pairs_by_rows(cut: CutSegments) -> Integers:
     pairs = np.zeros(cut.num_ranks, np.int64)
     for branch, (rate, heads) in enumerate(cut.kept):
         w = np.minimum(cut.lengths[branch], num_tokens)
-        stride = cut.stride_of_outputs(w, rate)
         for offset, same in Counter(offset for _, offset in heads).items():
-            before = (_pairs_before(cut, position, num_tokens, w, stride, rate, offset) for position in (begin, end))
+            before = (_pairs_before(cut, position, num_tokens, w, rate, offset) for position in (begin, end))
             np.add.at(pairs, ranks, -same * count * np.subtract(*before))
     return pairs
 
 
-def _pairs_before(
-    cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, stride: Integers, rate: int, offset: int
-) -> Integers:
-    """The pairs of one head whose outputs are before a position of a document, whose outputs of segments are `stride` apart."""
-    whole: Integers = position // stride
+def _pairs_before(cut: CutSegments, position: Integers, num_tokens: Integers, w: Integers, rate: int, offset: int) -> Integers:
+    """The pairs of one head whose queries are before a position of a document."""
+    whole: Integers = position // w
     rows, last = (kept_below(size, rate, offset) for size in (w, np.clip(num_tokens - whole * w, 0, w)))
-    asked = np.minimum(kept_below(position - whole * stride, rate, offset), last)
+    asked = np.minimum(kept_below(position - whole * w, rate, offset), last)
     found: Integers = whole * _scored(rows, 0, rows, cut) + _scored(last, 0, asked, cut)
     return found
 
@@ -87,8 +84,8 @@ def pairs_of_parts(cut: CutSegments, parts: HeadParts) -> Integers:
 def own_parts(cut: CutSegments, segments: Integers) -> HeadParts:
     """The parts of some cut segments, numbered over all branches, if each rank computes its own outputs."""
     at = cut.all_segments.where(segments)
-    which, rank = expanded(at.first_owner, at.last_owner - at.first_owner + 1)
-    low, high = cut.held(at.out_token[which], at.outputs[which], rank)
+    which, rank = expanded(at.first_rank, at.last_rank - at.first_rank + 1)
+    low, high = cut.held(at.token[which], at.size[which], rank)
     places = cut.num_kept[at.branch[which]]
     parts = HeadParts(segments[which], np.zeros_like(which), places, rank, low, high)
     return parts.where((low < high) & (places > 0))
@@ -103,9 +100,9 @@ def heads_exchange_pays_off(cut: CutSegments) -> Booleans:
     at = cut.all_segments
     pays = np.zeros(len(at.token), bool)
     # In other segments no rank lacks a token, or no head asks for one.
-    chosen = np.flatnonzero((at.first_source < at.last_source) & (cut.num_kept > 0)[at.branch])
+    chosen = np.flatnonzero((at.first_rank < at.last_rank) & (cut.num_kept > 0)[at.branch])
     first, size = at.token[chosen], at.size[chosen]
-    which, rank = expanded(at.first_source[chosen], (at.last_source - at.first_source + 1)[chosen])
+    which, rank = expanded(at.first_rank[chosen], (at.last_rank - at.first_rank + 1)[chosen])
     low, high = cut.held(first[which], size[which], rank)
     by_rows, squares = np.zeros_like(size), np.zeros(len(size))
     # Ranks with queries need the tokens of other ranks, or, if causal, of earlier ranks.
@@ -126,7 +123,7 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
     """
     at, segments = cut.all_segments, np.flatnonzero(assigned)
     pairs = (pairs_by_rows(cut) - pairs_of_parts(cut, own_parts(cut, segments))).tolist()
-    which, ranks = expanded(at.first_source[segments], (at.last_source - at.first_source + 1)[segments])
+    which, ranks = expanded(at.first_rank[segments], (at.last_rank - at.first_rank + 1)[segments])
     low, high = cut.held(at.token[segments[which]], at.size[segments[which]], ranks)
     some = low < high
     ranks, tokens = ranks[some].tolist(), (high - low)[some].tolist()
@@ -146,24 +143,22 @@ def _parts_of_segment(
     """The parts of one segment, of which `ranks` hold `tokens`; its pairs are added to `pairs`, those that each rank has."""
     at = cut.all_segments
     rate, heads = cut.kept[int(at.branch[segment])]
-    size, outputs = int(at.size[segment]), int(at.outputs[segment])
-    rows, asked = -(-size // rate), -(-min(size, outputs) // rate)  # of the first offset; others keep as many or one less
-    if not asked:
-        return
+    size = int(at.size[segment])
+    rows = -(-size // rate)  # of the first offset; others keep as many or one less
 
     def pairs_of(first: int, end: int) -> int:
         return int(_scored(rows, first, end, cut))
 
-    shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, asked) * len(heads))
-    ends = _ends(np.array(shares), len(heads), asked, is_causal=cut.is_causal)
+    shares = _shares([pairs[rank] for rank in ranks], tokens, pairs_of(0, rows) * len(heads))
+    ends = _ends(np.array(shares), len(heads), rows, is_causal=cut.is_causal)
     for rank, begin, end in zip(ranks, [0, *ends], ends):
         while begin < end:
-            place, first = divmod(begin, asked)
-            places = 1 if first else max(1, (end - begin) // asked)
-            last = min(asked, end - place * asked)
+            place, first = divmod(begin, rows)
+            places = 1 if first else max(1, (end - begin) // rows)
+            last = min(rows, end - place * rows)
             pairs[rank] += places * pairs_of(first, last)
-            yield segment, place, places, rank, first * rate, outputs if last == asked else last * rate
-            begin = (place + places - 1) * asked + last
+            yield segment, place, places, rank, first * rate, size if last == rows else last * rate
+            begin = (place + places - 1) * rows + last
 
 
 def _shares(pairs: Sequence[int], tokens: Sequence[int], total: int) -> list[int]:

@@ -13,12 +13,13 @@ import numpy as np
 from flexdilated.core.bounded_cache import recent
 from flexdilated.core.call import EXCHANGES as ASKED
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pieces import refuse_shifts
 from flexdilated.distributed.planner.load_balance import HeadParts, assign_heads, heads_exchange_pays_off, own_parts
 from flexdilated.distributed.planner.segments import Booleans, CutSegments, Integers, expanded
 
 EXCHANGES = tuple(name for name in ASKED if name != "auto")  # in the order of preference where times are equal
 SPANS = 1 << 18  # at most about so many spans are made together
-KINDS = ("kv", "q", "out")  # keys with values, queries, outputs with their lse
+KINDS = ("kv", "q")  # keys with values, queries; outputs with their lse go back as their queries came
 
 
 class Spans(NamedTuple):
@@ -90,18 +91,14 @@ class ContextPlan(CutSegments):
         """
         everyone = range(self.num_ranks)
         receivers, senders = (everyone if ranks is None else ranks for ranks in (receivers, senders))
-        executors, holders = (senders, receivers) if kind == "out" else (receivers, senders)
         parts = self.parts(exchange)
-        parts = parts.where((executors.start <= parts.executor) & (parts.executor < executors.stop))
+        parts = parts.where((receivers.start <= parts.executor) & (parts.executor < receivers.stop))
         at, low, high = self.all_segments.where(parts.segment), parts.low, parts.high
-        token = at.out_token if kind == "out" else at.token
-        if kind == "q":
-            high = np.minimum(high, at.size)
-        elif kind == "kv":
-            low, high = np.zeros_like(low), np.minimum(high, at.size) if self.is_causal else at.size
-        first, end = token + low, token + high
-        holder = np.maximum(self.rank_of(first), holders.start)
-        last = np.minimum(self.rank_of(end - 1), holders.stop - 1)
+        if kind == "kv":
+            low, high = np.zeros_like(low), high if self.is_causal else at.size
+        first, end = at.token + low, at.token + high
+        holder = np.maximum(self.rank_of(first), senders.start)
+        last = np.minimum(self.rank_of(end - 1), senders.stop - 1)
         of, rank = expanded(holder, np.maximum(0, last - holder + 1))
         first, end = np.maximum(first[of], self.limits[rank]), np.minimum(end[of], self.limits[rank + 1])
         some = np.flatnonzero((first < end) & (rank != parts.executor[of]))
@@ -109,12 +106,12 @@ class ContextPlan(CutSegments):
         branch, asked = at.branch[of], (parts.high - parts.low)[of]
         return Spans(
             branch=branch,
-            receiver=rank if kind == "out" else executor,
-            sender=executor if kind == "out" else rank,
+            receiver=executor,
+            sender=rank,
             first=first[some],
             end=end[some],
-            origin=token[of],
-            # Fewer outputs than the rate ask for nothing of other offsets.
+            origin=at.token[of],
+            # Fewer queries than the rate ask for nothing of other offsets.
             residue=parts.low[of] % self.rates[branch],
             residues=np.minimum(asked, self.rates[branch]),
             place=parts.place[of],
@@ -172,7 +169,9 @@ def context_plan(
 
     Raises:
         ValueError: If the pattern has more groups of heads than the model has heads, or its numbers do not fit 64 bits.
+        NotImplementedError: If torchscale's positions are shifted.
     """
+    refuse_shifts(pattern, documents, "over ranks")
     pattern.check_heads(num_heads)
     branches, widest = len(pattern.branches), max(pattern.dilation_rates)
     # One number names a branch with a residue, or with a document and a token.

@@ -59,14 +59,12 @@ def bounds(plan: ContextPlan, exchange: str) -> Counts:
 
 @recent(size=lambda found, plan, *options: plan.nbytes * 2 * len(KINDS))
 def _counts(plan: ContextPlan, exchange: str, rows_of: Callable[[ContextPlan, str, str], Integers]) -> Counts:
-    found: Counts = {}
-    for kind in KINDS:
-        if kind == "out" and not plan.moves:  # outputs go back as their queries came
-            found[kind] = found["q"].reversed()
-            continue
-        rows = rows_of(plan, exchange, kind)
-        found[kind] = RowCounts(rows.sum(1), rows.sum(0), rows.max(1), rows.max(0), int(np.count_nonzero(rows)))
-    return found
+    tables = {kind: rows_of(plan, exchange, kind) for kind in KINDS}
+    counts = {
+        kind: RowCounts(rows.sum(1), rows.sum(0), rows.max(1), rows.max(0), int(np.count_nonzero(rows)))
+        for kind, rows in tables.items()
+    }
+    return {**counts, "out": counts["q"].reversed()}
 
 
 def _listed_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
@@ -93,7 +91,7 @@ def _most_rows(plan: ContextPlan, exchange: str, kind: str) -> Integers:
         rows[receivers.start : receivers.stop] = np.bincount(pairs, most, len(receivers) * ranks).reshape(-1, ranks)
     # A message holds no row twice.
     held = np.array(plan.shard_lengths, np.int64) * len(plan.within)
-    return np.minimum(rows, held[:, None] if kind == "out" else held)
+    return np.minimum(rows, held)
 
 
 def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
@@ -105,6 +103,5 @@ def counts(plan: ContextPlan, exchange: str, most: int) -> tuple[Counts, bool]:
         most: The work of listing all ranks, in rows, up to which they are listed.
     """
     found = bounds(plan, exchange)
-    some = [found[kind] for kind in (KINDS if plan.moves else KINDS[:2])]
-    work = 2 * sum(int(rows.received.sum()) + MESSAGE * (plan.num_ranks + rows.messages) for rows in some)
+    work = 2 * sum(int(found[kind].received.sum()) + MESSAGE * (plan.num_ranks + found[kind].messages) for kind in KINDS)
     return (listed(plan, exchange), True) if work <= most else (found, False)

@@ -1,8 +1,8 @@
 """Segments that the shards of a sequence cut, in integers, and the rows that heads keep of them.
 
-The sequence is cut in contiguous shards. A segment that lies inside one shard, with its outputs, is computed there. This file
-describes the *cut* segments alone. The tokens of a segment, and its outputs, are numbered `0, 1, ...` as slots. Each rank holds an
-interval of slots, and a head keeps the slots of its offset modulo the rate.
+The sequence is cut in contiguous shards. A segment that lies inside one shard is computed there. This file describes the *cut*
+segments alone. The tokens of a segment are numbered `0, 1, ...` as slots. Each rank holds an interval of slots, and a head keeps
+the slots of its offset modulo the rate.
 """
 
 from __future__ import annotations
@@ -31,24 +31,15 @@ class BranchHeads(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Cut segments, branch by branch and ascending: arrays over segments.
+    """Cut segments, branch by branch and ascending: one array entry per segment."""
 
-    Slot `j < size` is token `token + j`, and its output belongs to token `out_token + j`, for `j < outputs`. Slots from `size` on
-    are queries of zeros, where `outputs` is larger than `size`. Of `padded` slots of keys, those from `slots` on hold zeros.
-    """
-
-    branch: Integers
-    document_tokens: Integers
-    token: Integers
-    out_token: Integers
-    size: Integers
-    slots: Integers
-    outputs: Integers
-    padded: Integers
-    first_source: Integers  # ranks that hold tokens
-    last_source: Integers
-    first_owner: Integers  # ranks that hold outputs; without outputs the last is before the first
-    last_owner: Integers
+    branch: Integers  # number of the branch
+    document_tokens: Integers  # tokens of the document
+    token: Integers  # of slot 0, in the whole sequence
+    size: Integers  # tokens of the segment
+    padded: Integers  # slots of keys; those from `size` on are torchscale's zero keys
+    first_rank: Integers  # the ranks that hold its tokens
+    last_rank: Integers
 
     def where(self, chosen: Integers | slice) -> Segments:
         return Segments(*(x[chosen] for x in self))
@@ -122,10 +113,6 @@ class CutSegments:
         parts, count = np.unique(np.stack([rank, begin, end, of[1]]), axis=1, return_counts=True)
         return (*parts, count)
 
-    def stride_of_outputs(self, length: Any, rate: Any) -> Any:
-        """The distance between the outputs of neighbouring segments of a length: numbers, or arrays of them."""
-        return length + -length % rate if self.pattern.zero_padding else length
-
     def rank_of(self, tokens: Integers) -> Integers:
         """The ranks that hold tokens."""
         return np.searchsorted(self.limits, tokens, side="right") - 1
@@ -143,32 +130,16 @@ class CutSegments:
         document, number = expanded(low, high - low)
         border = inner[number] - start[document]
         w = np.minimum(self.lengths[:, None], num_tokens)  # (branches, documents)
-        out = self.stride_of_outputs(w, self.rates[:, None])
-        # Cut by a border: segments that begin before it and whose tokens or outputs end after it.
-        first, last = border // out[:, document], -(-border // w[:, document])  # (branches, borders)
+        # Cut by a border: segments that begin before it and end after it.
+        first, last = border // w[:, document], -(-border // w[:, document])  # (branches, borders)
         # Several borders may cut one segment.
         first[:, 1:] = np.where(document[1:] == document[:-1], np.maximum(first[:, 1:], last[:, :-1]), first[:, 1:])
         which, index = expanded(first.reshape(-1), np.maximum(0, last - first).reshape(-1))
         branch, document = which // max(1, len(document)), np.tile(document, len(w))[which]
-        w, out, start, num_tokens = w[branch, document], out[branch, document], start[document], num_tokens[document]
-        whole = (index + 1) * w <= num_tokens
-        token, out_token = start + index * w, start + index * out
-        size = np.where(whole, w, num_tokens - index * w)
-        # As in core/pieces.py: only a shifted output can show the padding row of a whole segment.
-        slots = np.where((out != w) & (num_tokens > w) & whole, out, size)
-        outputs = np.clip(start + num_tokens - out_token, 0, slots)
-        sources = self.rank_of(token), self.rank_of(token + size - 1)
-        first_owner = self.rank_of(out_token)
-        last_owner = np.where(outputs > 0, self.rank_of(out_token + outputs - 1), first_owner - 1)
-        padded = out if self.pattern.zero_padding and not self.is_causal else slots
-        sizes = size, slots, outputs, padded
-        return Segments(branch, num_tokens, token, out_token, *sizes, *sources, first_owner, last_owner)
-
-    @cached_property
-    def moves(self) -> bool:
-        """Whether an output of a cut segment belongs to another token than its query, or to none."""
-        at = self.all_segments
-        return bool(((at.out_token != at.token) | (at.outputs != at.size)).any())
+        w, start, num_tokens = w[branch, document], start[document], num_tokens[document]
+        token, size = start + index * w, np.minimum(w, num_tokens - index * w)
+        padded = w + -w % self.rates[branch] if self.pattern.zero_padding and not self.is_causal else size
+        return Segments(branch, num_tokens, token, size, padded, self.rank_of(token), self.rank_of(token + size - 1))
 
     @cached_property
     def kept(self) -> tuple[BranchHeads, ...]:
@@ -189,18 +160,16 @@ class CutSegments:
         return np.array([len(each.heads) for each in self.kept], np.int64)
 
 
-def inside(begin: Any, end: Any, num_tokens: Any, w: Any, out: Any) -> tuple[Any, Any]:
-    """The segments `first ... end` of a document that lie, with their outputs, between two positions in it.
+def inside(begin: Any, end: Any, num_tokens: Any, w: Any) -> tuple[Any, Any]:
+    """The segments `first ... end` of a document that lie between two positions in it.
 
     Args:
         begin, end: Positions in the document.
         num_tokens: Tokens of the document.
         w: Segment length.
-        out: Distance between the outputs of neighbouring segments, at least `w`.
     """
-    # Sources begin no later than outputs, and outputs end no earlier, except at the end of the document.
     first, last = np.maximum(0, -(-begin // w)), -(-num_tokens // w)
-    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // out)), last)
+    stop = np.minimum(np.where(num_tokens <= end, last, np.maximum(0, end // w)), last)
     return first, np.maximum(first, stop)
 
 

@@ -18,26 +18,22 @@ NOBODY: Integers = np.empty(0, np.int64)
 class Task(NamedTuple):
     """Attention of some rows of one cut segment, on one rank: lanes of equal shape, one for each key/value head.
 
-    Rows are the kept slots of `Segments`, numbered from 0. Number `rows` is the query of zeros, if there is one.
+    Rows are the kept slots of `Segments`, numbered from 0.
     """
 
-    branch: int
-    stride: int
-    rows: int
-    zero_row: bool
-    zero_keys: int
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    sources: tuple[tuple[int, int, int], ...]  # (rank, first row, end), ascending, of all rows
-    owners: tuple[tuple[int, int, int], ...]  # (rank, first row, end) of the outputs, ascending
+    branch: int  # number of the branch
+    stride: int  # tokens from a row to the next: the rate
+    zero_keys: int  # torchscale's, which take part in every softmax
+    queries: tuple[int, int]  # first row, end
+    keys: tuple[int, int]  # first row, end
+    sources: tuple[tuple[int, int, int], ...]  # (rank, first row, end), ascending, of all rows of the segment
     heads: Integers = NOBODY  # (lanes,), of the tensors held here
     tokens: Integers = NOBODY  # (lanes,), of row 0 in the whole sequence
-    out_tokens: Integers = NOBODY  # (lanes,), of the output of row 0
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """Everything that is equal in all lanes."""
-        return self[:-3]
+        return self[:-2]
 
 
 def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
@@ -55,44 +51,31 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
             heads.setdefault(offset, []).append(head)
         for offset, task in zip(heads, _tasks_of_part(plan, here, np.array([*heads]), low, high)):
             if task is not None:
-                lanes = ((head, int(here.token) + offset, int(here.out_token) + offset) for head in heads[offset])
+                lanes = ((head, int(here.token) + offset) for head in heads[offset])
                 found.setdefault(task.shape, []).extend(lanes)
     return tuple(Task(*shape, *np.array(lanes, np.int64).T) for shape, lanes in found.items())
 
 
 def _tasks_of_part(plan: ContextPlan, at: Segments, offsets: Integers, low: int, high: int) -> Iterator[Task | None]:
-    """For heads of each offset, the task without lanes of the outputs `low ... high` of a segment; None without outputs."""
-    rate, offset = plan.kept[int(at.branch)].rate, offsets[:, None]
-    rows, slots, padded = (kept_below(size, rate, offsets).tolist() for size in (at.size, at.slots, at.padded))
-    sources = _rows_of_ranks(plan, at.first_source, at.last_source, at.token, (0, at.size), rate, offset)
-    first, last = plan.rank_of(at.out_token + np.array([low, high - 1]))
-    owners = _rows_of_ranks(plan, first, last, at.out_token, (low, high), rate, offset)
-    for i, (of_source, of_owner) in enumerate(zip(sources, owners)):
-        if not of_owner:
+    """For heads of each offset, the task without lanes of the queries `low ... high` of a segment; None without queries."""
+    rate = plan.kept[int(at.branch)].rate
+    limits = (at.size, at.padded, low, high)
+    rows, padded, first, end = (kept_below(slots, rate, offsets).tolist() for slots in limits)
+    ranks = range(int(at.first_rank), int(at.last_rank) + 1)
+    held = np.clip(plan.limits[ranks.start : ranks.stop + 1] - at.token, 0, at.size)
+    borders = kept_below(held, rate, offsets[:, None]).tolist()  # (offsets, ranks + 1)
+    for i, border in enumerate(borders):
+        if first[i] == end[i]:
             yield None
             continue
-        queries = (of_owner[0][1], of_owner[-1][2])
         yield Task(
             branch=int(at.branch),
             stride=rate,
-            rows=rows[i],
-            zero_row=slots[i] > rows[i],
-            zero_keys=padded[i] - slots[i],
-            queries=queries,
-            keys=(0, min(queries[1], rows[i]) if plan.is_causal else rows[i]),
-            sources=of_source,
-            owners=of_owner,
+            zero_keys=padded[i] - rows[i],
+            queries=(first[i], end[i]),
+            keys=(0, end[i] if plan.is_causal else rows[i]),
+            sources=tuple((rank, low, high) for rank, low, high in zip(ranks, border, border[1:]) if low < high),
         )
-
-
-def _rows_of_ranks(
-    plan: ContextPlan, first: Any, last: Any, token: Any, slots: tuple[Any, Any], rate: int, offset: Integers
-) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """Per offset, the rows of slots that each of some ranks holds, if slot 0 is a token: rank, first row, end."""
-    borders = kept_below(np.clip(plan.limits[first : last + 2] - token, *slots), rate, offset)  # (offsets, ranks + 1)
-    for each in borders.tolist():
-        parts = zip(range(int(first), int(last) + 1), each, each[1:])
-        yield tuple((rank, begin, end) for rank, begin, end in parts if begin < end)
 
 
 @recent(size=lambda pieces, plan, rank: PIECE * len(pieces) + plan.nbytes)
@@ -104,19 +87,20 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     start, num_tokens = start[here], num_tokens[here]
     pieces: list[Piece] = []
     for branch in branch_order(plan.pattern):
-        length, rate = plan.pattern.branches[branch]
+        length = plan.pattern.branches[branch].segment_length
         w = np.minimum(length, num_tokens)
-        limits = inside(begin - start, end - start, num_tokens, w, plan.stride_of_outputs(w, rate))
+        limits = inside(begin - start, end - start, num_tokens, w)
         columns = (x.tolist() for x in (start - begin, num_tokens, *limits))
         documents = [(token, count, range(first, stop)) for token, count, first, stop in zip(*columns)]
-        # The whole segments of the branch that keeps everything tile a shard that cuts none of them.
-        tiles = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
-        pieces += document_pieces(plan.pattern, branch, documents, plan.num_heads, plan.is_causal, within=plan.within, tiles=tiles)
+        # The whole segments of the branch that keeps everything cover a shard that cuts none of them.
+        covers = branch == everything_kept(plan.pattern) and not _touches(plan, branch, rank)
+        pieces += document_pieces(
+            plan.pattern, branch, documents, plan.num_heads, plan.is_causal, within=plan.within, covers=covers
+        )
     return tuple(pieces)
 
 
 def _touches(plan: ContextPlan, branch: int, rank: int) -> bool:
     """Whether a rank holds a part of a cut segment of a branch."""
     at = plan.all_segments
-    first, last = np.minimum(at.first_source, at.first_owner), np.maximum(at.last_source, at.last_owner)
-    return bool(((at.branch == branch) & (first <= rank) & (rank <= last)).any())
+    return bool(((at.branch == branch) & (at.first_rank <= rank) & (rank <= at.last_rank)).any())

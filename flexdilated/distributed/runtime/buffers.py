@@ -82,15 +82,12 @@ class Buffers:
         return self.grouped(x).transpose(0, 1)[tokens, :, heads]
 
     def queries(self, task: ScheduledTask) -> Tensor:
-        """`(b lane) group row d`; the query of zeros, if there is one, comes last."""
-        parts = self._rows(task.queries, task, self.q, self.q_rows)
-        if task.task.queries[1] > task.task.rows:
-            parts.append(self.q.new_zeros(self.batch, len(task.task.heads), 1, self.group, self.head_dim))
-        return _folded(parts)
+        """`(b lane) group row d`."""
+        return _folded(self._rows(task.queries, task, self.q, self.q_rows))
 
     def outputs(self, task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> Tensor:
         """A task's rows of what belongs to outputs: of `local` `(B, n, H, D')`, and of `(E, B, group, D')` of each other rank."""
-        return _folded(self._rows(task.outputs, task, local, remote))
+        return _folded(self._rows(task.queries, task, local, remote))
 
     def _rows(self, ranges: Sequence[RowRange], task: ScheduledTask, local: Tensor, remote: dict[int, Tensor]) -> list[Tensor]:
         """`b lane row group d` of each range."""

@@ -49,7 +49,7 @@ def _merge_outputs(
     sent_to, lse_to = via.split(sent, sent=True), via.split(sent_lse, sent=True)
     for task, partial in zip(work.schedule.tasks, partials):
         task_out, task_lse = (buffers.unfolded(x, task) for x in partial)
-        for each, span in with_spans(task.outputs):
+        for each, span in with_spans(task.queries):
             index = each.row_index.read()
             part, part_lse = task_out[:, :, span], task_lse[:, :, span]
             if each.is_local:

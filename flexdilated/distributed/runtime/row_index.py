@@ -92,14 +92,13 @@ def row_exchange(
 ) -> RowExchange:
     """What a rank exchanges of one kind; `remote`: the number of rows in the shard of each peer."""
     local, here = {}, {}
-    for message in messages(plan, exchange, kind, rank, sent=kind != "out"):
+    for message in messages(plan, exchange, kind, rank, sent=True):
         here[message.peer] = message.num_rows
         local[message.peer] = tuple(
             (as_int32(heads, device)[:, None], RowIndex.from_table(tokens - plan.borders[rank], device))
             for heads, tokens in message.blocks()
         )
-    sends, receives = (remote, here) if kind == "out" else (here, remote)
-    return RowExchange(_places(sends), _places(receives), local)
+    return RowExchange(_places(here), _places(remote), local)
 
 
 def _places(counts: Mapping[int, int]) -> dict[int, slice]:

@@ -44,13 +44,12 @@ def with_spans(ranges: Sequence[RowRange]) -> Iterator[tuple[RowRange, slice]]:
 
 
 class ScheduledTask(NamedTuple):
-    """A task, and where its queries, keys and outputs are."""
+    """A task, and where its queries, whose outputs are in the same places, and its keys are."""
 
     task: Task
     heads: Tensor  # (lanes, 1) int32
     queries: tuple[RowRange, ...]
     keys: tuple[RowRange, ...]
-    outputs: tuple[RowRange, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +59,17 @@ class Schedule:
     tasks: tuple[ScheduledTask, ...]
     kv: RowExchange
     q: RowExchange
-    out: RowExchange
+
+    @cached_property
+    def out(self) -> RowExchange:
+        """Outputs go back as their queries came."""
+        return RowExchange(self.q.receives, self.q.sends, self.q.local)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tables of rows, on the device."""
-        ranges = [each.row_index for task in self.tasks for each in (*task.queries, *task.keys, *task.outputs)]
-        blocks = [index for via in (self.kv, self.q, self.out) for local in via.local.values() for _, index in local]
+        ranges = [each.row_index for task in self.tasks for each in (*task.queries, *task.keys)]
+        blocks = [index for via in (self.kv, self.q) for local in via.local.values() for _, index in local]
         return sum(index.nbytes for index in (*ranges, *blocks))
 
 
@@ -77,8 +80,7 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
     tasks = tasks_of(plan, exchange, rank)
     index: dict[tuple[int, str, int], RowIndex] = {}
     remote: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}  # rows in the shards of peers
-    # Outputs that belong to the tokens of their queries go back as the queries came.
-    for kind in ("q", "kv", "out") if plan.moves else ("q", "kv"):
+    for kind in KINDS:
         asked: dict[int, list[tuple[int, Integers, int]]] = {}
         for number, task in enumerate(tasks):
             for owner, low, high, at in _ranges(task, kind):
@@ -86,7 +88,7 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
                     index[number, kind, owner] = RowIndex.strided(task.stride, at - plan.borders[rank], high - low, device)
                 else:
                     asked.setdefault(owner, []).append((number, at, high - low))
-        for message in messages(plan, exchange, kind, rank, sent=kind == "out"):
+        for message in messages(plan, exchange, kind, rank, sent=False):
             remote[kind][message.peer] = message.num_rows
             for number, at, rows in asked.pop(message.peer, ()):
                 table = message.places(tasks[number].heads, at, tasks[number].stride, rows)
@@ -105,23 +107,17 @@ def schedule(plan: ContextPlan, exchange: str, rank: int, device: torch.device) 
             heads=as_int32(task.heads, device)[:, None],
             queries=ranges(number, "q"),
             keys=ranges(number, "kv"),
-            outputs=ranges(number, "out" if plan.moves else "q"),
         )
         for number, task in enumerate(tasks)
     ]
-    kv, q = (row_exchange(plan, exchange, kind, rank, device, remote[kind]) for kind in ("kv", "q"))
-    if plan.moves:
-        out = row_exchange(plan, exchange, "out", rank, device, remote["out"])
-    else:
-        out = RowExchange(q.receives, q.sends, q.local)
-    return Schedule(tuple(scheduled), kv, q, out)
+    kv, q = (row_exchange(plan, exchange, kind, rank, device, remote[kind]) for kind in KINDS)
+    return Schedule(tuple(scheduled), kv, q)
 
 
 def _ranges(task: Task, kind: str) -> Iterator[tuple[int, int, int, Integers]]:
     """The rows of one kind that a task uses, by the rank whose shard holds them: rank, first row, end, token of the first row."""
-    owners, tokens = (task.owners, task.out_tokens) if kind == "out" else (task.sources, task.tokens)
     first, end = task.keys if kind == "kv" else task.queries
-    for owner, low, high in owners:
+    for owner, low, high in task.sources:
         low, high = max(low, first), min(high, end)
         if low < high:
-            yield owner, low, high, tokens + task.stride * low
+            yield owner, low, high, task.tokens + task.stride * low

@@ -40,17 +40,16 @@ from flexdilated.distributed.runtime.transport import Transport
 Open = Callable[[bool], Transport]  # of the forward, or of its backward (True)
 
 
-def refuse_shifted(plan: ContextPlan, is_modified: bool) -> None:
-    """Refuse torchscale's shifted positions, and its zero keys beside functions, equally on all ranks.
+def refuse_zero_padding(plan: ContextPlan) -> None:
+    """Reject torchscale's zero keys beside functions, equally on all ranks.
 
     Raises:
         NotImplementedError: If the plan has any.
     """
     if plan.pattern.zero_padding:
         pieces = plan_pieces(plan.pattern, plan.documents, plan.num_heads, plan.is_causal, plan.within)
-        if is_modified and not all(piece.holds_tokens_alone for piece in pieces):
+        if any(piece.zero_keys for piece in pieces):
             refuse_zero_keys(plan.num_tokens)
-        flex.refuse_shifted(plan.pattern, pieces, plan.num_tokens)
 
 
 def attend(
@@ -121,7 +120,7 @@ def _tasks(buffers: Buffers, call: Call) -> tuple[list[list[Part]], list[list[Pa
     sent: list[list[Part]] = [[] for _ in call.pattern.branches]
     for task in buffers.schedule.tasks:
         out, lse = _attend_task(buffers, task, call)
-        for each, span in with_spans(task.outputs):
+        for each, span in with_spans(task.queries):
             index = each.row_index.read()
             if each.is_local:
                 local[task.task.branch].append((Scattered(index, task.heads), out[:, :, span], lse[:, :, span]))

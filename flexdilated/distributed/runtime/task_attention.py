@@ -91,14 +91,10 @@ class TaskAttention:
                 merge_(out[:, :, rows], lse[:, :, rows], block_out, block_lse.to(self.buffers.sums))
 
     def add_zero_keys(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add torchscale's zero keys. In a causal segment only the query of zeros sees them."""
+        """Add torchscale's zero keys."""
         for each, (out, lse) in zip(self.schedule.tasks, partials):
-            task = each.task
-            if self.plan.is_causal:
-                if task.queries[1] > task.rows:
-                    add_zero_keys_(out[:, :, -1:], lse[:, :, -1:], 1)
-            elif task.zero_keys + task.zero_row:
-                add_zero_keys_(out, lse, task.zero_keys + task.zero_row)
+            if each.task.zero_keys:
+                add_zero_keys_(out, lse, each.task.zero_keys)
 
     def differentiate(self, number: int, keys: Sequence[RowRange], given: OutputGradients, grads: Gradients) -> None:
         """Add the gradients of a task and neighbouring ranges of its keys."""

@@ -1,0 +1,106 @@
+"""torchscale's shifted positions as ordinary attention: zero tokens are inserted after each segment.
+
+With `zero_padding=True` torchscale pads each segment to a multiple of the rate, `ceil(w / r) r` tokens, and never removes the
+padding: row `n` of the padded sequence is the output of token `n`. So a branch whose rate does not divide its segments is attention
+over a longer sequence, with zeros in q, k and v after each whole segment. Its first N rows are the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexdilated.core.call import Call, documents, refuse_compiled_borders
+from flexdilated.core.checks import refuse_zero_keys
+from flexdilated.core.lse import normalised
+from flexdilated.core.pieces import Documents, shifted_branches
+
+Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, "Tensor | None"]]
+
+
+def is_shifted(num_tokens: int, call: Call) -> bool:
+    """Whether torchscale shifts the outputs of a checked call of `num_tokens` tokens."""
+    if not shifted_branches(call.pattern, num_tokens):
+        return False
+    if call.cu_seqlens is None:
+        return True
+    refuse_compiled_borders(call, "zero_padding=True and a rate that does not divide its segments")
+    return any(shifted_branches(call.pattern, length) for _, length in documents(call.cu_seqlens, num_tokens))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
+    """`out` `(B, N, H, D)` and `lse` `(B, H, N)` of a checked call that is shifted; `attend` computes calls that are not.
+
+    Raises:
+        NotImplementedError: With a score or mask function: inserted tokens have no position.
+    """
+    num_tokens, pattern = q.shape[1], call.pattern
+    if call.is_modified():
+        refuse_zero_keys(num_tokens)
+    spans = documents(call.cu_seqlens, num_tokens)
+    shifted = shifted_branches(pattern, num_tokens)
+    parts = [
+        _attend_shifted(q, k, v, call, i, spans, attend) if i in shifted else _attend_branch(q, k, v, call, i, attend)
+        for i in range(len(pattern.branches))
+    ]
+    weights, lse = normalised(torch.stack([lse for _, lse in parts]), dim=0)  # (branches, B, H, N), (1, B, H, N)
+    weights = weights.detach() if pattern.detach_weights else weights
+    out = torch.stack([out.to(lse.dtype) * w.transpose(1, 2)[..., None] for (out, _), w in zip(parts, weights)]).sum(dim=0)
+    return out.to(q.dtype), lse[0]
+
+
+def _attend_shifted(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """A shifted branch alone."""
+    length, rate = call.pattern.branches[branch]
+    longer = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
+    lengths = list(call.pattern.segment_lengths)
+    lengths[branch] = length + -length % rate
+    borders, mask = call.cu_seqlens, call.key_padding_mask
+    padded = call._replace(
+        pattern=replace(call.pattern, segment_lengths=tuple(lengths)),
+        key_padding_mask=None if mask is None else _insert(mask, spans, length, rate),
+        cu_seqlens=None if borders is None else F.pad(torch.tensor(longer, device=borders.device).cumsum(0), (1, 0)).to(borders),
+    )
+    q, k, v = (_insert(x, spans, length, rate) for x in (q, k, v))
+    out, lse = _attend_branch(q, k, v, padded, branch, attend)
+    kept = [slice(sum(longer[:i]), sum(longer[:i]) + size) for i, (_, size) in enumerate(spans)]
+    return torch.cat([out[:, part] for part in kept], dim=1), torch.cat([lse[:, :, part] for part in kept], dim=2)
+
+
+def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, attend: Attend) -> tuple[Tensor, Tensor]:
+    """One branch of a call alone: 0 and -inf in heads that do not run it."""
+    (length, rate), pattern, kv_heads = call.pattern.branches[branch], call.pattern, k.shape[2]
+    alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), heads="all", detach_weights=False)
+    call = call._replace(pattern=alone, return_lse=True)
+    assert call.num_heads is not None
+    if pattern.heads == "grouped":
+        # The branch's heads keep one offset: that of as many blocked heads in a model of `rate` times as many.
+        run, group = pattern.head_range(branch, call.num_heads), q.shape[2] // kv_heads
+        first, end = max(run.start - call.first_head, 0), min(run.stop - call.first_head, kv_heads)
+        beside = (group * first, group * (kv_heads - end))
+        q, k, v = q[:, :, beside[0] : q.shape[2] - beside[1]], k[:, :, first:end], v[:, :, first:end]
+        call = call._replace(
+            pattern=replace(alone, offsets="blocked"),
+            first_head=len(run) * pattern.offset(branch, run.start, call.num_heads) + first + call.first_head - run.start,
+            num_heads=len(run) * rate,
+        )
+    out, lse = attend(q, k, v, call)
+    assert lse is not None
+    return (out, lse) if pattern.heads == "all" else (F.pad(out, (0, 0, *beside)), F.pad(lse, (0, 0, *beside), value=-torch.inf))
+
+
+def _insert(x: Tensor, spans: Documents, length: int, rate: int) -> Tensor:
+    """`x` `(B, N, ...)` with zeros after each whole segment of `length` tokens, up to a multiple of the rate."""
+    parts = []
+    for start, size in spans:
+        whole = size // length if size > length else 0
+        segments = x[:, start : start + whole * length].unflatten(1, (whole, length))
+        after = (0, 0) * (x.dim() - 2) + (0, -length % rate)  # of `F.pad`: the last dims first
+        parts += [F.pad(segments, after).flatten(1, 2), x[:, start + whole * length : start + size]]
+    return torch.cat(parts, dim=1)
