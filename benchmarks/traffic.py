@@ -162,7 +162,7 @@ def walk_forward(pattern: DilatedPattern, shape: Shape, library: Library) -> Ite
         yield from _repeat(rows, library)
         k = rows.k if library.shares_kv else rows.q
         yield Step(rows.flops(FORWARD_PRODUCTS), 2 * rows.q + 2 * k + rows.lse)
-        if not rows.piece.tiles:
+        if not rows.piece.covers:
             yield Step(0, 3 * (rows.q + rows.lse))  # merged: two are read, one is written
         else:
             yield from _copies(rows.lse, *([] if library.writes else [rows.q]))
@@ -190,8 +190,8 @@ def walk_backward(pattern: DilatedPattern, shape: Shape, library: Library) -> It
         yield Step(rows.flops(BACKWARD_PRODUCTS), 4 * rows.q + 4 * read + rows.lse)
         if read != rows.k:
             yield Step(0, 2 * (rows.q + rows.k), 2)  # gradients of shared heads are summed
-        if not (rows.piece.tiles and library.writes and read == rows.k):
-            yield Step(0, (2 if rows.piece.tiles else 3) * (rows.q + 2 * rows.k), 3)
+        if not (rows.piece.covers and library.writes and read == rows.k):
+            yield Step(0, (2 if rows.piece.covers else 3) * (rows.q + 2 * rows.k), 3)
 
 
 def _lies(layout: Layout, order: tuple[int, ...]) -> bool:
@@ -314,7 +314,7 @@ def in_place_forward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     q, _, lse = _whole(shape)
     yield from _starts(pattern, q, lse)
     for some in _launches(pattern, shape):
-        merged = 1 if some[0].piece.tiles else 2  # out and lse are written, or read and written
+        merged = 1 if some[0].piece.covers else 2  # out and lse are written, or read and written
         moved = sum(rows.q + 2 * rows.k + merged * (rows.q + rows.lse) for rows in some)
         yield Step(sum(rows.flops(FORWARD_PRODUCTS) for rows in some), moved)
 
@@ -325,7 +325,7 @@ def in_place_backward(pattern: DilatedPattern, shape: Shape) -> Iterator[Step]:
     yield Step(0, 2 * q + 3 * lse)  # out, dout and lse in; lse and delta out
     yield from _starts(pattern, q, k, k)
     for some in _launches(pattern, shape):
-        added = 1 if some[0].piece.tiles else 2
+        added = 1 if some[0].piece.covers else 2
         queries, keys = sum(rows.q for rows in some), sum(rows.k for rows in some)
         read = 2 * queries + 2 * keys + 2 * sum(rows.lse for rows in some)  # q, dout, k, v, lse and delta
         yield Step(sum(rows.flops(4) for rows in some), read + added * 2 * keys)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from flexdilated.core.branch import num_kept
 from flexdilated.core.call import Call
 from flexdilated.core.checks import check_dtypes, check_tensors, refuse_shards_of_torch
 from flexdilated.core.functorch import is_transformed
 from flexdilated.core.hardware import outside_graphs, without_autocast
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern, as_integer, num_kept
+from flexdilated.core.pattern import DilatedPattern, as_integer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,8 +129,9 @@ def _weights(
     zero_keys = torch.zeros(kv_heads, len(positions), dtype=dtype, device="cpu")
     # Autocast would compute the scores in half precision.
     with without_autocast(q.device):
-        asked = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in pattern.branches for p in positions], start, sums)
-        for branch, (length, rate) in enumerate(pattern.branches):
+        branches = pattern.segments("attention_map")
+        asked = _rows(q, [_source(pattern, branch, p, num_tokens) for branch in branches for p in positions], start, sums)
+        for branch, (length, rate) in enumerate(branches):
             length = min(length, num_tokens)
             padded = _padded(pattern, length, rate)
             for offset, head, step, count in pattern.head_runs(branch, kv_heads):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from flexdilated.analysis.coverage import missing_residues
 from flexdilated.analysis.lattice import checked
+from flexdilated.core.branch import segment_counts
 from flexdilated.core.checks import is_number, why_not_connected
-from flexdilated.core.pattern import DilatedPattern, at_least_one, segment_counts
+from flexdilated.core.pattern import DilatedPattern, at_least_one
 
 MOST_TOKENS, MOST_HEADS = 2**40, 1024
 SHORTEST = 16  # tokens of a local segment
@@ -29,7 +30,7 @@ class Choice:
     @property
     def local(self) -> int:
         """Tokens of the longest rate-1 segment, 0 without one."""
-        return max((length for length, rate in self.pattern.branches if rate == 1), default=0)
+        return max((length for length, rate in self.pattern.segments("choose_pattern") if rate == 1), default=0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _proposals(num_tokens: int, num_heads: int) -> Iterator[DilatedPattern]:
 def _about(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> str:
     if len(pattern.branches) == 1:
         return "Dense attention: every token reads all others."
-    (local, _), (far, rate), *others = pattern.branches
+    (local, _), (far, rate), *others = pattern.segments("choose_pattern")
     where = f"the tokens of longer segments of {far:,} and {others[0][0]:,}" if others else f"all {num_tokens:,} tokens"
     same = num_heads // rate
     count = f"{same} heads read" if same > 1 else "one head reads"

@@ -38,7 +38,7 @@ def missing_residues(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int
     _, num_heads = checked(pattern, 1, num_heads)
     check_listable(pattern)
     found = []
-    for branch, rate in enumerate(pattern.dilation_rates):
+    for branch, (_, rate) in enumerate(pattern.segments("missing_residues")):
         kept = {pattern.offset(branch, head, num_heads) for head in pattern.head_range(branch, num_heads)}
         found.append(tuple(residue for residue in range(rate) if residue not in kept))
     return tuple(found)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern, at_least_one
 
 Integers = NDArray[np.int64]
@@ -18,14 +19,6 @@ MOST_MULTIPLE = 2**62  # of rates that are met at once: positions are 64-bit int
 MOST_RATE = 2**31  # likewise: two of them are multiplied
 MOST_LISTED = 2**20  # residues
 MOST_CELLS = 2**22  # looked at for each set of branches: a few arrays of 32 MB
-
-
-class Kept(NamedTuple):
-    """One branch as one head keeps it, its segment cut to the sequence."""
-
-    length: int
-    rate: int
-    offset: int
 
 
 class Together(NamedTuple):
@@ -58,20 +51,16 @@ def check_listable(pattern: DilatedPattern) -> None:
     Raises:
         NotImplementedError: If a rate is above 2**20.
     """
-    if max(pattern.dilation_rates) > MOST_LISTED:
+    if max(rate for _, rate in pattern.segments("lists of residues")) > MOST_LISTED:
         raise NotImplementedError(f"dilation_rates must be at most {MOST_LISTED} to list residues, got {pattern.dilation_rates}")
 
 
 def group_heads(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> dict[tuple[Kept, ...], list[int]]:
     """Heads by the tokens that they keep, `{one entry per branch that they run: heads}`."""
     found: dict[tuple[Kept, ...], list[int]] = {}
-    ranges = [pattern.head_range(i, num_heads) for i in range(len(pattern.branches))]
     for head in range(num_heads):
-        kept = tuple(
-            Kept(min(length, num_tokens), rate, pattern.offset(i, head, num_heads))
-            for i, (length, rate) in enumerate(pattern.branches)
-            if head in ranges[i]
-        )
+        branches = pattern.kept(head, num_heads, "coverage and reach")
+        kept = tuple(branch._replace(length=min(branch.length, num_tokens)) for branch in branches)
         found.setdefault(kept, []).append(head)
     return found
 

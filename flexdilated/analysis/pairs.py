@@ -6,8 +6,9 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from flexdilated.analysis.lattice import Kept, checked, count_common, each_block, group_heads, sum_exact
-from flexdilated.core.pattern import DilatedPattern, num_kept, segment_counts
+from flexdilated.analysis.lattice import checked, count_common, each_block, group_heads, sum_exact
+from flexdilated.core.branch import Kept
+from flexdilated.core.pattern import DilatedPattern
 
 MAX_BRANCHES = 12  # of one head, whose shared pairs are counted by inclusion and exclusion
 
@@ -48,25 +49,16 @@ def count_pairs(
     """
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads, is_causal=is_causal)
     counts = []
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate) in enumerate(pattern.segments("count_pairs")):
         by_offset: dict[int, int] = {}
         row = [0] * num_heads
         for head in pattern.head_range(branch, num_heads):
             offset = pattern.offset(branch, head, num_heads)
             if offset not in by_offset:
-                by_offset[offset] = _branch_pairs(Kept(length, rate, offset), num_tokens, is_causal=is_causal)
+                by_offset[offset] = Kept(length, rate, offset).count_pairs(num_tokens, is_causal=is_causal)
             row[head] = by_offset[offset]
         counts.append(tuple(row))
     return tuple(counts)
-
-
-def _branch_pairs(kept: Kept, num_tokens: int, *, is_causal: bool) -> int:
-    """The pairs of one head in one branch."""
-    total = 0
-    for tokens, times in segment_counts(num_tokens, kept.length):
-        rows = num_kept(tokens, kept.rate, kept.offset)
-        total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
-    return total
 
 
 def balance_of(counts: tuple[tuple[int, ...], ...]) -> Balance:
@@ -135,6 +127,6 @@ def _multiplicities(
 
 def _joined_by_all(members: tuple[Kept, ...], num_tokens: int, *, is_causal: bool) -> int:
     if len(members) == 1:
-        return _branch_pairs(members[0], num_tokens, is_causal=is_causal)
+        return members[0].count_pairs(num_tokens, is_causal=is_causal)
     blocks = each_block([each.length for each in members], num_tokens)
     return sum(times * sum_exact(count_common(members, tokens), is_causal=is_causal) for tokens, times in blocks)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexdilated.analysis.lattice import Integers, Kept, checked, group_heads
+from flexdilated.analysis.lattice import Integers, checked, group_heads
+from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern, as_integer
 
 MAX_MATRIX = 4096  # tokens, of which every pair is looked at
@@ -23,7 +24,7 @@ def longest_reach(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> t
     num_tokens, num_heads = checked(pattern, num_tokens, num_heads)
     found = [-1] * num_heads
     for kept, heads in group_heads(pattern, num_tokens, num_heads).items():
-        most = max(((length - 1 - offset) // rate * rate if offset < length else -1) for length, rate, offset in kept)
+        most = max(branch.longest_reach() for branch in kept)
         for head in heads:
             found[head] = most
     return tuple(found)
@@ -57,9 +58,8 @@ def reachable(
         raise ValueError(f"num_tokens must be at most {MAX_MATRIX}, got {num_tokens}; use keys_seen for single queries")
     position = np.arange(num_tokens)
     joined = np.eye(num_tokens, dtype=np.bool_)
-    for length, rate, offset in _branches(pattern, num_tokens, num_heads):
-        kept = position % length % rate == offset
-        joined |= (position[:, None] // length == position // length) & kept[:, None] & kept
+    for branch in _branches(pattern, num_tokens, num_heads):
+        joined |= branch.joins(position[:, None], position)
     joined = np.tril(joined) if is_causal else joined
     seen, step = np.eye(num_tokens, dtype=np.bool_), joined.astype(np.float32)
     for _ in range(layers):
@@ -117,7 +117,7 @@ def keys_seen(
     position = np.arange(low, high)
     places = []  # by branch and offset: the kept tokens, counted from `low`, and the segment of each
     for length, rate, offset in branches:
-        kept = np.flatnonzero(position % length % rate == offset)
+        kept = np.flatnonzero(Kept(length, rate, offset).keeps(position))
         places.append((kept, position[kept] // length - low // length))
     for _ in range(layers):
         further = seen.copy()

@@ -22,6 +22,7 @@ from flexdilated.backends.combine import heads_of, mix, read, tokens_of
 from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
 from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
+from flexdilated.core.branch import Kept
 from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import call_mod, check_mods, refuse_zero_keys
 from flexdilated.core.functorch import is_transformed, may_draw, refuse_traced_derivatives
@@ -253,7 +254,7 @@ def _branch(
     pattern, ignored = call.pattern, call.key_padding_mask
     (num_tokens, heads), kv_heads, device = q.shape[1:3], k.shape[2], q.device
     group = heads // kv_heads
-    length, rate = pattern.branches[branch]
+    length, rate = pattern.segments("grids")[branch]
     run = pattern.head_range(branch, kv_heads)
     offsets = torch.tensor([pattern.offset(branch, head, kv_heads) for head in run], device=device)  # (G,)
     lane = grid.lanes[:, None]
@@ -294,9 +295,9 @@ def _branch(
 
     head = torch.arange(heads, device=device)
     own = (head // group - run.start).clamp(0, len(run) - 1)  # among the heads that run this branch
-    place = (tokens % length)[:, None]
-    kept = (place % rate == offsets[own]) & (head // group == run.start + own)  # (N, H)
-    index = (tokens // length)[:, None] * len(run) + own, place // rate * group + head % group
+    branch_of_head = Kept(length, rate, offsets[own])
+    kept = branch_of_head.keeps(tokens[:, None]) & (head // group == run.start + own)  # (N, H)
+    index = (tokens // length)[:, None] * len(run) + own, branch_of_head.row(tokens[:, None]) * group + head % group
     return out[:, index[0], index[1]].masked_fill(~kept[..., None], 0.0), lse[:, index[0], index[1]].masked_fill(~kept, -math.inf)
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.core.branch import ceil_div
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import is_symbolic
-from flexdilated.core.pattern import DilatedPattern, ceil_div
+from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.pieces import plan_pieces
 
 LEAST = 2  # rows and segments: with 1, the compiler would ask of every size whether it broadcasts
@@ -47,27 +48,21 @@ def draw_grids(
     Raises:
         NotImplementedError: If torchscale's zero keys take part, as soon as the number of tokens is known.
     """
-    rules = (pattern.segment_lengths, pattern.dilation_rates, pattern.heads, pattern.offsets, pattern.zero_padding)
-    tokens, *ranges = _grids_op(num_tokens, *rules, kv_heads, group, is_causal, parts, device)
+    tokens, *ranges = _grids_op(num_tokens, encode(pattern), kv_heads, group, is_causal, parts, device)
     return tokens, [Grid(*ranges[i : i + 3]) for i in range(0, len(ranges), 3)]
 
 
 @torch.library.custom_op("flexdilated::grids", mutates_args=())
 def _grids_op(
     num_tokens: int,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    heads: str,
-    offsets: str,
-    zero_padding: bool,
+    encoded_pattern: Sequence[int],
     kv_heads: int,
     group: int,
     is_causal: bool,
     parts: Sequence[int],
     device: torch.device,
 ) -> list[Tensor]:
-    rules: Any = {"heads": heads, "offsets": offsets, "zero_padding": zero_padding}  # the pattern narrows the names
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
+    pattern = decode(encoded_pattern)
     if any(piece.zero_keys for piece in plan_pieces(pattern, ((0, num_tokens),), kv_heads, is_causal)):
         refuse_zero_keys(num_tokens)
     ranges = [torch.arange(num_tokens, device=device)]
@@ -123,6 +118,6 @@ def _level(parts: int) -> int:
 
 def _size(pattern: DilatedPattern, branch: int, num_tokens: int, kv_heads: int) -> tuple[int, int]:
     """Lanes and rows of a branch's grid."""
-    length, rate = pattern.branches[branch]
+    length, rate = pattern.segments("grids")[branch]
     lanes = ceil_div(num_tokens, length) * len(pattern.head_range(branch, kv_heads))
     return max(LEAST, lanes), max(LEAST, ceil_div(min(length, num_tokens), rate))

@@ -73,7 +73,7 @@ class PieceLoop:
         self.pieces = pieces
         self.device = q.device
         self.group = q.shape[2] // k.shape[2]
-        self.detaches = flat.detach_weights
+        self.detaches = flat.pattern.detach_weights
         self._engine = flat.engine
         asked = {"masked": key_padding_mask is not None, "packed": cu_seqlens is not None, "dropout": flat.dropout_p > 0.0}
         self._request = Request.of(q, k, **asked)

@@ -76,7 +76,7 @@ def _check(pattern: DilatedPattern, num_tokens: int, cu_seqlens: Tensor | None, 
         )
     if dropout_p > 0.0:
         raise NotImplementedError(f"dropout_p must be 0 in a portable program, got {dropout_p}; call eval() first")
-    for length, rate in pattern.branches:
+    for length, rate in pattern.segments("portable programs"):
         if pattern.zero_padding and length % rate and not _always(num_tokens <= length):
             raise NotImplementedError(
                 f"pattern must have rates that divide its segments with zero_padding=True in a portable program, got segments of "
@@ -93,7 +93,7 @@ def _branch(
     Whatever has a symbol for a size is made by indexing alone: whether it may be reshaped would depend on whether the symbol is 1.
     """
     pattern = flat.pattern
-    length, rate = pattern.branches[branch]
+    length, rate = pattern.segments("portable programs")[branch]
     batch_size, num_tokens, group, device = q.shape[0], q.shape[1], q.shape[2] // k.shape[2], q.device
     # A longer segment is one segment of all tokens; where nothing says that it is longer, it is as if tokens followed.
     if _always(num_tokens <= length):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -114,11 +114,9 @@ def pattern_named(
 
 def python_of(pattern: DilatedPattern) -> str:
     """A pattern as a line of Python: its lengths and rates, and what differs from the defaults."""
-    usual = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates)
-    names = ("heads", "offsets", "zero_padding", "detach_weights")
-    values = {name: getattr(pattern, name) for name in names if getattr(pattern, name) != getattr(usual, name)}
-    more = "".join(f", {name}={value!r}" for name, value in values.items())
-    return f"DilatedPattern({pattern.segment_lengths}, {pattern.dilation_rates}{more})"
+    values = [(field, getattr(pattern, field.name)) for field in fields(pattern)]
+    shown = [f"{field.name}={value!r}" if field.kw_only else repr(value) for field, value in values if value != field.default]
+    return f"DilatedPattern({', '.join(shown)})"
 
 
 def device_named(name: str, *, auto: Sequence[str] = ("cuda", "mps")) -> torch.device:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexdilated.core.custom_op import Flat
 from flexdilated.core.functorch import is_mapped, is_transformed
 from flexdilated.core.hardware import holds_values
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern, encode
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.core.request import Request
 
@@ -79,20 +79,14 @@ class Call(NamedTuple):
     def flat(self) -> Flat:
         """The options that an operator takes, of a checked call."""
         assert self.num_heads is not None
-        pattern = self.pattern
         return Flat(
-            pattern.segment_lengths,
-            pattern.dilation_rates,
-            pattern.heads,
-            pattern.offsets,
-            pattern.zero_padding,
-            pattern.detach_weights,
-            self.is_causal,
-            self.checked_scale(),
-            self.dropout_p,
-            self.backend,
-            self.first_head,
-            self.num_heads,
+            encoded_pattern=encode(self.pattern),
+            is_causal=self.is_causal,
+            scale=self.checked_scale(),
+            dropout_p=self.dropout_p,
+            engine=self.backend,
+            first_head=self.first_head,
+            num_heads=self.num_heads,
         )
 
 

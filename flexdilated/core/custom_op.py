@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexdilated.core.collective_order import OVER_RANKS, keep_order, order_kernels
 from flexdilated.core.lse import accumulated
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern, decode
 from flexdilated.core.pieces import uncached
 
 GRADIENT_MESSAGE = (
@@ -50,12 +50,7 @@ class Inputs(NamedTuple):
 class Flat(NamedTuple):
     """The options of a call as operators take them."""
 
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
-    heads: Any  # str; the pattern narrows it
-    offsets: Any
-    zero_padding: bool
-    detach_weights: bool
+    encoded_pattern: Sequence[int]  # by `encode`
     is_causal: bool
     scale: float
     dropout_p: float
@@ -65,15 +60,13 @@ class Flat(NamedTuple):
 
     @property
     def pattern(self) -> DilatedPattern:
-        """The pattern whose fields an operator was given."""
-        return uncached(_pattern)(tuple(self.segment_lengths), tuple(self.dilation_rates), *self[2:6])
+        """The pattern that an operator was given."""
+        return uncached(_decoded)(tuple(self.encoded_pattern))
 
 
 @lru_cache(maxsize=256)
-def _pattern(
-    lengths: tuple[int, ...], rates: tuple[int, ...], heads: Any, offsets: Any, zeros: bool, detached: bool
-) -> DilatedPattern:
-    return DilatedPattern(lengths, rates, heads=heads, offsets=offsets, zero_padding=zeros, detach_weights=detached)
+def _decoded(numbers: tuple[int, ...]) -> DilatedPattern:
+    return decode(numbers)
 
 
 class Operator(NamedTuple):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from flexdilated.core.boundaries import first_near_ends
+from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, ceil_div, segments_among
 from flexdilated.core.pattern_svg import branches_svg
 
 Heads = Literal["all", "grouped"]
@@ -20,22 +21,6 @@ OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 MAX_LENGTH = 2**40  # of a segment: positions and strides, which are multiples of rates, fit in 64 bits
 MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
-
-
-class Branch(NamedTuple):
-    """One (segment length, dilation rate) pair of a pattern."""
-
-    segment_length: int
-    dilation_rate: int
-
-
-class HeadRun(NamedTuple):
-    """The heads of one branch that keep the same offset: `start, start + step, ...`, `heads` of them."""
-
-    offset: int
-    start: int
-    step: int
-    heads: int
 
 
 @dataclass(frozen=True)
@@ -207,13 +192,34 @@ class DilatedPattern:
         """What a notebook shows: segments on the diagonal, and the numbers. `draw_pattern` draws who attends to whom."""
         rule = "grouped by branch" if self.heads == "grouped" else f"{self.offsets} offsets"
         flags = [name for name in ("zero_padding", "detach_weights") if getattr(self, name)]
-        words = [f"{length:,} tokens, rate {rate}" for length, rate in self.branches]
-        return branches_svg(self.branches, repr(self), [", ".join([rule, *flags]), *words])
+        branches = self.segments("the picture of a notebook")
+        words = [f"{length:,} tokens, rate {rate}" for length, rate in branches]
+        return branches_svg(branches, repr(self), [", ".join([rule, *flags]), *words])
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The (segment length, dilation rate) pairs, in order."""
-        return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+        """The branches, in order: `(segment length, dilation rate)` each. The class of a branch is its kind."""
+        return tuple(Segments(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates))
+
+    def segments(self, consumer: str) -> tuple[Segments, ...]:
+        """The branches, for code that knows segments alone.
+
+        Raises:
+            NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
+        """
+        return segments_among(self.branches, consumer)
+
+    def kept(self, head: int, num_heads: int, consumer: str) -> tuple[Kept, ...]:
+        """The branches that a head runs, in order, as it keeps them.
+
+        Raises:
+            NotImplementedError: As `segments`.
+        """
+        return tuple(
+            Kept(length, rate, self.offset(i, head, num_heads))
+            for i, (length, rate) in enumerate(self.segments(consumer))
+            if head in self.head_range(i, num_heads)
+        )
 
     def check_heads(self, num_heads: int) -> None:
         """Raise if `heads="grouped"` has more branches than heads: some branches would never be computed.
@@ -321,7 +327,7 @@ class DilatedPattern:
         block = self.run_of_neighbours
         far = {
             (length, rate)
-            for i, (length, rate) in enumerate(self.branches)
+            for i, (length, rate) in enumerate(self.segments("crosses_boundaries"))
             if 1 < rate <= (block + 1) // 2 and self.keeps_every_residue(i, num_heads)
         }
         if any(length >= num_tokens for length, _ in far):
@@ -333,7 +339,7 @@ class DilatedPattern:
     @property
     def run_of_neighbours(self) -> int:
         """Tokens of the runs in which rate-1 branches join each token to the next, 1 without such a branch."""
-        return math.lcm(*(length for length, rate in self.branches if rate == 1))
+        return math.lcm(*(length for length, rate in self.segments("run_of_neighbours") if rate == 1))
 
     def keeps_every_residue(self, branch: int, num_heads: int) -> bool:
         """Whether each residue modulo the rate of a branch is kept by some head."""
@@ -356,30 +362,29 @@ class DilatedPattern:
             raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         total = 0
-        for branch, (length, rate) in enumerate(self.branches):
-            for offset, _, _, heads in self.head_runs(branch, num_heads):
-                for segment, repeats in segment_counts(num_tokens, length):
-                    kept = num_kept(segment, rate, offset)
-                    total += heads * repeats * (kept * (kept + 1) // 2 if is_causal else kept * kept)
+        for branch, (length, rate) in enumerate(self.segments("count_pairs")):
+            for run in self.head_runs(branch, num_heads):
+                total += run.heads * Kept(length, rate, run.offset).count_pairs(num_tokens, is_causal=is_causal)
         return total
 
 
-def num_kept(length: int, rate: int, offset: int) -> int:
-    """How many positions `offset, offset + rate, ...` lie below `length`."""
-    return max(0, ceil_div(length - offset, rate))
+def encode(pattern: DilatedPattern) -> list[int]:
+    """A pattern as integers, for the schema of an operator, which knows no patterns; `decode` is the inverse.
+
+    The flags and the places of `heads` and `offsets`, then two integers for each branch.
+
+    Raises:
+        NotImplementedError: If a branch is of another kind than segments.
+    """
+    rules = [HEADS.index(pattern.heads), OFFSETS.index(pattern.offsets), int(pattern.zero_padding), int(pattern.detach_weights)]
+    return rules + [number for branch in pattern.segments("the encoding of operators") for number in branch]
 
 
-def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
-    """(length, how many segments have it): the whole segments, then the shorter last one."""
-    whole, rest = divmod(num_tokens, segment_length)
-    if whole:
-        yield segment_length, whole
-    if rest:
-        yield rest, 1
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def decode(numbers: Sequence[int]) -> DilatedPattern:
+    """The pattern of the integers that `encode` gave. Lengths and rates may be symbols of a compiler."""
+    heads, offsets, zeros, detached = (int(number) for number in numbers[:4])
+    rules: Any = {"heads": HEADS[heads], "offsets": OFFSETS[offsets], "zero_padding": bool(zeros), "detach_weights": bool(detached)}
+    return DilatedPattern(tuple(numbers[4::2]), tuple(numbers[5::2]), **rules)
 
 
 def is_integer(x: object) -> bool:

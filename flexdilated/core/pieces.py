@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flexdilated.core.bounded_cache import DOCUMENT, PIECE, recent
-from flexdilated.core.pattern import DilatedPattern, HeadRun, ceil_div, num_kept
+from flexdilated.core.branch import HeadRun, Kept, ceil_div
+from flexdilated.core.pattern import DilatedPattern
 
 
 class Piece(NamedTuple):
@@ -125,7 +126,8 @@ def shifted_branches(pattern: DilatedPattern, num_tokens: int) -> tuple[int, ...
     """
     if not pattern.zero_padding:
         return ()
-    return tuple(i for i, (length, rate) in enumerate(pattern.branches) if length % rate and num_tokens > length)
+    branches = enumerate(pattern.segments("torchscale's shift"))
+    return tuple(i for i, (length, rate) in branches if length % rate and num_tokens > length)
 
 
 def refuse_shifts(pattern: DilatedPattern, documents: Iterable[tuple[int, ...]], where: str) -> None:
@@ -159,7 +161,8 @@ def _plan(
 
 def everything_kept(pattern: DilatedPattern) -> int | None:
     """The first branch that keeps every position of every head, if there is one."""
-    return next((i for i, rate in enumerate(pattern.dilation_rates) if rate == 1 and pattern.heads == "all"), None)
+    branches = pattern.segments("pieces")
+    return next((i for i, (_, rate) in enumerate(branches) if rate == 1 and pattern.heads == "all"), None)
 
 
 def branch_order(pattern: DilatedPattern) -> list[int]:
@@ -184,7 +187,8 @@ def segment_pieces(
 
     `runs` are the pattern's `head_runs` of the branch, where they are known.
     """
-    length, rate = min(pattern.segment_lengths[branch], num_tokens), pattern.dilation_rates[branch]
+    length, rate = pattern.segments("pieces")[branch]
+    length = min(length, num_tokens)
     sizes = list(_segment_sizes(length, num_tokens, segments))
     alike: dict[tuple[_Rows, int, int], list[HeadRun]] = {}
     for run in pattern.head_runs(branch, num_heads, within) if runs is None else runs:
@@ -273,7 +277,7 @@ def _segment_rows(
     """The rows that one offset keeps of segments of some sizes."""
     padded = ceil_div(length, rate)  # rows of any offset in a segment that is padded to whole rates
     for first, count, size in sizes:
-        rows = num_kept(size, rate, offset)
+        rows = Kept(length, rate, offset).rows(size)
         if rows:
             yield _Rows(first, count, rows, padded - rows if pattern.zero_padding and not is_causal else 0)
 

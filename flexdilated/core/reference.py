@@ -101,7 +101,7 @@ def _branch(
     q, k, v = (torch.where(real[:, None, None], x[:, rows.clamp(min=0)], 0.0) for x in (q, k, v))
     ignored = ignored[:, rows.clamp(min=0)] & real
 
-    rate = pattern.dilation_rates[branch]
+    rate = pattern.segments("the definition")[branch].dilation_rate
     p = torch.arange(len(source), device=q.device)
     joined = torch.zeros(num_heads, len(source), len(source), dtype=torch.bool, device=q.device)
     for kv_head in pattern.head_range(branch, num_heads // group):
@@ -145,7 +145,7 @@ def _rows(pattern: DilatedPattern, branch: int, num_tokens: int) -> tuple[list[i
     torchscale (`zero_padding`) pads the sequence to whole segments, then every segment to a multiple of the rate, and never takes
     the second padding out again: its rows are read back as positions, so the outputs shift where the rate does not divide.
     """
-    length, rate = pattern.branches[branch]
+    length, rate = pattern.segments("the definition")[branch]
     if not pattern.zero_padding:
         return list(range(num_tokens)), length
     length = min(length, num_tokens)

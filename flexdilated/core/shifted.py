@@ -57,7 +57,7 @@ def _attend_shifted(
     q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, spans: Documents, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """A shifted branch alone."""
-    length, rate = call.pattern.branches[branch]
+    length, rate = call.pattern.segments("torchscale's shift")[branch]
     longer = [size + (size // length * (-length % rate) if size > length else 0) for _, size in spans]
     lengths = list(call.pattern.segment_lengths)
     lengths[branch] = length + -length % rate
@@ -75,7 +75,8 @@ def _attend_shifted(
 
 def _attend_branch(q: Tensor, k: Tensor, v: Tensor, call: Call, branch: int, attend: Attend) -> tuple[Tensor, Tensor]:
     """One branch of a call alone: 0 and -inf in heads that do not run it."""
-    (length, rate), pattern, kv_heads = call.pattern.branches[branch], call.pattern, k.shape[2]
+    pattern, kv_heads = call.pattern, k.shape[2]
+    length, rate = pattern.segments("torchscale's shift")[branch]
     alone = replace(pattern, segment_lengths=(length,), dilation_rates=(rate,), heads="all", detach_weights=False)
     call = call._replace(pattern=alone, return_lse=True)
     assert call.num_heads is not None

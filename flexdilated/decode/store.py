@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexdilated.backends.sdpa import attend_masked
+from flexdilated.core.branch import Kept, num_kept
 from flexdilated.core.lse import share_beside
-from flexdilated.core.pattern import DilatedPattern, num_kept
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.decode.arguments import Softmax
 from flexdilated.decode.tokens import Tokens
 
@@ -71,7 +72,7 @@ class Store:
         of_model = [head for head in pattern.head_range(branches[0], num_heads) if head in heads]
         first = of_model[0] - heads.start
         self.num_kv_heads, self.heads = len(heads), range(first, first + len(of_model))
-        self.branches = [pattern.branches[i] for i in branches]
+        self.branches = [pattern.segments("DilatedKVCache")[i] for i in branches]
         longest = math.inf if max_length is None else max_length
         self.rows = [-(-num_kept(int(min(w, longest)), r, 0) // num_ranks) for w, r in self.branches]
         self.starts = [sum(self.rows[:i]) for i in range(len(self.rows))]
@@ -109,8 +110,8 @@ class Store:
 
     def keeps(self, positions: Tensor) -> Tensor:
         """Whether a head's branch keeps a position: `(B, heads, T, branches)` of `(B, T)`."""
-        residues = positions[..., None] % self.lengths_of_segments % self.rates  # (B, T, branches)
-        return residues[:, None] == self.offsets[:, None]
+        kept = Kept(self.lengths_of_segments, self.rates, self.offsets[:, None])
+        return kept.keeps(positions[:, None, :, None])
 
     def attend(
         self,

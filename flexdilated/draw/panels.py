@@ -60,7 +60,7 @@ def head_panel(
     shortest: int = 1,
 ) -> Panel:
     """The panel of heads that are equal, with segments of at least `shortest` tokens outlined."""
-    lengths = [pattern.segment_lengths[i] for i in _head_branches(pattern, heads[0], num_heads)]
+    lengths = [branch.length for branch in pattern.kept(heads[0], num_heads, "pictures")]
     title = [_head_title(pattern, heads, num_heads), *map(_unbroken, words)]
     return Panel(title, cells, [length for length in lengths if length >= shortest])
 
@@ -86,18 +86,13 @@ def _unbroken(text: str) -> str:
     return text.replace(" ", NO_BREAK)
 
 
-def _head_branches(pattern: DilatedPattern, head: int, num_heads: int) -> list[int]:
-    return [i for i in range(len(pattern.branches)) if head in pattern.head_range(i, num_heads)]
-
-
 def _head_title(pattern: DilatedPattern, heads: Sequence[int], num_heads: int) -> str:
     """The title of a panel of heads that run the same branches."""
-    branches = _head_branches(pattern, heads[0], num_heads)
-    offsets = {", ".join(str(pattern.offset(i, head, num_heads)) for i in branches) for head in heads}
+    branches = pattern.kept(heads[0], num_heads, "pictures")
+    offsets = {", ".join(str(branch.offset) for branch in pattern.kept(head, num_heads, "pictures")) for head in heads}
     name = f"head{'' if len(heads) == 1 else 's'} {describe_heads(heads)}"
     if pattern.heads == "grouped":
-        length, rate = pattern.branches[branches[0]]
-        return f"{name}: length {length}, rate {rate}, offset{NO_BREAK}{offsets.pop()}"
+        return f"{name}: length {branches[0].length}, rate {branches[0].rate}, offset{NO_BREAK}{offsets.pop()}"
     if len(offsets) > 1:
         return f"{name}: {len(offsets)} choices of offsets"
     return f"{name}: offset{'' if len(branches) == 1 else 's'} {offsets.pop()}"

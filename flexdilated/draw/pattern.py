@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexdilated.analysis.lattice import Integers, checked
-from flexdilated.core.pattern import DilatedPattern, num_kept
+from flexdilated.core.branch import num_kept
+from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.panels import APART, FUTURE, Panels, figure_of, head_panel, pattern_title, tick_step
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def cell_counts(pattern: DilatedPattern, num_tokens: int, num_heads: int, size: 
     start = np.arange(0, num_tokens, size)
     end = np.minimum(start + size, num_tokens)
     counts = np.zeros((num_heads, len(start), len(start)))
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate) in enumerate(pattern.segments("pictures")):
         w, r = min(length, num_tokens), min(rate, num_tokens)
         first, last = start // w, (end - 1) // w  # segments of a cell
         for offset, head, step, heads in pattern.head_runs(branch, num_heads):

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdilated.core.pattern import DilatedPattern, num_kept
-from flexdilated.masks.blocks import BlockLists, HeadBranch, block_lists, head_branches
+from flexdilated.core.branch import Kept
+from flexdilated.core.pattern import DilatedPattern
+from flexdilated.masks.blocks import BlockLists, block_lists, head_branches
 
 __all__ = ["Cell", "HeadTiles", "Tally", "all_heads", "head_tiles"]
 
@@ -86,14 +87,10 @@ def head_tiles(
         group: Tiles per side of a cell of the picture.
         is_causal: Whether a query sees only keys at its own position and before.
     """
-    known: dict[tuple[HeadBranch, ...], tuple[Tally, NDArray[np.int64]]] = {}
+    known: dict[tuple[Kept, ...], tuple[Tally, NDArray[np.int64]]] = {}
     groups: dict[tuple[object, ...], tuple[list[int], Tally, NDArray[np.int64]]] = {}
     for head in range(num_heads):
-        branches = tuple(
-            HeadBranch(length, rate, pattern.offset(i, head, num_heads))
-            for i, (length, rate) in enumerate(pattern.branches)
-            if head in pattern.head_range(i, num_heads)
-        )
+        branches = pattern.kept(head, num_heads, "pictures of block masks")
         if branches not in known:
             distinct = head_branches(pattern, head, num_heads, num_tokens)
             known[branches] = _look(branches, distinct, num_tokens, block_size, group, is_causal)
@@ -104,8 +101,8 @@ def head_tiles(
 
 
 def _look(
-    branches: Sequence[HeadBranch],
-    distinct: tuple[HeadBranch, ...],
+    branches: Sequence[Kept],
+    distinct: tuple[Kept, ...],
     num_tokens: int,
     block_size: int,
     group: int,
@@ -125,24 +122,24 @@ def _look(
     return tally, _cells(raw, group, is_causal)
 
 
-def _lists(branches: tuple[HeadBranch, ...], num_rows: int, block_size: int, is_causal: bool) -> BlockLists:
+def _lists(branches: tuple[Kept, ...], num_rows: int, block_size: int, is_causal: bool) -> BlockLists:
     return block_lists(branches, num_rows, block_size, block_size, "before" if is_causal else "any")
 
 
-def _packed_rows(branches: Sequence[HeadBranch], num_tokens: int) -> Iterator[tuple[int, int]]:
+def _packed_rows(branches: Sequence[Kept], num_tokens: int) -> Iterator[tuple[int, int]]:
     """For each branch that keeps a row: the kept rows of one segment, and of all segments, of which the last may be shorter."""
-    for length, rate, offset in branches:
-        segment = min(length, num_tokens)
+    for branch in branches:
+        segment = min(branch.length, num_tokens)
         whole, rest = divmod(num_tokens, segment)
-        rows = num_kept(segment, rate, offset)
+        rows = branch.rows(segment)
         if rows:
-            yield rows, whole * rows + num_kept(rest, rate, offset)
+            yield rows, whole * rows + branch.rows(rest)
 
 
 @lru_cache(maxsize=64)
 def _packed(rows: int, total: int, block_size: int, is_causal: bool) -> tuple[int, int]:
     """Visited tiles and joined pairs of `total` rows, `rows` per segment."""
-    lists = _lists((HeadBranch(rows, 1, 0),), total, block_size, is_causal)
+    lists = _lists((Kept(rows, 1, 0),), total, block_size, is_causal)
     pairs = DilatedPattern((rows,), (1,)).count_pairs(total, 1, is_causal=is_causal)
     return int(lists.partial_counts.sum()) + int(lists.full_counts.sum()), pairs
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexdilated.core.branch import Kept
 from flexdilated.core.functorch import in_no_mode
-from flexdilated.core.pattern import DilatedPattern, is_integer
+from flexdilated.core.pattern import DilatedPattern, decode, encode, is_integer
 from flexdilated.core.pieces import uncached
 from flexdilated.core.reference import MaskMod
-from flexdilated.masks.blocks import BlockLists, HeadBranch, Order, block_lists, head_branches, most_columns
+from flexdilated.masks.blocks import BlockLists, Order, block_lists, head_branches, most_columns
 from flexdilated.masks.functions import checked, mask_mod_of, refuse_zero_padding
 
 LARGE = 1 << 22  # entries: 16 MiB
@@ -81,8 +82,7 @@ def block_mask_for(
     if not torch.compiler.is_compiling():
         kv, q = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, not narrows))
         return assemble(kv, q, (seq_len, seq_len), sizes, mask_mod)
-    lengths, rates = list(pattern.segment_lengths), list(pattern.dilation_rates)
-    arguments = (lengths, rates, pattern.heads, pattern.offsets, num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
+    arguments = (encode(pattern), num_heads, num_kv_heads, seq_len, is_causal, not narrows, device)
     kv = _shaped(_traced_lists(*arguments, False), seq_len, pattern, num_heads, device)
     needs_queries = is_causal and device.type != "cpu"  # only a backward reads them
     q = _shaped(_traced_lists(*arguments, True), seq_len, pattern, num_heads, device) if needs_queries else kv
@@ -130,7 +130,7 @@ def _lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
 @in_no_mode
 def _find_lists(wanted: _Wanted) -> tuple[BlockLists, BlockLists]:
     pattern, num_heads, num_kv_heads, seq_len, is_causal, sizes, device, separate_full = wanted
-    classes: dict[tuple[HeadBranch, ...], int] = {}
+    classes: dict[tuple[Kept, ...], int] = {}
     kinds = [head_branches(pattern, h, num_kv_heads, seq_len) for h in range(num_kv_heads)]
     of_head = [classes.setdefault(kind, len(classes)) for kind in kinds for _ in range(num_heads // num_kv_heads)]
 
@@ -183,10 +183,7 @@ def _traced_size(pattern: DilatedPattern, seq_len: int) -> tuple[int, int]:
 # In no CUDA graph, whose memory is written again at every replay: these lists are kept, and made on the host.
 @torch.library.custom_op("flexdilated::block_lists", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _traced_lists(
-    segment_lengths: list[int],
-    dilation_rates: list[int],
-    heads: str,
-    offsets: str,
+    encoded_pattern: list[int],
     num_heads: int,
     num_kv_heads: int,
     seq_len: int,
@@ -196,8 +193,7 @@ def _traced_lists(
     of_queries: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counts `(heads, rows)` and flat indices of partial and full blocks, padded to a width that is known beforehand."""
-    rules: dict[str, Any] = {"heads": heads, "offsets": offsets}
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), **rules)
+    pattern = decode(encoded_pattern)
     lists = _lists(_Wanted(pattern, num_heads, num_kv_heads, seq_len, is_causal, (128, 128), device, separate_full))[of_queries]
     rows, width = _traced_size(pattern, seq_len)
 
@@ -216,9 +212,9 @@ def _traced_lists(
 
 
 @_traced_lists.register_fake
-def _(segment_lengths: list[int], dilation_rates: list[int], *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, num_heads, _, seq_len, _, _, device, _ = options
-    rows, width = _traced_size(DilatedPattern(tuple(segment_lengths), tuple(dilation_rates)), seq_len)
+def _(encoded_pattern: list[int], *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_heads, _, seq_len, _, _, device, _ = options
+    rows, width = _traced_size(decode(encoded_pattern), seq_len)
     counts, flat = (num_heads, rows), (num_heads * rows * width + rows,)
     partial, indices, full, full_indices = (
         torch.empty(shape, dtype=torch.int32, device=device) for shape in (counts, flat, counts, flat)

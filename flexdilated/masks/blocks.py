@@ -15,20 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern
 
 Order = Literal["any", "before", "after"]  # which columns a row may see: all positions, none after its own, none before
 
 
 PAIRS = 1 << 20  # looked at together, in the rare blocks that need it
-
-
-class HeadBranch(NamedTuple):
-    """One branch as one head keeps it."""
-
-    length: int
-    rate: int
-    offset: int
 
 
 class BlockLists(NamedTuple):
@@ -40,24 +33,21 @@ class BlockLists(NamedTuple):
     full_indices: Tensor
 
 
-def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[HeadBranch, ...]:
+def head_branches(pattern: DilatedPattern, head: int, num_heads: int, seq_len: int) -> tuple[Kept, ...]:
     """The distinct branches that a key/value head runs, segments cut to the sequence."""
-    found = {
-        HeadBranch(min(length, seq_len), rate, pattern.offset(i, head, num_heads))
-        for i, (length, rate) in enumerate(pattern.branches)
-        if head in pattern.head_range(i, num_heads)
-    }
-    return tuple(sorted(found))
+    branches = pattern.kept(head, num_heads, "block masks")
+    return tuple(sorted({branch._replace(length=min(branch.length, seq_len)) for branch in branches}))
 
 
 def most_columns(pattern: DilatedPattern, row_size: int, column_size: int) -> int:
     """A bound on the blocks that a row joins in any sequence, known before there is one."""
-    spans = (length if length % row_size == 0 else 2 * length + row_size for length in pattern.segment_lengths)
+    lengths = [length for length, _ in pattern.segments("block masks")]
+    spans = (length if length % row_size == 0 else 2 * length + row_size for length in lengths)
     return sum(span // column_size + 2 for span in spans)
 
 
 def block_lists(
-    branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order, *, separate_full: bool = True
+    branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, order: Order, *, separate_full: bool = True
 ) -> BlockLists:
     """The blocks that the branches of one head join, int32 on the CPU.
 
@@ -83,7 +73,7 @@ def block_lists(
         return BlockLists(*_pack(row[~full], column[~full], rows), *_pack(row[full], column[full], rows))
 
 
-def _runs(branch: HeadBranch, seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+def _runs(branch: Kept, seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
     """`(row block, first column block, last column block)` of one branch; every block of a run is joined."""
     length, rate, offset = branch
     starts = torch.arange(0, seq_len, row_size)
@@ -129,9 +119,7 @@ def _expand(row: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return row[run], first[run] + _within(sizes)
 
 
-def _full_columns(
-    branches: tuple[HeadBranch, ...], seq_len: int, row_size: int, column_size: int, order: Order
-) -> tuple[Tensor, Tensor]:
+def _full_columns(branches: tuple[Kept, ...], seq_len: int, row_size: int, column_size: int, order: Order) -> tuple[Tensor, Tensor]:
     """First and last column block (none where last < first) that branches of rate 1 join in full with each row block.
 
     A pair is joined by such a branch when no border of its segments lies between the two. Of all pairs with the column below the
@@ -153,7 +141,7 @@ def _full_columns(
 
 
 def _completed(
-    branches: tuple[HeadBranch, ...],
+    branches: tuple[Kept, ...],
     seq_len: int,
     row_size: int,
     column_size: int,
@@ -189,12 +177,11 @@ def _completed(
         yield from some[_joined(branches, rows, columns, order).flatten(1).all(dim=1)].tolist()
 
 
-def _joined(branches: tuple[HeadBranch, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:
+def _joined(branches: tuple[Kept, ...], x: Tensor, y: Tensor, order: Order) -> Tensor:
     """Whether pairs of positions are joined, by the definition."""
     joined = torch.zeros(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.bool)
-    for length, rate, offset in branches:
-        kept = ((p % length) % rate == offset for p in (x, y))
-        joined |= (x // length == y // length) & next(kept) & next(kept)
+    for branch in branches:
+        joined |= branch.joins(x, y)
     if order == "before":
         return joined & (y <= x)
     return joined & (y >= x) if order == "after" else joined

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.core.branch import Kept
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -96,7 +97,7 @@ def score_mod_of(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, is_
 
 
 class _Clause(NamedTuple):
-    """Where one branch joins a pair of positions of one head: which heads it has, and how their offsets follow from them."""
+    """One branch of a mask: its segments, the heads that run it, and how their offsets follow from them."""
 
     length: int
     rate: int
@@ -105,14 +106,9 @@ class _Clause(NamedTuple):
     offset: Callable[[Tensor], Tensor | int]
 
     def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether both positions are kept, in one segment."""
-        joined = q_idx // self.length == kv_idx // self.length
-        if self.rate > 1:
-            offset = self.offset(h)
-            joined = joined & (q_idx % self.length % self.rate == offset) & (kv_idx % self.length % self.rate == offset)
-        if not self.has_every_head:
-            joined = joined & (h >= self.heads.start) & (h < self.heads.stop)
-        return joined
+        """Whether both positions are kept by a head, in one segment."""
+        joined: Tensor = Kept(self.length, self.rate, self.offset(h)).joins(q_idx, kv_idx)
+        return joined if self.has_every_head else joined & (h >= self.heads.start) & (h < self.heads.stop)
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
@@ -127,14 +123,14 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
         return lambda h: h % rate
 
     found = []
-    for i, (length, rate) in enumerate(pattern.branches):
+    for i, (length, rate) in enumerate(pattern.segments("masks")):
         heads = pattern.head_range(i, num_heads)
         found.append(_Clause(length, rate, heads, len(heads) == num_heads, offset_rule(i, rate)))
     return tuple(found)
 
 
 def _label(pattern: DilatedPattern, is_causal: bool) -> str:
-    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.branches)
+    branches = "_".join(f"w{length}r{rate}" for length, rate in pattern.segments("masks"))
     rule = "grouped" if pattern.heads == "grouped" else pattern.offsets
     return f"{branches}_{rule}{'_causal' if is_causal else ''}"
 

@@ -128,11 +128,12 @@ class XPos(Rotary):
             raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
         if not scale_base > 0.0:
             raise ValueError(f"scale_base must be above 0, got {scale_base}")
-        longest = max(pattern.segment_lengths)
-        nested = all(longest % length == 0 for length in pattern.segment_lengths)
+        lengths = [length for length, _ in pattern.segments("XPos")]
+        longest = max(lengths)
+        nested = all(longest % length == 0 for length in lengths)
         self.scale_base, self.period = scale_base, longest if nested else None
         # No segment crosses a multiple of it.
-        self.common_period = math.lcm(*pattern.segment_lengths)
+        self.common_period = math.lcm(*lengths)
 
     def forward(
         self,

@@ -6,13 +6,12 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from flexdilated.core.hardware import answers_while_traced
-from flexdilated.core.pattern import DilatedPattern
+from flexdilated.core.pattern import DilatedPattern, decode, encode
 from flexdilated.core.pieces import Piece, plan_pieces
 from flexdilated.masks.blocks import head_branches
 
 Layout = Literal["packed", "fused"]
 BLOCK = 128
-FIELDS = ("segment_lengths", "dilation_rates", "heads", "offsets", "zero_padding")  # of a pattern: what costs depend on
 
 # Estimates for a recent data-centre GPU, from its published rates at about half of their peak: a tile of 128 x 128 pairs takes
 # 4 * 128 * 128 floating-point operations per element of the head at 400 TFLOP/s, memory moves 2 TB/s, a launch with its bookkeeping
@@ -79,12 +78,12 @@ def fused_cost(pattern: DilatedPattern, shape: Shape) -> Cost:
 
 def choose_layout(pattern: DilatedPattern, shape: Shape) -> Layout:
     """The layout of the lower estimate."""
-    return _choose_layout(tuple(shape), *(getattr(pattern, name) for name in FIELDS))
+    return _choose_layout(tuple(shape), encode(pattern))
 
 
 @answers_while_traced  # a compiler would trace loops over all blocks
-def _choose_layout(sizes: tuple[Any, ...], *fields: Any) -> Layout:
-    pattern, shape = DilatedPattern(**dict(zip(FIELDS, fields, strict=True))), Shape(*sizes)
+def _choose_layout(sizes: tuple[Any, ...], encoded_pattern: list[int]) -> Layout:
+    pattern, shape = decode(encoded_pattern), Shape(*sizes)
     packed, fused = packed_cost(pattern, shape), fused_cost(pattern, shape)
     return "fused" if fused.picoseconds(shape.head_dim) < packed.picoseconds(shape.head_dim) else "packed"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -147,7 +148,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
     """The pattern as mask and score function of the document that begins at token `start`."""
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
     pattern, is_causal = call.pattern, call.is_causal
-    plain = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, heads=pattern.heads, offsets=pattern.offsets)
+    plain = replace(pattern, zero_padding=False, detach_weights=False)
     joined = dilated_mask_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
     # A tensor: the kernels take no numbers that change from call to call.

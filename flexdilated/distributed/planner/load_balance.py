@@ -130,8 +130,8 @@ def assign_heads(cut: CutSegments, assigned: Booleans) -> HeadParts:
     begin = np.searchsorted(which[some], np.arange(len(segments) + 1)).tolist()
     found: list[tuple[int, ...]] = []
     # The widest segments last: they have the most ranks, which can even out what is left.
-    branch = at.branch[segments].tolist()
-    for number in sorted(range(len(segments)), key=lambda number: cut.pattern.segment_lengths[branch[number]]):
+    branch, widths = at.branch[segments].tolist(), [length for length, _ in cut.pattern.segments("the planner of ranks")]
+    for number in sorted(range(len(segments)), key=lambda number: widths[branch[number]]):
         here = slice(begin[number], begin[number + 1])
         found += _parts_of_segment(cut, int(segments[number]), ranks[here], tokens[here], pairs)
     return HeadParts(*np.array(found, np.int64).reshape(-1, len(HeadParts._fields)).T)

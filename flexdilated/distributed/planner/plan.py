@@ -173,7 +173,8 @@ def context_plan(
     """
     refuse_shifts(pattern, documents, "over ranks")
     pattern.check_heads(num_heads)
-    branches, widest = len(pattern.branches), max(pattern.dilation_rates)
+    rates = [rate for _, rate in pattern.segments("the planner of ranks")]
+    branches, widest = len(rates), max(rates)
     # One number names a branch with a residue, or with a document and a token.
     if branches * max(2 * widest, len(documents) * (sum(shard_lengths) + 1)) >= 1 << 62:
         raise ValueError(

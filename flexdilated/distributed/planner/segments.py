@@ -83,12 +83,13 @@ class CutSegments:
     @cached_property
     def rates(self) -> Integers:
         """`(branches,)` dilation rates."""
-        return np.array(self.pattern.dilation_rates, np.int64)
+        return np.array([rate for _, rate in self.pattern.segments("the planner of ranks")], np.int64)
 
     @cached_property
     def lengths(self) -> Integers:
         """`(branches,)` segment lengths, at most as long as the sequence."""
-        return np.array([min(length, self.num_tokens) for length in self.pattern.segment_lengths], np.int64)
+        lengths = [length for length, _ in self.pattern.segments("the planner of ranks")]
+        return np.minimum(np.array(lengths, np.int64), self.num_tokens)
 
     @cached_property
     def cut_documents(self) -> tuple[tuple[int, int], ...]:
@@ -146,7 +147,7 @@ class CutSegments:
         """Per branch, the heads held here and their offsets."""
         runs = [self.pattern.head_runs(branch, self.num_heads, self.within) for branch in range(len(self.lengths))]
         heads = [tuple(sorted((run.start + j * run.step, run.offset) for run in each for j in range(run.heads))) for each in runs]
-        return tuple(BranchHeads(rate, each) for rate, each in zip(self.pattern.dilation_rates, heads))
+        return tuple(BranchHeads(rate, each) for rate, each in zip(self.rates.tolist(), heads))
 
     @cached_property
     def all_kept(self) -> tuple[Integers, Integers, Integers]:
@@ -180,6 +181,6 @@ def expanded(first: Integers, count: Integers) -> tuple[Integers, Integers]:
     return run, np.arange(len(run)) + np.repeat(first - ends + count, count)
 
 
-def kept_below(length: Integers, rate: int | Integers, offset: int | Integers) -> Integers:
+def kept_below(length: int | Integers, rate: int | Integers, offset: int | Integers) -> Integers:
     """The number of positions `offset, offset + rate, ...` below `length`."""
     return np.maximum(0, -((offset - length) // rate))

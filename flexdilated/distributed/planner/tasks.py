@@ -40,7 +40,7 @@ def tasks_of(plan: ContextPlan, exchange: str, rank: int) -> tuple[Task, ...]:
     """The tasks of a rank: what it computes of cut segments. Lanes of equal shape are one task."""
     parts, at = plan.parts(exchange), plan.all_segments
     parts = parts.where(parts.executor == rank)
-    found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
+    found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     turn = {branch: place for place, branch in enumerate(branch_order(plan.pattern))}
     for segment, place, places, _, low, high in sorted(
         zip(*(column.tolist() for column in parts)), key=lambda part: turn[int(at.branch[part[0]])]
@@ -87,7 +87,7 @@ def local_pieces(plan: ContextPlan, rank: int) -> tuple[Piece, ...]:
     start, num_tokens = start[here], num_tokens[here]
     pieces: list[Piece] = []
     for branch in branch_order(plan.pattern):
-        length = plan.pattern.branches[branch].segment_length
+        length = plan.pattern.segments("the planner of ranks")[branch].segment_length
         w = np.minimum(length, num_tokens)
         limits = inside(begin - start, end - start, num_tokens, w)
         columns = (x.tolist() for x in (start - begin, num_tokens, *limits))

@@ -42,7 +42,7 @@ def context_backward(
     grads = Gradients(buffers, *backward(given.dout, given.dlse, q, k, v, given.out, given.lse, work.loop, sums=buffers.sums))
     wait_for_outputs()
     of_tasks = _of_tasks(work, given, remote)
-    if work.flat.detach_weights:
+    if work.plan.pattern.detach_weights:
         of_tasks = _with_own_outputs(work, of_tasks, transport, received=is_received)
         is_received = True
     # In a ring, the gradients of one rank's keys return while those of the next are computed: two more messages of memory than the

@@ -1,0 +1,106 @@
+"""The kinds of branches of a pattern, and the rule of each: what a head keeps, which pairs join, how many, and how far apart.
+
+The class of a branch is its kind. There is one: segments. `Kept` is a branch as one head keeps it. Code that computes something
+from branches asks the pattern for those of the kinds that it knows (`DilatedPattern.segments`, `DilatedPattern.kept`), with its own
+name: a branch of another kind raises, and is never left out of a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class Segments(NamedTuple):
+    """A branch that cuts the sequence in segments, of which each head keeps every r-th token."""
+
+    segment_length: int
+    dilation_rate: int
+
+
+Branch = Segments  # the kinds of branches
+
+
+class Kept(NamedTuple):
+    """A branch of segments as one head keeps it: tokens `offset, offset + rate, ...` of each segment of `length` tokens.
+
+    For `keeps`, `joins` and `row` the three may also be tensors or arrays that broadcast with the positions.
+    """
+
+    length: Any
+    rate: Any
+    offset: Any
+
+    def keeps(self, position: Any) -> Any:
+        """Whether a position is kept."""
+        return position % self.length % self.rate == self.offset
+
+    def joins(self, query: Any, key: Any) -> Any:
+        """Whether a query and a key, not causal, are kept in one segment."""
+        joined = query // self.length == key // self.length
+        if isinstance(self.rate, int) and self.rate == 1:
+            return joined
+        return joined & self.keeps(query) & self.keeps(key)
+
+    def row(self, position: Any) -> Any:
+        """The number of a kept position among the kept ones of its segment."""
+        return position % self.length // self.rate
+
+    def rows(self, tokens: int) -> int:
+        """The number of positions kept among the first `tokens` of a segment."""
+        return num_kept(tokens, self.rate, self.offset)
+
+    def count_pairs(self, num_tokens: int, *, is_causal: bool) -> int:
+        """The number of joined pairs in a sequence."""
+        total = 0
+        for tokens, times in segment_counts(num_tokens, self.length):
+            rows = self.rows(tokens)
+            total += times * (rows * (rows + 1) // 2 if is_causal else rows * rows)
+        return total
+
+    def longest_reach(self) -> int:
+        """The largest distance between a query and a key that it sees, -1 if nothing is kept."""
+        reach: int = (self.length - 1 - self.offset) // self.rate * self.rate if self.offset < self.length else -1
+        return reach
+
+
+class HeadRun(NamedTuple):
+    """The heads of one branch that keep the same offset: `start, start + step, ...`, `heads` of them."""
+
+    offset: int
+    start: int
+    step: int
+    heads: int
+
+
+def segments_among(branches: Iterable[object], consumer: str) -> tuple[Segments, ...]:
+    """Branches that are all segments, for code that knows no other kind.
+
+    Raises:
+        NotImplementedError: If a branch is of another kind; the message names the kind and the consumer.
+    """
+    found = []
+    for branch in branches:
+        if not isinstance(branch, Segments):
+            kind = type(branch).__name__
+            raise NotImplementedError(f"{consumer} must get branches of kind Segments, got a branch of kind {kind}: {branch}")
+        found.append(branch)
+    return tuple(found)
+
+
+def num_kept(length: int, rate: int, offset: int) -> int:
+    """How many positions `offset, offset + rate, ...` lie below `length`."""
+    return max(0, ceil_div(length - offset, rate))
+
+
+def segment_counts(num_tokens: int, segment_length: int) -> Iterator[tuple[int, int]]:
+    """(length, how many segments have it): the whole segments, then the shorter last one."""
+    whole, rest = divmod(num_tokens, segment_length)
+    if whole:
+        yield segment_length, whole
+    if rest:
+        yield rest, 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
