@@ -72,7 +72,7 @@ class DilatedPattern:
             raise ValueError(
                 f"dilation_rates must hold one rate per segment length={len(self.segment_lengths)}, got {self.dilation_rates}"
             )
-        for i, (length, rate) in enumerate(self.branches):
+        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
             if length < 1:
                 raise ValueError(f"segment_lengths[{i}] must be at least 1, got {length}")
             if length > MAX_LENGTH:
