@@ -342,6 +342,15 @@ class DilatedPattern:
             return rate == 1
         return rate <= num_heads if self.offsets == "interleaved" else self.offset(branch, num_heads - 1, num_heads) == rate - 1
 
+    def first_token_without_head(self, num_tokens: int, num_heads: int) -> int | None:
+        """The first of the tokens that no head of any branch keeps; None if there is none among the first 1,024."""
+        branches = range(len(self.branches))
+        if any(self.keeps_every_residue(i, num_heads) for i in branches):
+            return None
+        kept = [(*self.branches[i], {run.offset for run in self.head_runs(i, num_heads)}) for i in branches]
+        tokens = range(min(num_tokens, 1024))
+        return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in kept)), None)
+
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.
 

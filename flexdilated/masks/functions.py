@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.core.pieces import plan_pieces, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -164,7 +165,7 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
             raise ValueError(f"{name} must be at least 1, got {value}")
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
-    pattern.check_heads(kv_heads)
+    check_losses(pattern, seq_len, kv_heads, is_causal)
     return kv_heads
 
 
