@@ -49,23 +49,18 @@ def is_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> bo
     """The definition, token by token: which earlier tokens each token has received information from."""
     lengths = [w for w, r in pattern.branches if r == 1]
     run = next(n for n in range(1, 10**9) if all(n % w == 0 for w in lengths))
-    counting = [
-        (w if w < num_tokens else 10**9, r)
-        for i, (w, r) in enumerate(pattern.branches)
-        if 2 * r - 1 <= run and {pattern.offset(i, head, num_heads) for head in pattern.head_range(i, num_heads)} == set(range(r))
-    ]
-    if run >= num_tokens:
-        return True
-    whole = -(-num_tokens // run) * run  # the end of the sequence is no boundary
+    kept = [{pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads)} for i in range(len(pattern.branches))]
+    counting = [r for r, offsets in zip(pattern.dilation_rates, kept) if 2 * r - 1 <= run and offsets == set(range(r))]
     received: list[int] = []  # a bit for each earlier token
-    for q in range(whole):
+    for q in range(num_tokens):
         bits = 1 << q
-        for k in range(q):
-            if any(k // w == q // w and (q - k) % r == 0 for w, r in counting):
-                bits |= received[k]
+        for (w, r), offsets in zip(pattern.branches, kept):
+            for k in range(q // w * w, q):
+                if q % w % r in offsets and (q - k) % r == 0:
+                    bits |= received[k]
         received.append(bits)
-    far = 2 * max((r for _, r in counting), default=1) - 1
-    return all(received[q] >> k & 1 for q in range(whole) for k in range(q - far + 1))
+    far = 2 * max(counting, default=1) - 1
+    return all(received[q] >> k & 1 for q in range(num_tokens) for k in range(q - far + 1))
 
 
 @given(questions())
@@ -110,6 +105,9 @@ FIRST = [
     (DilatedPattern((2047, 4096, 8191), (1, 4, 8)), 2**40, 8, 33533954),
     (DilatedPattern((2**39 - 1, 2**40), (1, 1)), 2**40, 1, None),
     (DilatedPattern((5,), (5,)), 1, 1, None),
+    (DilatedPattern((44, 23), (1, 5)), 49, 5, None),  # no token is nine after one that token 44 misses
+    (DilatedPattern((7, 34, 16, 4), (1, 5, 2, 3)), 117, 9, None),  # rate 5 does not count in runs of 7, but joins them
+    (DilatedPattern((10, 48, 20), (1, 5, 8)), 64, 5, 50),  # crossing each boundary of a short run is not enough
 ]
 
 
