@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.core.pieces import plan_pieces, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -106,13 +107,24 @@ class _Clause(NamedTuple):
 
     def joins(self, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Whether both positions are kept, in one segment."""
-        joined = q_idx // self.length == kv_idx // self.length
+        joined = _quotient(q_idx, self.length) == _quotient(kv_idx, self.length)
         if self.rate > 1:
             offset = self.offset(h)
-            joined = joined & (q_idx % self.length % self.rate == offset) & (kv_idx % self.length % self.rate == offset)
+            for idx in (q_idx, kv_idx):
+                joined = joined & (_remainder(_remainder(idx, self.length), self.rate) == offset)
         if not self.has_every_head:
             joined = joined & (h >= self.heads.start) & (h < self.heads.stop)
         return joined
+
+
+def _quotient(x: Tensor, n: int) -> Tensor:
+    """`x // n`, also where n is above the largest integer of x's dtype: torch would wrap n."""
+    return x // n if n <= torch.iinfo(x.dtype).max else torch.where(x < 0, -1, 0)
+
+
+def _remainder(x: Tensor, n: int) -> Tensor:
+    """`x % n` for x of at least 0, also where n is above the largest integer of x's dtype."""
+    return x % n if n <= torch.iinfo(x.dtype).max else x
 
 
 def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
@@ -124,7 +136,7 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
         if pattern.offsets == "blocked":
             sharing = -(-num_heads // rate)
             return lambda h: h // sharing
-        return lambda h: h % rate
+        return lambda h: _remainder(h, rate)
 
     found = []
     for i, (length, rate) in enumerate(pattern.branches):
@@ -153,7 +165,7 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
             raise ValueError(f"{name} must be at least 1, got {value}")
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
-    pattern.check_heads(kv_heads)
+    check_losses(pattern, seq_len, kv_heads, is_causal)
     return kv_heads
 
 
