@@ -18,7 +18,7 @@ from flexdilated.core.reference import ScoreMod
 NUM_HEADS = 12
 HEAD_DIM = 64
 
-# Without instructions for it, bfloat16 takes many times as long as float32, in the kernels that everything is measured against too.
+# Without instructions for bfloat16 the bare kernels, against which the library is measured, take many times as long as in float32.
 DTYPES = (
     torch.float32,
     pytest.param(
@@ -31,7 +31,7 @@ SMALL_LONGNET = DilatedPattern((16, 32, 64, 128, 256), (1, 2, 4, 6, 12))
 SMALL_TOKENS = 263
 
 # Largest error of any element, in units of the standard deviation of the expected values.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.08}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
 
 
 class Inputs(NamedTuple):

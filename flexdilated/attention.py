@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.backends import engines
 from flexdilated.core.call import Call
-from flexdilated.core.checks import LAYOUT, check, warn_unless_connected
+from flexdilated.core.checks import LAYOUT, check, check_losses
 from flexdilated.core.lse import share_beside
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -145,8 +145,9 @@ def dilated_attention(
             `exchange="ring"`.
 
     Warns:
-        UserWarning: Once, if a causal call on one device has a pattern that is not connected (`DilatedPattern.crosses_boundaries`)
-            and not published: `DilatedPattern.longnet()`, or with zero keys. Compiled calls do not warn.
+        UserWarning: Once, if a causal call has a pattern that is not connected (`DilatedPattern.crosses_boundaries`), or no head
+            keeps some token. Published patterns, `DilatedPattern.longnet()` and those with zero keys, packed documents and
+            compiled calls do not warn.
     """
     out, lse = attend(
         q,
@@ -170,8 +171,6 @@ def dilated_attention(
     )
     if mesh is None and 64 < q.shape[2] > q.shape[1] and not torch.compiler.is_compiling():
         _warn_of_layout()
-    if is_causal and mesh is None and cu_seqlens is None and not torch.compiler.is_compiling() and type(q.shape[1]) is int:
-        warn_unless_connected(pattern, q.shape[1], k.shape[2])
     if not return_lse:
         return out
     assert lse is not None
@@ -193,8 +192,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor 
     if call.mesh is not None:
         from flexdilated.distributed import attention as ranks  # one process needs no torch.distributed
 
-        return ranks.attend(q, k, v, call)
-    return engines.attend(*check(q, k, v, call))
+        result, shards = ranks.attend(q, k, v, call), call.shard_lengths
+        num_tokens = q.shape[1] * call.mesh.size() if shards is None else sum(shards)
+    else:
+        result, num_tokens = engines.attend(*check(q, k, v, call)), q.shape[1]
+    if call.cu_seqlens is None:
+        check_losses(call.pattern, num_tokens, call.num_heads or k.shape[2], call.is_causal)
+    return result
 
 
 def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensor:

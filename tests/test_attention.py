@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
+from flexdilated.backends import sdpa
 from tests.cases import Case, calls, differentiate, poisoned_memory, run_engine, run_plain, run_reference
 from tests.tolerances import EXACT, HALF_LSE, SINGLE, assert_twice_naive
 
@@ -302,6 +303,7 @@ def test_what_ignored_keys_hold_has_no_effect(
 # -- low precision ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
@@ -313,7 +315,10 @@ def test_what_ignored_keys_hold_has_no_effect(
     ],
     ids=["three", "gqa", "five"],
 )
-def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(case: Case, is_causal: bool, dtype: torch.dtype) -> None:
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
+    case: Case, is_causal: bool, dtype: torch.dtype, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "SLOW_ON_CPU", {dtype} if is_slow else ())
     case = replace(case, is_causal=is_causal, lse_gradient=False)
     actual, naive = run_engine(case, "sdpa", dtype), run_plain(case, dtype)
     expected = run_reference(case, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +13,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from flexdilated import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from flexdilated import (
+    DilatedAttention,
+    DilatedKVCache,
+    DilatedPattern,
+    LongNet,
+    LongNetConfig,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    dilated_attention,
+    dilated_mask_mod,
+    dilated_score_mod,
+)
 from flexdilated.core import checks
 from flexdilated.core.checks import why_not_connected
 from tests.analysis.definition import seen_after
@@ -38,23 +49,18 @@ def is_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> bo
     """The definition, token by token: which earlier tokens each token has received information from."""
     lengths = [w for w, r in pattern.branches if r == 1]
     run = next(n for n in range(1, 10**9) if all(n % w == 0 for w in lengths))
-    counting = [
-        (w if w < num_tokens else 10**9, r)
-        for i, (w, r) in enumerate(pattern.branches)
-        if 2 * r - 1 <= run and {pattern.offset(i, head, num_heads) for head in pattern.head_range(i, num_heads)} == set(range(r))
-    ]
-    if run >= num_tokens:
-        return True
-    whole = -(-num_tokens // run) * run  # the end of the sequence is no boundary
+    kept = [{pattern.offset(i, h, num_heads) for h in pattern.head_range(i, num_heads)} for i in range(len(pattern.branches))]
+    counting = [r for r, offsets in zip(pattern.dilation_rates, kept) if 2 * r - 1 <= run and offsets == set(range(r))]
     received: list[int] = []  # a bit for each earlier token
-    for q in range(whole):
+    for q in range(num_tokens):
         bits = 1 << q
-        for k in range(q):
-            if any(k // w == q // w and (q - k) % r == 0 for w, r in counting):
-                bits |= received[k]
+        for (w, r), offsets in zip(pattern.branches, kept):
+            for k in range(q // w * w, q):
+                if q % w % r in offsets and (q - k) % r == 0:
+                    bits |= received[k]
         received.append(bits)
-    far = 2 * max((r for _, r in counting), default=1) - 1
-    return all(received[q] >> k & 1 for q in range(whole) for k in range(q - far + 1))
+    far = 2 * max(counting, default=1) - 1
+    return all(received[q] >> k & 1 for q in range(num_tokens) for k in range(q - far + 1))
 
 
 @given(questions())
@@ -99,6 +105,9 @@ FIRST = [
     (DilatedPattern((2047, 4096, 8191), (1, 4, 8)), 2**40, 8, 33533954),
     (DilatedPattern((2**39 - 1, 2**40), (1, 1)), 2**40, 1, None),
     (DilatedPattern((5,), (5,)), 1, 1, None),
+    (DilatedPattern((44, 23), (1, 5)), 49, 5, None),  # no token is nine after one that token 44 misses
+    (DilatedPattern((7, 34, 16, 4), (1, 5, 2, 3)), 117, 9, None),  # rate 5 does not count in runs of 7, but joins them
+    (DilatedPattern((10, 48, 20), (1, 5, 8)), 64, 5, 50),  # crossing each boundary of a short run is not enough
 ]
 
 
@@ -200,10 +209,10 @@ TEXT = (
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    checks.warn_unless_connected.cache_clear()
+    checks._check_losses.cache_clear()
     checks._warn.cache_clear()
     yield
-    checks.warn_unless_connected.cache_clear()
+    checks._check_losses.cache_clear()
     checks._warn.cache_clear()
 
 
@@ -219,18 +228,61 @@ def test_causal_attention_warns_once_of_a_pattern_that_is_not_connected() -> Non
     assert warned[0].filename == __file__
 
 
+SPLIT = DilatedPattern((4, 8), (1, 4))  # with 2 heads: residues 2 and 3 of rate 4 have none
+SPARSE = DilatedPattern((16,), (8,))
+WHERE: dict[str, Callable[[DilatedPattern], object]] = {
+    "dilated_attention": lambda pattern: dilated_attention(*[torch.randn(1, 17, 2, 3)] * 3, pattern, is_causal=True),
+    "MultiheadDilatedAttention": lambda pattern: MultiheadDilatedAttention(8, 4, pattern, num_kv_heads=2, is_causal=True),
+    "DilatedKVCache": lambda pattern: DilatedKVCache(pattern, batch_size=1, num_kv_heads=2, head_dim=3),
+    "dilated_mask_mod": lambda pattern: dilated_mask_mod(pattern, 4, seq_len=17, is_causal=True, num_kv_heads=2),
+    "dilated_score_mod": lambda pattern: dilated_score_mod(pattern, 4, seq_len=17, is_causal=True, num_kv_heads=2),
+    "LongNetLM": lambda pattern: LongNetLM(LongNetConfig(vocab_size=7, embed_dim=8, num_layers=1, num_heads=2, pattern=pattern)),
+    "LongNet": lambda pattern: LongNet(8, 2, 1, 1, 5, pattern.segment_lengths, pattern.dilation_rates),
+}
+
+
 @pytest.mark.usefixtures("forgotten")
-def test_causal_layer_warns_when_it_is_made() -> None:
-    with pytest.warns(UserWarning, match=r"^pattern with segments \(4, 8\) at rates \(1, 4\) is not connected: .* tokens 0 to 3 "):
-        MultiheadDilatedAttention(16, 4, DilatedPattern((4, 8), (1, 4)), is_causal=True)
+@pytest.mark.parametrize("name", WHERE)
+def test_a_pattern_that_meets_heads_warns_once_of_what_is_lost(name: str) -> None:
+    for pattern, text in (
+        (SPLIT, r"^pattern with segments \(4, 8\) at rates \(1, 4\) is not connected: .* tokens 0 to 3 "),
+        (
+            SPARSE,
+            r"^pattern with segments \(16,\) at rates \(8,\) has no head for token 2, the first of its kind: its output is 0, ",
+        ),
+    ):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                WHERE[name](pattern)
+        assert len(warned) == 1
+        assert re.match(text, str(warned[0].message))
+        assert warned[0].filename == __file__
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_tokens_without_a_head_are_those_whose_output_is_0() -> None:
+    for pattern, cure in (
+        (SPARSE, "or a rate that divides the 2 key/value heads"),
+        (DilatedPattern((6, 16), (3, 2), heads="grouped"), "branch of rate 1"),
+    ):
+        q = torch.randn(1, 17, 2, 3, generator=torch.Generator().manual_seed(3))
+        with pytest.warns(UserWarning, match=rf"has no head for token .* add a branch of rate 1.*{cure}$|.*{cure}$"):
+            out = dilated_attention(q, q, q, pattern)
+        lost = (out == 0).flatten(2).all(-1)[0].nonzero()[0].item()
+        assert pattern.first_token_without_head(17, 2) == lost
+        assert pattern.first_token_without_head(int(lost), 2) is None
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_no_warning_without_need() -> None:
+    covering = DilatedPattern((16, 16), (2, 2), heads="grouped")  # each branch keeps the tokens that the other does not
     q, short = torch.randn(1, 13, 2, 3), torch.randn(1, 8, 2, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dilated_attention(q, q, q, LOSSY)
+        dilated_attention(q, q, q, covering)
+        dilated_attention(q, q, q, DilatedPattern((16,), (2,)))
         dilated_attention(short, short, short, LOSSY, is_causal=True)
         dilated_attention(q, q, q, LOSSY, is_causal=True, cu_seqlens=torch.tensor([0, 6, 13]))
         dilated_attention(q, q, q, DilatedPattern.torchscale((4, 8), (1, 2)), is_causal=True, backend="reference")

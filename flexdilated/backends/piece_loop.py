@@ -7,9 +7,10 @@ a piece needs its own output and log-sum-exp instead: they are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -154,19 +155,24 @@ class PieceLoop:
             if rows is None:
                 rows = lse.box(slab)
                 rows = rows.view(*rows.shape[:2], -1, *rows.shape[5:])
-            self._merging.merge_into(view, rows.select(-1, 0), out_i, lse_i)
-        else:
-            out_box, lse_box = out.box(slab), lse.box(slab)
-            merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
+            if self._launches(self._merging.merge_into, view, rows.select(-1, 0), out_i, lse_i):
+                return
+        out_box, lse_box = out.box(slab), lse.box(slab)
+        merge_(out_box, lse_box[..., 0], unfold(out_i, out_box), unfold(lse_i[..., None], lse_box)[..., 0])
 
     def add(self, slab: Slab, total: Rows, term: Tensor) -> None:
         """Add a slab's gradient, as a kernel gives it, to running sums."""
         view = total.view(slab) if self._merging else None
-        if view is not None:
-            self._merging.add_to(view, term)
-        else:
+        if view is None or not self._launches(self._merging.add_to, view, term):
             rows = total.box(slab)
             rows.add_(unfold(term, rows))
+
+    def _launches(self, run: Callable[..., None], *tensors: Tensor) -> bool:
+        """Whether a Triton kernel could do it; if not, torch's operations do this and all that follows."""
+        if triton_engine.attempt(run, *tensors):
+            return True
+        self._merging = None
+        return False
 
 
 def packs(device: torch.device) -> bool:
@@ -178,7 +184,10 @@ def merging(request: Request) -> Any:
     """The module of the Triton kernels that merge and add on a GPU, or None where torch's operations do."""
     if request.hardware.device_type != "cuda" or triton_engine.why_not(replace(request, dropout=False)) or triton_engine.UNBUILT:
         return None
-    from flexdilated.backends.triton import merging as kernels  # imports triton, which is optional
+    # It imports triton, which is optional, and may be installed without being loadable.
+    if not triton_engine.attempt(import_module, "flexdilated.backends.triton.merging"):
+        return None
+    from flexdilated.backends.triton import merging as kernels
 
     return kernels
 

@@ -34,6 +34,7 @@ COLUMNS = (
     *("forward\nbusiest", "forward\nmean", "backward\nbusiest", "backward\nmean", "both\nbusiest", "messages\n"),
     *("rows\nper head", "memory\n", "work\n"),
 )
+MOST_ELEMENTS = 2**55  # of q: numbers of bytes fit in 64 bits
 SPEEDS = cost_model.Speeds()
 AT_MOST = "at most: rows that several branches need are counted once for each of them, since listing all rows takes long"
 EXPLANATION = f"""\
@@ -57,6 +58,7 @@ def plan(
         typer.Option(
             "--context-parallel",
             min=1,
+            max=4096,
             metavar="N",
             help="Ranks P that share the sequence: contiguous shards, as equal as can be.",
         ),
@@ -117,6 +119,8 @@ def plan(
         refuse(f"--document-lengths must add up to --tokens={tokens}, each at least 0, got {','.join(map(str, documents))}")
     if len(documents) > 1 and batch > 1:
         refuse(f"--batch-size must be 1 with --document-lengths, which pack a batch in one sequence, got {batch}")
+    if (elements := tokens * heads * head_dim * batch) > MOST_ELEMENTS:
+        refuse(f"--tokens must be such that q holds at most {MOST_ELEMENTS} elements, got {elements} with --batch-size={batch}")
     layer = Layer(pattern, tokens, ranks, heads, kv_heads, head_dim, dtype, batch, causal, documents)
 
     whole, found = layer_plan(layer), strategies(layer)

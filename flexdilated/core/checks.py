@@ -6,8 +6,10 @@ import inspect
 import math
 import numbers
 import sys
+import traceback
 import warnings
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -123,18 +125,40 @@ def why_not_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) 
     )
 
 
+def check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
+    """Warn once of a token that no head keeps, and of a causal model that is not connected. Compiled code does not warn.
+
+    Published patterns do not warn: `DilatedPattern.longnet()`, and those with zero keys.
+
+    Raises:
+        ValueError: As `DilatedPattern.check_heads`.
+    """
+    pattern.check_heads(num_heads)
+    if not torch.compiler.is_compiling() and type(num_tokens) is int:
+        _check_losses(pattern, num_tokens, num_heads, is_causal)
+
+
 @lru_cache(maxsize=4096)
-def warn_unless_connected(pattern: DilatedPattern, num_tokens: int, num_heads: int) -> None:
-    """Warn once of a pattern that loses information in a causal model, unless it is a published one."""
+def _check_losses(pattern: DilatedPattern, num_tokens: int, num_heads: int, is_causal: bool) -> None:
     if pattern.zero_padding or pattern == DilatedPattern.longnet():
         return
-    if (why := why_not_connected(pattern, num_tokens, num_heads)) is not None:
-        _warn(f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates} is {why}")
+    name = f"pattern with segments {pattern.segment_lengths} at rates {pattern.dilation_rates}"
+    if (token := pattern.first_token_without_head(num_tokens, num_heads)) is not None:
+        cure = f", or a rate that divides the {num_heads} key/value heads" if pattern.heads == "all" else ""
+        _warn(
+            f"{name} has no head for token {token}, the first of its kind: its output is 0, and no query reads it; "
+            f"add a branch of rate 1{cure}"
+        )
+    elif is_causal and (why := why_not_connected(pattern, num_tokens, num_heads)) is not None:
+        _warn(f"{name} is {why}")
 
 
 @lru_cache(maxsize=4096)  # the text does not depend on the number of tokens
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    inside = takewhile(
+        lambda at: at[0].f_globals.get("__name__", "").startswith(("flexdilated.", "torch.")), traceback.walk_stack(sys._getframe())
+    )
+    warnings.warn(text, stacklevel=1 + sum(1 for _ in inside))
 
 
 def refuse_shards_of_torch(num_ranks: int) -> None:

@@ -164,11 +164,16 @@ def _has_autocast(device_type: str) -> bool:
     return device_type in AUTOCAST if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
 
 
-def _cpu_has_bfloat16_matmul() -> bool:
-    # Private in torch: ask for them by name.
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(probe() for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
+def _cpu_has(*names: str) -> bool:
+    # The probes are private in torch: a version that lacks one of them has no kernels for it.
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 # Asked once: the probes cannot be traced by torch.compile.
-_CPU = Hardware("cpu", has_fast_bfloat16=_cpu_has_bfloat16_matmul())
+_CPU = Hardware("cpu", has_fast_bfloat16=_cpu_has("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+# The dtypes in which this CPU multiplies matrices slower than in float32.
+SLOW_ON_CPU = frozenset(
+    dtype
+    for dtype, is_fast in ((torch.bfloat16, _CPU.has_fast_bfloat16), (torch.float16, _cpu_has("_is_amx_fp16_supported")))
+    if not is_fast
+)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from flexdilated.core.boundaries import first_near_ends
+from flexdilated.core.boundaries import first_near_ends, is_crossed
 from flexdilated.core.branch import Branch, HeadRun, Kept, Segments, ceil_div, segments_among
 from flexdilated.core.pattern_svg import branches_svg
 
@@ -20,6 +20,7 @@ OFFSETS: tuple[Offsets, ...] = ("blocked", "interleaved")
 
 MAX_LENGTH = 2**40  # of a segment: positions and strides, which are multiples of rates, fit in 64 bits
 MAX_BRANCHES = 256  # masks, plans and launches take time with each, and published patterns have a handful
+MOST_LOOKS = 128  # at boundaries token by token, and tokens before each
 FORWARD, BACKWARD = 4, 10  # floating-point operations per pair and element of a head: 2 and 5 products of matrices
 
 
@@ -294,6 +295,8 @@ class DilatedPattern:
         Connected means: after enough layers, all heads together, every token has received information from every token that is at
         least `2 * r - 1` positions earlier. `r` is the largest rate of the branches that count. A branch counts if some head
         keeps each of its residues and `2 * r - 1 <= L`. `L` is the least common multiple of the lengths of the rate-1 branches.
+        True is always right. False is, unless only branches that do not count join the rest, and r is above 64 or they do so at
+        more than 128 boundaries.
 
         Args:
             num_tokens: Sequence length N.
@@ -308,8 +311,8 @@ class DilatedPattern:
     def first_uncrossed_boundary(self, num_tokens: int, num_heads: int) -> int | None:
         """The first position that stops `crosses_boundaries` from being true, or None for a connected pattern.
 
-        Position b is crossed if a branch that counts joins tokens `b - 1` and `b`, or if token `b - 1` is read by a later token and
-        token `b` reads an earlier one. The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
+        Position b is crossed if the tokens from `b` on receive information from all tokens at least `2 * r - 1` positions earlier.
+        The end of the sequence is no boundary. Without a rate-1 branch the answer is 1.
 
         Args:
             num_tokens: As in `crosses_boundaries`.
@@ -325,28 +328,37 @@ class DilatedPattern:
         num_tokens, num_heads = at_least_one("num_tokens", num_tokens), at_least_one("num_heads", num_heads)
         self.check_heads(num_heads)
         block = self.run_of_neighbours
-        far = {
-            (length, rate)
-            for i, (length, rate) in enumerate(self.segments("crosses_boundaries"))
-            if 1 < rate <= (block + 1) // 2 and self.keeps_every_residue(i, num_heads)
-        }
+        branches = [(*branch, self.kept_offsets(i, num_heads)) for i, branch in enumerate(self.segments("crosses_boundaries"))]
+        far = {(length, rate) for length, rate, kept in branches if 1 < rate <= (block + 1) // 2 and len(kept) == rate}
         if any(length >= num_tokens for length, _ in far):
             return None
-        branches = sorted(far, reverse=True)  # long segments leave the fewest candidates
-        first = min(first_near_ends(0, block, branches, sign, num_tokens) for sign in (1, -1))
-        return first if first < num_tokens else None
+        counting = sorted(far, reverse=True)  # long segments leave the fewest candidates
+        distance, boundary = 2 * max((rate for _, rate in far), default=1) - 1, 0
+        for _ in range(MOST_LOOKS):  # at what the branches that count do not cross
+            boundary = min(first_near_ends(0, block, counting, sign, boundary, num_tokens) for sign in (1, -1))
+            if boundary == num_tokens:
+                return None
+            if distance > MOST_LOOKS or not is_crossed(boundary, branches, distance, num_tokens):
+                break
+        return boundary
 
     @property
     def run_of_neighbours(self) -> int:
         """Tokens of the runs in which rate-1 branches join each token to the next, 1 without such a branch."""
         return math.lcm(*(length for length, rate in self.segments("run_of_neighbours") if rate == 1))
 
-    def keeps_every_residue(self, branch: int, num_heads: int) -> bool:
-        """Whether each residue modulo the rate of a branch is kept by some head."""
+    def kept_offsets(self, branch: int, num_heads: int) -> range:
+        """The residues modulo the rate of a branch that some head keeps."""
         rate = self.dilation_rates[branch]
-        if rate == 1 or self.heads == "grouped":
-            return rate == 1
-        return rate <= num_heads if self.offsets == "interleaved" else self.offset(branch, num_heads - 1, num_heads) == rate - 1
+        if self.heads == "grouped":
+            return range(branch % rate, branch % rate + 1)
+        return range(min(rate, num_heads) if self.offsets == "interleaved" else self.offset(branch, num_heads - 1, num_heads) + 1)
+
+    def first_token_without_head(self, num_tokens: int, num_heads: int) -> int | None:
+        """The first of the tokens that no head of any branch keeps; None if there is none among the first 1,024."""
+        kept = [(w, r, self.kept_offsets(i, num_heads)) for i, (w, r) in enumerate(self.segments("first_token_without_head"))]
+        tokens = range(0 if any(len(offsets) == r for _, r, offsets in kept) else min(num_tokens, 1024))
+        return next((p for p in tokens if all(p % w % r not in offsets for w, r, offsets in kept)), None)
 
     def count_pairs(self, num_tokens: int, num_heads: int, *, is_causal: bool = False) -> int:
         """How many (query, key) pairs are scored, over all heads and branches, a pair joined by m branches counted m times.

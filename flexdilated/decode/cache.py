@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
-from flexdilated.core.checks import DTYPES, check_scale
+from flexdilated.core.checks import DTYPES, check_losses, check_scale
 from flexdilated.core.hardware import without_autocast
 from flexdilated.core.pattern import DilatedPattern, as_integer, at_least_one
 from flexdilated.decode.arguments import (
@@ -105,7 +105,7 @@ class DilatedKVCache:
         if not 0 <= first_head <= total - num_kv_heads:
             room = f"num_kv_heads={num_kv_heads} of total_kv_heads={total} heads"
             raise ValueError(f"first_head must leave room for {room}, got {first_head}")
-        pattern.check_heads(total)
+        check_losses(pattern, max_length or max(pattern.segment_lengths), total, is_causal=True)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")

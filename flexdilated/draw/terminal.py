@@ -17,25 +17,24 @@ __all__ = ["print_panels"]
 
 def print_panels(console: Console, picture: Panels) -> None:
     """Print a picture, with as many panels side by side as fit."""
-    has_colors = console.is_terminal and console.color_system is not None and not console.no_color
-    panels = picture.panels
+    is_ascii = console.options.ascii_only
+    has_colors = console.is_terminal and console.color_system is not None and not console.no_color and not is_ascii
+    panels, marks = picture.panels, {ord("·"): ".", ord("\N{NO-BREAK SPACE}"): " "} if is_ascii else {}
+    glyphs = [glyph.translate(marks) for glyph in picture.glyphs]
     panel_width = max(len(panels[0].cells), picture.title_width)
     columns = max(1, min(len(panels), (console.width + 2) // (panel_width + 2)))
 
     for line in picture.title:
-        console.print(Text(line, style="bold"), soft_wrap=True)
+        console.print(Text(line.translate(marks), style="bold"), soft_wrap=True)
     for start in range(0, len(panels), columns):
         console.print()
         grid = Table.grid(padding=(0, 2, 0, 0))
         drawn = panels[start : start + columns]
         for _ in drawn:
             grid.add_column(width=panel_width, no_wrap=False)
-        grid.add_row(*(Text("\n".join(panel.title)) for panel in drawn))
+        grid.add_row(*(Text("\n".join(panel.title).translate(marks)) for panel in drawn))
         grid.add_row(
-            *(
-                _half_blocks(panel.cells, picture.colors) if has_colors else _characters(panel.cells, picture.glyphs)
-                for panel in drawn
-            )
+            *(_half_blocks(panel.cells, picture.colors) if has_colors else _characters(panel.cells, glyphs) for panel in drawn)
         )
         console.print(grid, soft_wrap=True, crop=False)
     legend = Text(f"\n{picture.legend}, queries down, keys across:")
@@ -45,7 +44,7 @@ def print_panels(console: Console, picture: Panels) -> None:
             legend.append("  ", style=f"on {picture.colors[i]}")
             legend.append(f" {label}")
         else:
-            legend.append(f"{'blank' if picture.glyphs[i] == ' ' else picture.glyphs[i]} = {label}")
+            legend.append(f"{'blank' if glyphs[i] == ' ' else glyphs[i]} = {label}")
     console.print(legend, soft_wrap=True)
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexdilated.core.branch import Kept
+from flexdilated.core.branch import Kept, remainder
+from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern, is_integer
 from flexdilated.core.pieces import plan_pieces, shifted_branches, uncached
 from flexdilated.core.reference import MaskMod, ScoreMod
@@ -120,7 +121,7 @@ def _clauses(pattern: DilatedPattern, num_heads: int) -> tuple[_Clause, ...]:
         if pattern.offsets == "blocked":
             sharing = -(-num_heads // rate)
             return lambda h: h // sharing
-        return lambda h: h % rate
+        return lambda h: remainder(h, rate)
 
     found = []
     for i, (length, rate) in enumerate(pattern.segments("masks")):
@@ -149,7 +150,7 @@ def checked(pattern: DilatedPattern, num_heads: int, seq_len: int, is_causal: bo
             raise ValueError(f"{name} must be at least 1, got {value}")
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
-    pattern.check_heads(kv_heads)
+    check_losses(pattern, seq_len, kv_heads, is_causal)
     return kv_heads
 
 

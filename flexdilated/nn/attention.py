@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated.attention import dilated_attention
 from flexdilated.backends import BACKENDS
 from flexdilated.core.call import EXCHANGES
-from flexdilated.core.checks import check_dense, check_options, warn_unless_connected
+from flexdilated.core.checks import check_dense, check_losses, check_options
 from flexdilated.core.pattern import DilatedPattern, as_integer
 from flexdilated.core.reference import MaskMod, ScoreMod
 from flexdilated.decode import DilatedKVCache
@@ -171,7 +171,8 @@ class MultiheadDilatedAttention(nn.Module):
             exchange is unknown.
 
     Warns:
-        UserWarning: Once, if a causal pattern is not connected within its longest segment; see `flexdilated.dilated_attention`.
+        UserWarning: Once, if a causal pattern is not connected within its longest segment, or no head keeps some token there; see
+            `flexdilated.dilated_attention`.
     """
 
     # What nn.TransformerEncoderLayer and nn.TransformerEncoder read before they take a fused path: these send them to `forward`.
@@ -229,9 +230,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(
             pattern, is_causal=is_causal, dropout_p=dropout_p, backend=backend, mesh=mesh, exchange=exchange
         )
-        pattern.check_heads(num_kv_heads)
-        if is_causal:
-            warn_unless_connected(pattern, max(pattern.segment_lengths), num_kv_heads)
+        check_losses(pattern, max(pattern.segment_lengths), num_kv_heads, is_causal)
         set_initial_projections(self, gamma_init)
 
     init_weights = reset_modules

@@ -22,13 +22,13 @@ def mend(patch: pytest.MonkeyPatch) -> None:
 
 def _add_sums(patch: pytest.MonkeyPatch) -> None:
     """`atomic_add` of a tensor descriptor, which the interpreter lacks."""
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime.interpreter import InterpreterBuilder, _ir
 
     def create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
         assert kind.name == "ADD"
         pointers, mask = descriptor.materialize_pointers(indices)
-        old = self.create_descriptor_load(descriptor, indices, None)
-        return self.create_masked_store(pointers, type(value)(old.data + value.data, value.dtype), mask, None)
+        # Atomic operations have the same arguments in all versions; loads and stores do not.
+        return self.create_atomic_rmw(_ir.ATOMIC_OP.FADD, pointers, value, mask, _ir.MEM_SEMANTIC.RELAXED, None)
 
     patch.setattr(InterpreterBuilder, "create_descriptor_reduce", create_descriptor_reduce, raising=False)
 

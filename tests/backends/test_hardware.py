@@ -7,8 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexdilated import DilatedPattern, dilated_attention, reference
-from flexdilated.backends import Request, choose_kernel
-from flexdilated.core.hardware import Hardware, detect, recommended_dtype
+from flexdilated.backends import Request, choose_kernel, sdpa
+from flexdilated.backends.kernel import Options
+from flexdilated.core.hardware import SLOW_ON_CPU, Hardware, detect, recommended_dtype
 from tests.cases import Case, dense_attention
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
@@ -79,6 +80,30 @@ def test_level_s_kernel_is_right_where_this_machine_can_run_it(level: str, dtype
         assert_twice_naive(out.double() - expected, naive.double() - plain, torch.zeros_like(expected))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+def test_cpu_without_instructions_for_a_dtype_computes_in_float32(
+    dtype: torch.dtype, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "SLOW_ON_CPU", {dtype})
+    kernel = choose_kernel("sdpa", Request(simulate("cpu"), dtype, head_dim=24, group=3))
+    q, dout = (torch.randn(2, 6, 67, 24, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, 2, 67, 24, dtype=dtype) for _ in range(2))
+    dlse, ignored = torch.randn(2, 6, 67), torch.rand(2, 67) < 0.3
+    ignored[:, 0] = False
+    options = Options(is_causal, 0.3, ignored)
+    out, lse = kernel.forward(q, k, v, options)
+    wide_out, wide_lse = kernel.forward(q.float(), k.float(), v.float(), options)
+    assert out.dtype == dtype
+    assert torch.equal(out, wide_out.to(dtype))
+    assert torch.equal(lse, wide_lse)
+    terms = kernel.backward(dout, dlse, q, k, v, out, lse, options)
+    # The gradient of lse is a column of dout, in the dtype of dout.
+    wide = kernel.backward(dout.float(), dlse.to(dtype).float(), q.float(), k.float(), v.float(), out.float(), lse, options)
+    for term, expected in zip(terms, wide):
+        assert torch.equal(term, expected)
+
+
 def test_wide_heads_leave_flash_for_the_memory_efficient_kernel() -> None:
     for head_dim, kernel in ((128, "flash"), (256, "flash"), (257, "efficient"), (512, "efficient")):
         assert choose_kernel("sdpa", Request(simulate("sm_90"), FLOAT16, head_dim)).name == kernel
@@ -97,6 +122,7 @@ def test_detect_knows_this_cpu(device: str | torch.device) -> None:
     hardware = detect(device)
     assert (hardware.device_type, hardware.capability) == ("cpu", None)
     assert recommended_dtype(hardware) == (BFLOAT16 if hardware.has_fast_bfloat16 else FLOAT32)
+    assert (BFLOAT16 in SLOW_ON_CPU) is not hardware.has_fast_bfloat16
 
 
 def test_detect_knows_other_devices_by_their_type() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +28,7 @@ from tests.tolerances import SINGLE
 
 if not engine.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
+triton = pytest.importorskip("triton")
 merging = pytest.importorskip("flexdilated.backends.triton.merging")
 
 PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
@@ -160,6 +165,108 @@ def test_merging_and_adding_equal_torch(dtype: torch.dtype, head_dim: int) -> No
     added = (total.float() + part[:, :, :45].float()).to(dtype)
     merging.add_to(total, part)
     torch.testing.assert_close(total, added, equal_nan=True)
+
+
+class Unlaunchable:
+    """The kernels where triton cannot compile or load them."""
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault, self.calls = fault, 0
+
+    def merge_into(self, *tensors: Tensor) -> None:
+        self.calls += 1
+        raise self.fault
+
+    add_to = merge_into
+
+
+FAULTS = [
+    AssertionError("libcuda.so cannot found!"),
+    PermissionError(13, "Permission denied", "/root/.triton/cache"),
+    subprocess.CalledProcessError(1, ["gcc"]),
+    triton.errors.TritonError("ptxas fatal: Value 'sm_130a' is not defined"),
+    RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("name", ["plain", "groups", "documents"])
+def test_a_triton_that_fails_is_left_out_after_one_warning(name: str, fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, kernels, merging_of = CASES[name], Unlaunchable(fault), piece_loop.merging
+    as_on_gpu(monkeypatch, Dense(own=True).kernel, None)
+    monkeypatch.setattr(piece_loop, "merging", lambda request: None if engine.UNBUILT else kernels)
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    expected = run_reference(case, torch.float32)
+    with pytest.warns(UserWarning, match=re.escape(f"{type(fault).__name__}: {fault}); backend='sdpa' and 'flash' combine")):
+        first = run_engine(case, "sdpa", torch.float32)
+    second = run_engine(case, "sdpa", torch.float32)  # a warning is an error here
+    for results in (first, second):
+        for actual, right in zip(results, expected):
+            torch.testing.assert_close(actual.double(), right, **SINGLE)
+    assert kernels.calls == 1
+    assert merging_of(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) is None
+    assert engine.why_not_unasked(piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)) == engine.UNBUILT
+
+
+def test_backward_alone_leaves_out_a_triton_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, kernels = CASES["groups"], Unlaunchable(FAULTS[0])
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    kernels.merge_into = merging.merge_into  # type: ignore[method-assign]
+    as_on_gpu(monkeypatch, Dense(own=True).kernel, kernels)
+    with pytest.warns(UserWarning, match="libcuda"):
+        results = run_engine(case, "sdpa", torch.float32)
+    for actual, right in zip(results, run_reference(case, torch.float32)):
+        torch.testing.assert_close(actual.double(), right, **SINGLE)
+
+
+def test_too_little_memory_is_no_fault_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_gpu(monkeypatch, Dense(own=True).kernel, Unlaunchable(torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_engine(CASES["plain"], "sdpa", torch.float32)
+    assert engine.UNBUILT is None
+
+
+def test_failure_to_launch_in_a_capture_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_gpu(monkeypatch, Dense(own=True).kernel, Unlaunchable(FAULTS[-1]))
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="device kernel image"):
+        run_engine(CASES["plain"], "sdpa", torch.float32)
+    assert engine.UNBUILT is None
+
+
+def test_triton_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "UNBUILT", None)
+    monkeypatch.setitem(sys.modules, "flexdilated.backends.triton.merging", None)
+    request = piece_loop.Request(simulate("sm_90"), torch.bfloat16, 64)
+    with pytest.warns(UserWarning, match="triton could not launch a kernel in this process"):
+        assert piece_loop.merging(request) is None
+    assert piece_loop.merging(request) is None
+
+
+def test_triton_without_a_driver_is_left_out() -> None:
+    """Triton as it is, in a process without its interpreter: this machine has no GPU, so that no kernel can be launched."""
+    code = """
+import warnings, torch
+from flexdilated import DilatedPattern, dilated_attention
+from flexdilated.backends import piece_loop
+from flexdilated.backends.triton import merging
+piece_loop.packs, piece_loop.merging = lambda device: False, lambda request: merging
+x, pattern = torch.randn(1, 47, 5, 8), DilatedPattern((16, 47), (1, 5))
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    out = dilated_attention(x, x, x, pattern, backend="sdpa")
+print([str(each.message) for each in found])
+wide = x.double()
+expected = dilated_attention(wide, wide, wide, pattern, backend="reference")
+torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("triton could not launch a kernel in this process") == 1
 
 
 def test_where_triton_kernels_merge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -571,16 +571,61 @@ def test_plans_of_many_pieces_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(launch.PLANS) == kept
 
 
+def pretend(patch: pytest.MonkeyPatch, stage: str) -> None:
+    """CUDA as it is outside of CUDA graphs (`"none"`), on a side stream (`"warm-up"`) and in a capture there (`"capture"`)."""
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stage == "capture")
+    patch.setattr(torch.cuda, "default_stream", lambda: 0)
+    patch.setattr(torch.cuda, "current_stream", lambda: 0 if stage == "none" else 1)
+
+
 def test_a_captured_graph_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays would copy them again from memory of the host that is long gone."""
     pieces = plan_pieces(PATTERN, tuple((10 * i, 10 - i % 2) for i in range(9)), 2, False)
-    device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        found = groups.groups(pieces, device)
-        assert all(group.each is group.one for group in found) == capturing
-    assert len(found) == len(pieces)
+    device, found = torch.device("cuda"), {}
+    for stage in ("none", "warm-up", "capture"):
+        pretend(monkeypatch, stage)
+        assert groups.graph_stage(device) == stage
+        found[stage] = groups.groups(pieces, device)
+        assert groups.graph_stage(torch.device("cpu")) == "none"
+    assert found["capture"] == tuple(groups.Group(piece, piece) for piece in pieces)
+    tabled = {stage: [group for group in found[stage] if group.each is not group.one] for stage in found}
+    alone = {stage: [group.one for group in found[stage] if group.each is group.one] for stage in found}
+    assert len(tabled["warm-up"]) == len(tabled["none"]) > 0
+    # No piece is computed twice, and none is left out.
+    rows = {stage: sum(int(np.sum(group.each.out_rows)) for group in found[stage]) for stage in found}
+    assert rows["none"] == rows["warm-up"] == rows["capture"]
+    assert len(alone["warm-up"]) == len(alone["none"]) + len(tabled["none"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grouped_heads", "mask"])
+def test_a_warm_up_launches_what_a_capture_compiles(
+    name: str, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(x: Any) -> object:
+        return (x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else type(x)
+
+    keys, found = {}, {}
+    run = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], tiles: Tiles, on: torch.Tensor) -> None:
+        launched.add((kernel, *map(described, arguments), *sorted(constants.items()), tiles))
+        run(kernel, programs, arguments, constants, tiles, on)
+
+    monkeypatch.setattr(launch, "_launch", noted)
+    least(2)
+    for stage in ("none", "warm-up", "capture"):
+        for module in (groups, launch):  # this machine's tensors are on the CPU
+            monkeypatch.setattr(module, "graph_stage", lambda device, stage=stage: stage)
+        launched = keys[stage] = set()
+        with poisoned_memory():
+            found[stage] = run_engine(MANY[name], "triton", torch.float32)
+    assert keys["capture"] <= keys["warm-up"]
+    assert not keys["capture"] <= keys["none"]
+    for stage in ("warm-up", "capture"):
+        for actual, expected in zip(found[stage], found["none"]):
+            assert torch.equal(actual, expected)
 
 
 def test_numbers_of_a_table_may_pass_32_bits() -> None:

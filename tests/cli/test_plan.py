@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from flexdilated import DilatedPattern
 from flexdilated.analysis import strategies
 from flexdilated.analysis.strategies import Layer, layer_plan, memory
-from flexdilated.cli.plan import LABELS
+from flexdilated.cli.plan import LABELS, MOST_ELEMENTS
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.commands import invoke
@@ -97,6 +97,13 @@ REFUSED = [
     (("--dtype", "int8"), "Invalid value for '--dtype': "),
     (("--output", "plan.pdf"), "--output must end in .png, got 'plan.pdf'"),
     (("--preset", "longnet", "--segment-lengths", "4"), "--preset must come without --segment-lengths and --dilation-rates, got "),
+    (("--context-parallel", 4097), "Invalid value for '--context-parallel': "),
+    (
+        ("--head-dim", 2**55),
+        f"--tokens must be such that q holds at most {2**55} elements, got {64 * 12 * 2**55} with --batch-size=1",
+    ),
+    (("--batch-size", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
+    (("--tokens", 10**19), f"--tokens must be such that q holds at most {2**55} elements, got "),
     (("--segment-lengths", "4,x"), "Invalid value for '--segment-lengths': must be integers separated by commas, got '4,x'"),
     (("--segment-lengths", "4,8"), "--segment-lengths and --dilation-rates must come together, got one of them"),
     (("--segment-lengths", "4", "--dilation-rates", "5"), "--dilation-rates[0] must be in [1, --segment-lengths[0]=4], got 5"),
@@ -111,3 +118,18 @@ def test_plan_refuses_in_one_line(changes: tuple[object, ...], message: str) -> 
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message}"), err
     assert err.count("\n") == 1
+
+
+def test_numbers_of_bytes_are_exact_at_the_largest_size() -> None:
+    tokens, ranks, heads, head_dim = 2**40, 16, 2**5, 2**10
+    assert tokens * heads * head_dim == MOST_ELEMENTS
+    of = Layer(DilatedPattern((2**39, 2**40), (1, 4)), tokens, ranks, heads, heads, head_dim, "float64", 1, False, (tokens,))
+    everything = next(each for each in strategies.strategies(of) if each.name == "ring-all")
+    row = 2 * 8 * heads * head_dim  # bytes of K and V of a token
+    assert everything.forward is not None
+    assert everything.backward is not None
+    assert everything.forward.tolist() == [(tokens - tokens // ranks) * row] * ranks
+    assert everything.backward.tolist() == [2 * (tokens - tokens // ranks) * row] * ranks
+    for each in strategies.strategies(of):
+        numbers = (each.forward, each.backward, each.rows, each.buffers, each.pairs)
+        assert all(number is None or (number >= 0).all() for number in numbers), each.name

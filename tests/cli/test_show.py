@@ -1,8 +1,11 @@
 """`flexdilated show`: what it prints, writes and refuses."""
 
 import io
+import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +195,17 @@ def test_show_leaves_everything_as_it_was_where_it_cannot_write(tmp_path: Path, 
         f"error: {tmp_path / 'older.png'} must be a file that can be read or written, got: No space left on device\n",
     )
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("older.png", b"older")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--heads", "1", "--causal"), ("--heads", "1", "--blocks")], ids=str)
+def test_a_terminal_of_few_characters_shows_the_same_in_ascii(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "flexdilated", "show", *arguments]
+    found = {
+        encoding: subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=True)
+        for encoding in ("ascii", "utf-8")
+    }
+    text = found["utf-8"].stdout.decode().partition("partial")[0].rstrip()  # the lines of the table are rich's own
+    assert "·" in text
+    plain = found["ascii"].stdout.decode("ascii").partition("partial")[0].rstrip()
+    assert plain == text.replace("·", ".").replace("\N{NO-BREAK SPACE}", " ")

@@ -111,6 +111,32 @@ def test_mask_mod_is_true_where_a_branch_joins_the_pair(case: Case) -> None:
     assert torch.equal(part(dilated_mask_mod, case)(*pairs(case)).expand_as(joined), joined)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("rules", [{}, {"offsets": "interleaved"}, {"heads": "grouped"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_segments_and_rates_longer_than_the_integers_of_positions(dtype: torch.dtype, rules: Any, compiled: bool) -> None:
+    """torch wraps a Python number to the dtype of the tensor: 2**32 is 0, and 2**32 + 5 is 5."""
+    torch._dynamo.reset()
+    for length, rate in (
+        (127, 3),
+        (128, 3),
+        (2**31 - 1, 1),
+        (2**31, 3),
+        (2**32, 1),
+        (2**32 + 5, 5),
+        (2**32 + 5, 2**32 + 3),
+        (2**40, 7),
+    ):
+        case = Case(DilatedPattern((17, length), (2, rate), **rules), num_tokens=128, kv_heads=3, group=2)
+        mask_mod, score_mod = part(dilated_mask_mod, case), part(dilated_score_mod, case)
+        if compiled:
+            mask_mod, score_mod = (torch.compile(f, fullgraph=True, backend="eager") for f in (mask_mod, score_mod))
+        pair, count = [x.to(dtype) for x in pairs(case)], multiplicity(case)
+        assert torch.equal(mask_mod(*pair).expand_as(count[None]), count[None] > 0), (length, rate)
+        assert torch.equal(score_mod(torch.zeros(1, *count.shape), *pair), count[None].float().log()), (length, rate)
+        assert not mask_mod(*pair[:2], pair[2], pair[3] * 0 - 1).any()  # -1 is in the segment of no token
+
+
 @pytest.mark.parametrize("make", [dilated_mask_mod, dilated_score_mod])
 def test_a_branch_of_rate_1_asks_for_no_residues(make: Callable[..., Mod]) -> None:
     """Every pair of a kernel would pay for them."""

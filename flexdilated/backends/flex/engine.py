@@ -22,10 +22,10 @@ from flexdilated.core.call import Call, documents, refuse_compiled_borders
 from flexdilated.core.checks import refuse_zero_keys
 from flexdilated.core.hardware import TRACES_FUNCTIONS, without_autocast
 from flexdilated.core.pattern import DilatedPattern
-from flexdilated.core.pieces import Piece, plan_pieces
+from flexdilated.core.pieces import Piece, plan_pieces, uncached
 from flexdilated.core.reference import ScoreMod
 from flexdilated.masks.block_mask import block_mask_for
-from flexdilated.masks.functions import dilated_mask_mod, dilated_score_mod
+from flexdilated.masks.functions import mask_mod_of, score_mod_of
 
 
 def _kind(call: Call) -> tuple[Hashable, ...]:
@@ -149,8 +149,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, start: int, 
     num_tokens, heads, kv_heads, device = q.shape[1], q.shape[2], k.shape[2], q.device
     pattern, is_causal = call.pattern, call.is_causal
     plain = replace(pattern, zero_padding=False, detach_weights=False)
-    joined = dilated_mask_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
-    multiplicity = dilated_score_mod(plain, heads, seq_len=num_tokens, is_causal=is_causal, num_kv_heads=kv_heads)
+    joined, multiplicity = (uncached(make)(plain, heads, kv_heads, is_causal) for make in (mask_mod_of, score_mod_of))
     # A tensor: the kernels take no numbers that change from call to call.
     first = torch.full((), start, dtype=torch.int32, device=device)
     user_score, user_mask = call.score_mod, call.mask_mod

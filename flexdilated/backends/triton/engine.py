@@ -7,6 +7,8 @@ import re
 import shutil
 import sys
 import sysconfig
+import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -90,6 +92,25 @@ def _unbuilt() -> str | None:
 
 
 UNBUILT = _unbuilt() if sys.platform == "linux" else None  # asked once; on Windows its package brings a compiler
+
+
+def attempt(run: Callable[..., object], *arguments: Any) -> bool:
+    """Whether triton could compile, load and launch what another engine can do without.
+
+    Where it cannot, nothing was launched: warn, and do not try this again in this process.
+    """
+    global UNBUILT
+    try:
+        run(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # compilers, linkers, loaders and file systems raise errors of every class
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise  # a capture forbids what a first launch does; a call before the capture says whether triton works
+        UNBUILT = f"triton could not launch a kernel in this process ({type(fault).__name__}: {fault})"
+        warnings.warn(f"{UNBUILT}; backend='sdpa' and 'flash' combine branches by torch's operations instead", stacklevel=2)
+        return False
+    return True
 
 
 def _device_why_not(request: Request) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,21 +32,28 @@ def groups(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Group, ...]
     """The launches of pieces, branch after branch.
 
     While a CUDA graph is captured each piece has its own: replays would copy a table again from where it was in the host's memory.
+    Without a table another kernel runs, so a warm-up launches the shortest piece of each table alone: no capture has to compile.
     """
-    return tuple(Group(piece, piece) for piece in pieces) if captures(device) else _groups(pieces)
+    stage = graph_stage(device)
+    return tuple(Group(piece, piece) for piece in pieces) if stage == "capture" else _groups(pieces, stage == "warm-up")
 
 
-def captures(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on a device."""
+def graph_stage(device: torch.device) -> Literal["none", "warm-up", "capture"]:
+    """Whether the current stream captures a CUDA graph, or may warm one up: torch asks for warm-ups on a side stream."""
     if device.type != "cuda":
-        return False
+        return "none"
     with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_current_stream_capturing():
+            return "capture"
+        return "none" if torch.cuda.current_stream() == torch.cuda.default_stream() else "warm-up"
 
 
-@recent(size=lambda found, pieces: 2 * PIECE * len(pieces))
-def _groups(pieces: tuple[Piece, ...]) -> tuple[Group, ...]:
-    return tuple(_group(some) for some in together(pieces))
+@recent(size=lambda found, pieces, warms: 2 * PIECE * len(pieces))
+def _groups(pieces: tuple[Piece, ...], warms: bool) -> tuple[Group, ...]:
+    launches = together(pieces)
+    if warms:
+        launches = [part for some in launches for part in (some[-1:], some[:-1]) if part]
+    return tuple(_group(some) for some in launches)
 
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flexdilated.backends.kernel import Options, with_positive_scale
 from flexdilated.backends.triton.backward import differentiate_keys, differentiate_queries, prepare
 from flexdilated.backends.triton.forward import attend
-from flexdilated.backends.triton.groups import Group, captures, groups, table_of
+from flexdilated.backends.triton.groups import Group, graph_stage, groups, table_of
 from flexdilated.backends.triton.tiles import MOST_SUMMED, ROW_BYTES, Tiles, is_aligned, padded, tiles_of, unmeasured_tiles
 from flexdilated.core.hardware import detect
 from flexdilated.core.lse import accumulated
@@ -113,7 +113,7 @@ def _planned(make: Any, pieces: tuple[Piece, ...], options: Options, tensors: tu
     """The launches that `make` plans, kept for pieces, shapes, strides and options."""
     if len(pieces) > MOST_PIECES:
         return tuple(make(pieces, options, tensors, *more))
-    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), captures(tensors[0].device))
+    kind = (options.is_causal, _mask_strides(options), options.ignored is None, allows_tf32(), graph_stage(tensors[0].device))
     layouts = [(x.shape, x.stride()) for x in tensors]
     key = (make, pieces, tensors[0].dtype, tensors[0].device, kind, DESCRIBES, HOSTS, more, *layouts)
     found = PLANS.get(key)

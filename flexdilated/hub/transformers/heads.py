@@ -56,9 +56,13 @@ def find_head_shard(module: nn.Module, num_heads: int, num_kv_heads: int, first_
     else:
         first = _rank(module, num_heads, total) * num_heads
     assert total is not None
-    total_key = _count(config, KEY_HEADS)
-    total_key = total if total_key is None else total_key
+    total_key = _count(config, KEY_HEADS) or total
     return None if num_heads == total else _key_heads(module, first, total, total_key, num_heads, num_kv_heads)
+
+
+def count_kv_heads(config: Any) -> int | None:
+    """The key/value heads of a config's model, None where it does not say."""
+    return _count(config, KEY_HEADS) or _count(config, QUERY_HEADS)
 
 
 def sinks_here(sinks: Tensor, num_heads: int, shard: HeadShard | None) -> Tensor:

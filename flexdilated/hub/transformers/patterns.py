@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from flexdilated.core.checks import check_losses
 from flexdilated.core.pattern import DilatedPattern
+from flexdilated.hub.transformers.heads import count_kv_heads
 
 NAME = "flexdilated"
 
@@ -31,12 +33,13 @@ def set_pattern(config: PreTrainedConfig, pattern: DilatedPattern) -> PreTrained
 
     Raises:
         TypeError: If the pattern is no `DilatedPattern`.
-        ValueError: If the model consists of parts, each with a config of its own.
+        ValueError: If the model consists of parts, each with a config of its own; or as `DilatedPattern.check_heads`.
         NotImplementedError: If the attention of this model type does not come from the library's `AttentionInterface`: a pattern
             would change nothing. Or if it attends to the keys of other tokens.
 
     Warns:
-        UserWarning: If this model type was not compared with dense attention.
+        UserWarning: If this model type was not compared with dense attention. Or as `flexdilated.MultiheadDilatedAttention`, of the
+            config's key/value heads; a config is causal where its `architectures` say so, others warn in the first call.
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern, got {type(pattern).__name__}")
@@ -48,6 +51,9 @@ def set_pattern(config: PreTrainedConfig, pattern: DilatedPattern) -> PreTrained
     config.dilated_pattern = pattern.to_dict()
     config._attn_implementation = NAME
     record_implementation(config)
+    if (heads := count_kv_heads(config)) is not None:
+        is_causal = any("CausalLM" in name for name in getattr(config, "architectures", None) or ())
+        check_losses(pattern, max(pattern.segment_lengths), heads, is_causal)
     return config
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from flexdilated import DilatedPattern
+from flexdilated.core import checks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install flexdilated[transformers]")
 
@@ -181,3 +184,32 @@ def test_heads_for_any_model_of_the_library_run(head: str) -> None:
     found = model(tokens)[0].detach()
     model.config.dilated_pattern = DilatedPattern((64,), (1,))
     assert (model(tokens)[0] - found).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "architectures", "text"),
+    [
+        (
+            DilatedPattern((24,), (8,)),
+            None,
+            r"^pattern with segments \(24,\) at rates \(8,\) has no head for token 4, the first .* 4 key/",
+        ),
+        (
+            DilatedPattern((4, 24), (1, 8)),
+            ["LlamaForCausalLM"],
+            r"^pattern with segments \(4, 24\) .* not connected: .* tokens 0 to 3 ",
+        ),
+        (DilatedPattern((4, 24), (1, 8)), ["LlamaModel"], None),  # causal or not: the first call knows
+    ],
+)
+def test_set_pattern_warns_of_what_the_heads_of_the_config_lose(
+    pattern: DilatedPattern, architectures: list[str] | None, text: str | None
+) -> None:
+    checks._check_losses.cache_clear()
+    checks._warn.cache_clear()
+    config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, architectures=architectures)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        hub.set_pattern(config, pattern)
+    assert len(warned) == (text is not None)
+    assert text is None or re.match(text, str(warned[0].message))
