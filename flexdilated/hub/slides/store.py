@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flexdilated.draw.figure import replaced
+from flexdilated.core.files import replaced
 from flexdilated.hub.slides.encode import EncodedSlide
 from flexdilated.hub.slides.source import Source
 
@@ -50,8 +49,6 @@ def write_slide(output: Path, slide: EncodedSlide, settings: Mapping[str, Any], 
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as target:
         target.write(buffer.getvalue())
-        target.flush()
-        os.fsync(target.fileno())
 
 
 def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
