@@ -377,9 +377,72 @@ def test_a_magnification_that_is_no_number_is_not_said(tmp_path: Path, spacing: 
     assert read_tiles(path).magnification is None
 
 
-@pytest.mark.parametrize("attributes", [{"patch_size_level0": np.inf}, {"patch_size_level0": "x", "downsample": "y"}])
-def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, attributes: dict[str, object]) -> None:
-    assert read_tiles(write_trident(tmp_path, "a", *draw_tiles(3), **attributes)).tile_size_level0 is None
+@pytest.mark.parametrize("side", ["x", "None", "", b"x"])
+def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, side: object) -> None:
+    path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side, downsample="y")
+    assert read_tiles(path).tile_size_level0 is None
+
+
+@pytest.mark.parametrize("side", [512, 512.0, "512", b"512", np.array([512, 512])])
+@pytest.mark.parametrize("is_of_file", [False, True])
+def test_a_side_is_read_as_a_number_or_text_of_the_coordinates_or_of_the_file(
+    tmp_path: Path, side: object, is_of_file: bool
+) -> None:
+    path = write_plain(tmp_path, "a", *draw_tiles(3), ".h5", "features")
+    with h5py.File(path, "r+") as file:
+        (file if is_of_file else file["coords"]).attrs["patch_size_level0"] = side
+    assert read_tiles(path).tile_size_level0 == 512
+
+
+@pytest.mark.parametrize("side", [0, -512, np.inf, np.nan, "0", "-512", np.array([512, 256])])
+def test_a_side_that_no_tile_has_is_refused_unless_another_is_given(tmp_path: Path, side: object) -> None:
+    path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side)
+    message = f"patch_size_level0 must be a number above 0, got {side}; give --tile-size-level0"
+    with pytest.raises(SlideError, match=f"^{re.escape(message)}$"):
+        read_tiles(path)
+    found = read_tiles(path, tile_size_level0=SIDE)
+    assert torch.equal(grid_cells(found, tile_size_level0=SIDE), found.coords // SIDE)
+
+
+STATED_UM, STATED_PX = [[1536, 1536], [512, 1024]], [[384, 384], [128, 256]]  # at 0.25 micrometres a pixel
+
+
+@pytest.mark.parametrize("unit", ["um", b"um", "px", "pixel", b"pixels", None])
+@pytest.mark.parametrize("sizes", [{"tile_size_um": 128.0, "tile_size_px": 256}, {"tile_size": 128.0}, {"tile_size_px": 256}, {}])
+def test_coordinates_are_read_in_the_unit_that_the_file_names(
+    tmp_path: Path, unit: str | bytes | None, sizes: dict[str, object]
+) -> None:
+    stated = np.array(STATED_PX)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["feats"], file["coords"] = torch.randn(2, IN_CHANS).numpy(), stated
+        file.attrs.update({**sizes, **({} if unit is None else {"unit": unit})})
+    names_micrometres = unit in ("um", b"um") or (unit is None and "tile_size_um" in sizes)
+    if unit in ("um", b"um") and not {"tile_size_um", "tile_size"} & set(sizes):
+        with pytest.raises(SlideError, match=r"^tile_size_um must be a number above 0 beside the unit um, got none$"):
+            read_tiles(tmp_path / "a.h5", tile_size_level0=SIDE)
+        return
+    found = read_tiles(tmp_path / "a.h5", tile_size_level0=SIDE)
+    assert found.coords.tolist() == (STATED_UM if names_micrometres else STATED_PX)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"unit": "mm"}, "unit must be um or px, got 'mm'; write coordinates in pixels of level 0, without a unit"),
+        ({"unit": ""}, "unit must be um or px, got ''"),
+        ({"unit": 3}, "unit must be um or px, got '3'"),
+        ({"unit": b"\xff"}, "unit must be um or px, got '\\udcff'"),
+        ({"tile_size_um": 0}, "tile_size_um must be a number above 0 beside the unit um, got 0"),
+        ({"tile_size_um": np.nan}, "tile_size_um must be a number above 0 beside the unit um, got nan"),
+    ],
+)
+@pytest.mark.parametrize("given", [None, SIDE])
+def test_a_unit_that_cannot_be_converted_is_refused(
+    tmp_path: Path, attributes: dict[str, object], message: str, given: int | None
+) -> None:
+    path = write_stamp(tmp_path, "a", *draw_tiles(3), **attributes)
+    with pytest.raises(SlideError, match=f"^{re.escape(message)}"):
+        read_tiles(path, tile_size_level0=given)
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
