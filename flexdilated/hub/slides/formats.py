@@ -174,10 +174,28 @@ def _open(path: Path) -> _Found:
     import h5py  # an extra
 
     with h5py.File(path, "r") as file:
+        if (elsewhere := stored_elsewhere(file)) is not None:
+            raise SlideError(f"arrays must be stored in '{path.name}' itself, got {elsewhere}; copy them into the file")
         # A group, which is no array, has no shape.
         arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
         attributes = _attributes(file.attrs, FILE_ATTRIBUTES)
         return _Found(arrays, attributes | (_attributes(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
+
+
+def stored_elsewhere(file: Any) -> str | None:
+    """What an open HDF5 file would read from other files, or None: a file from elsewhere could name any file of this machine."""
+    import h5py  # an extra
+
+    def found(name: str, link: object) -> str | None:
+        if isinstance(link, h5py.ExternalLink):
+            return f"'{name}' as a link to '{link.filename}'"
+        held = file[name] if isinstance(link, h5py.HardLink) else None
+        if isinstance(held, h5py.Dataset) and (held.is_virtual or held.external):
+            return f"'{name}' in external storage" if held.external else f"'{name}' as a virtual dataset"
+        return None
+
+    result: str | None = file.visititems_links(found)
+    return result
 
 
 def _attributes(stored: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from flexdilated.core.files import replaced
 from flexdilated.hub.slides.encode import EncodedSlide
+from flexdilated.hub.slides.formats import stored_elsewhere
 from flexdilated.hub.slides.source import Source
 
 FORMAT = "flexdilated slide 1"
@@ -110,7 +111,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
     try:
         with h5py.File(path, "r") as file:
-            if file.attrs.get("format") == FORMAT:
+            if file.attrs.get("format") == FORMAT and stored_elsewhere(file) is None:
                 yield file
                 return
     except OSError as error:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles
+from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles, store
 from flexdilated.hub.slides.formats import files_beside
 from tests.hub.slides.tools import (
     IN_CHANS,
@@ -242,6 +242,66 @@ def test_texts_beside_the_coordinates_are_not_read(tmp_path: Path, monkeypatch: 
     read.clear()
     assert read_tiles(write_trident(tmp_path, "b", *draw_tiles(3))).slide_size is None  # the height is the text 'None'
     assert sorted(read) == numbers[1:]
+
+
+SECRET = 7.0
+
+
+def link(file: Any, other: Path) -> None:
+    file["features"] = h5py.ExternalLink(str(other), "features")
+
+
+def link_through_a_group(file: Any, other: Path) -> None:
+    file["features"], file["inner"] = h5py.SoftLink("/inner/features"), h5py.ExternalLink(str(other), "/")
+
+
+def link_in_a_group(file: Any, other: Path) -> None:
+    file.create_group("inner")["x"] = h5py.ExternalLink(str(other), "features")
+    file["features"] = h5py.SoftLink("/inner/x")
+
+
+def store_externally(file: Any, other: Path) -> None:
+    file.create_dataset("features", (3, IN_CHANS), "f4", external=[(str(other.with_suffix(".raw")), 0, h5py.h5f.UNLIMITED)])
+
+
+def map_virtually(file: Any, other: Path) -> None:
+    layout = h5py.VirtualLayout((3, IN_CHANS), "f4")
+    layout[:] = h5py.VirtualSource(str(other), "features", (3, IN_CHANS))
+    file.create_virtual_dataset("features", layout)
+
+
+@pytest.mark.parametrize(
+    ("lead_elsewhere", "got"),
+    [
+        (link, "'features' as a link to '.*/secret'"),
+        (link_through_a_group, "'inner' as a link to '.*/secret'"),
+        (link_in_a_group, "'inner/x' as a link to '.*/secret'"),
+        (store_externally, "'features' in external storage"),
+        (map_virtually, "'features' as a virtual dataset"),
+    ],
+)
+def test_arrays_of_other_files_are_refused(tmp_path: Path, lead_elsewhere: Callable[[Any, Path], None], got: str) -> None:
+    values = np.full((3, IN_CHANS), SECRET, np.float32)
+    with h5py.File(tmp_path / "secret", "w") as file:
+        file["features"] = values
+    (tmp_path / "secret.raw").write_bytes(values.tobytes())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        lead_elsewhere(file, tmp_path / "secret")
+        file["coords"] = draw_tiles(3)[1].numpy()
+        assert file["features"][0, 0] == SECRET  # HDF5 follows it
+    with pytest.raises(SlideError, match=f"^arrays must be stored in 'a.h5' itself, got {got}; copy them into the file$"):
+        read_tiles(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file.attrs["format"] = store.FORMAT
+    with pytest.raises(store.StoreError, match=r"must hold files that encode-slides wrote, got '.*a\.h5'"):
+        store.collect(tmp_path, ["a"], tmp_path / "all.h5")
+
+
+def test_a_link_inside_of_a_file_is_followed(tmp_path: Path) -> None:
+    path = write_plain(tmp_path, "a", *draw_tiles(3), ".h5", "stored")
+    with h5py.File(path, "r+") as file:
+        file["features"] = h5py.SoftLink("/stored")
+    assert torch.equal(read_tiles(path).x, draw_tiles(3)[0])
 
 
 def damage(path: Path, kept: float) -> None:
