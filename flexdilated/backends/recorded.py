@@ -232,9 +232,13 @@ class _Recomputed(torch.autograd.Function):
             tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
             results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
-        outputs, given = zip(*((x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad))
-        grads = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
-        return None, None, None, *(next(grads) if need else None for need in needs)
+        pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
+        outputs, given = zip(*pairs) if pairs else ((), ())
+        found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
+        grads = [next(found) if need else None for need in needs]
+        # A score function may ignore the scores: the gradient of q and k is then 0.
+        own = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
+        return None, None, None, *own, *grads[ctx.count :]
 
 
 def _alone(x: Tensor, *, create_graph: bool) -> Tensor:

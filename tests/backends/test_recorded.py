@@ -163,6 +163,27 @@ def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
         torch.testing.assert_close(ours_i, definition_i, **EXACT)
 
 
+def ignoring(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 0.1 * j.to(s.dtype)
+
+
+def ignoring_some(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.where(i % 2 == 0, s, 0.1 * j)
+
+
+@pytest.mark.parametrize("score_mod", [ignoring, ignoring_some])
+@pytest.mark.parametrize("differentiated", ["q", "k", "v", "qk", "qkv"])
+def test_scores_that_a_function_ignores_have_a_gradient_of_0(score_mod: Any, differentiated: str) -> None:
+    qkv = [x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", tensors())]
+    inputs = [x for x in qkv if x.requires_grad]
+    out, lse = dilated_attention(*qkv, PATTERN, score_mod=score_mod, return_lse=True)
+    found = torch.autograd.grad((out.sin().sum(), lse.sin().sum()), inputs)
+    out, lse = reference.dilated_attention(*qkv, PATTERN, score_mod=score_mod)
+    tied = 0.0 * sum(x.sum() for x in inputs)  # torch differentiates nothing that does not depend on the inputs
+    for actual, expected in zip(found, torch.autograd.grad(out.sin().sum() + lse.sin().sum() + tied, inputs)):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
 @pytest.mark.parametrize("model", [module, dependent_tensors])
 def test_second_derivatives_of_tensors_that_depend_on_each_other(model: Callable[[Any], Tensor]) -> None:
     ours = model(lambda *args, **options: dilated_attention(*args, return_lse=True, **options))
