@@ -136,6 +136,32 @@ def test_the_oracle_calls_functions_as_torch_does(is_causal: bool) -> None:
     torch.testing.assert_close(out, expected, **EXACT)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda s, b, h, i, j: s.float() - 0.25 * (i - j).abs(),
+        lambda s, b, h, i, j: (s - 0.25 * (i - j).abs()).bfloat16(),
+        lambda s, b, h, i, j: (0.25 * j).half(),  # ignores the scores: fewer dims, too
+    ],
+)
+def test_scores_of_another_dtype_are_cast_to_that_of_the_scores(score_mod: Any, backend: str) -> None:
+    qkv = [x.requires_grad_() for x in Case(PATTERN).tensors()[:3]]
+
+    def dense(s: Tensor, *pair: Tensor) -> Tensor:
+        return score_mod(s, *pair).double() + 0 * s
+
+    results = []
+    for out, lse in (
+        with_lse(*qkv, PATTERN, score_mod=score_mod, backend=backend),
+        reference.dilated_attention(*qkv, PATTERN, score_mod=dense),
+    ):
+        grads = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), qkv, allow_unused=True, materialize_grads=True)
+        results.append((out, lse, *grads))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     case, mods = Case(PATTERN, batch=2, group=2, kv_heads=2, head_dim=16, is_causal=True), Mods("alibi", None)
