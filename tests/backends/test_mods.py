@@ -162,6 +162,23 @@ def test_scores_of_another_dtype_are_cast_to_that_of_the_scores(score_mod: Any, 
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_functions_are_called_for_the_sequences_that_there_are(batch: int, backend: str) -> None:
+    table, bias = (torch.ones(size, dtype=torch.float64, requires_grad=True) for size in (batch, 13))
+    x = torch.randn(batch, 13, 2, 3, dtype=torch.float64)
+    functions: list[dict[str, Any]] = [
+        {"score_mod": lambda s, b, h, i, j: s * table[b] + bias[i - j]},
+        {"score_mod": lambda s, b, h, i, j: bias[j], "mask_mod": lambda b, h, i, j: table[b] > 0},
+    ]
+    for mods in functions:
+        out, lse = with_lse(x, x, x, DilatedPattern((7, 13), (1, 2)), backend=backend, **mods)
+        expected, _ = reference.dilated_attention(x, x, x, DilatedPattern((7, 13), (1, 2)), **mods)
+        torch.testing.assert_close(out, expected, **EXACT)
+        assert lse.shape == (batch, 2, 13)
+        assert (torch.autograd.grad(out.sum(), bias)[0].abs().sum() > 0) == (batch > 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     case, mods = Case(PATTERN, batch=2, group=2, kv_heads=2, head_dim=16, is_causal=True), Mods("alibi", None)
@@ -693,6 +710,14 @@ def attend(**options: Any) -> Tensor:
 def test_refuses_what_is_no_score_or_mask_function(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attend(**options)
+
+
+def test_refuses_what_is_no_function_for_an_empty_batch() -> None:
+    x = torch.randn(0, 12, 2, 4)
+    with pytest.raises(TypeError, match=r"mask_mod must take \(b, h, q_idx, kv_idx\), got \(b\)"):
+        dilated_attention(x, x, x, PATTERN, mask_mod=lambda b: b > 0)
+    with pytest.raises(ValueError, match=r"score_mod must return one value per pair, got shape \(3,\) for one pair"):
+        dilated_attention(x, x, x, PATTERN, score_mod=lambda s, b, h, i, j: torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
