@@ -18,6 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flexdilated.core.files import replaced
+
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_LOSS = 0.15
 # What is kept beside each number, where a benchmark recorded it.
@@ -72,9 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{name}: {loss(measured[name], kept[name]):.0%} worse than kept", style="red", soft_wrap=True, markup=False)
     if not options.keep:
         return 1 if lost else 0
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = dict(sorted((kept | measured).items()))
-    path.write_text(json.dumps({"device_class": device_class, "measurements": kept}, indent=2) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        file.write((json.dumps({"device_class": device_class, "measurements": kept}, indent=2) + "\n").encode())
     console.print(f"kept in {path}", soft_wrap=True, markup=False)
     return 0
 

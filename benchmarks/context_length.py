@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.environment import commit, describe, driver
+from benchmarks.environment import commit, describe, driver, save
 from flexdilated import DilatedPattern, LongNetConfig
 from flexdilated.core.hardware import detect, recommended_dtype
 from flexdilated.nn.position import scale_base_for
@@ -127,8 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 130
             report["runs"].append(found | {"commit": options.commit or commit()})
             if output is not None:
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_text(json.dumps(report, indent=1) + "\n")
+                save(report, output)
     except UserError as error:
         parser.error(str(error))
     return 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe, provenance
+from benchmarks.environment import describe, provenance, save
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, device_class, faster
 from flexdilated.core.hardware import detect
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     kept["measured"], replaced = merged(kept["measured"], measured)
     others = [entry for entry in kept["provenance"] if entry["device"] != described["device"] or not replaced]
     kept["provenance"] = [*others, described]
-    options.file.write_text(json.dumps(kept, indent=1) + "\n")
+    save(kept, options.file)
     print(f"kept in {options.file}")
 
 

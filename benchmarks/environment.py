@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import json
 import platform
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 import flexdilated.backends
+from flexdilated.core.files import replaced
 
 
 @lru_cache(maxsize=1)
@@ -98,3 +100,10 @@ def provenance(program: str, device: str, arguments: Sequence[str], commit_given
         "date": describe()["date"],
         "command": shlex.join(["python", "-m", f"benchmarks.{program}", *arguments]),
     }
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    """Write a report whole or not at all, in a folder made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as file:
+        file.write((json.dumps(report, indent=1) + "\n").encode())

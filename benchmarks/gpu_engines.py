@@ -16,7 +16,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -39,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexdilated.backends.flex.engine
 from benchmarks.attention import SMALL_LONGNET, Inputs, Results, assert_rows_match_definition
-from benchmarks.environment import provenance
+from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.flex import kernel as flex_kernel
 from flexdilated.backends.flex.cost import Shape, fused_cost
@@ -488,14 +487,6 @@ class Run:
 
     def save(self) -> None:
         save(self.report, self.path)
-
-
-def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(part, path)
 
 
 def main(arguments: list[str] | None = None) -> int:

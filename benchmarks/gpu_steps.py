@@ -33,9 +33,9 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks import crossover, gpu_engines, tiles
 from benchmarks.attention import SMALL_LONGNET
-from benchmarks.environment import provenance, source_of
+from benchmarks.environment import provenance, save, source_of
 from benchmarks.gpu_checks import WRONG, Job, definition_jobs, examined, merges, repeatable
-from benchmarks.gpu_engines import Device, Engine, Setting, mask_name, save
+from benchmarks.gpu_engines import Device, Engine, Setting, mask_name
 from flexdilated import DilatedPattern
 from flexdilated.backends.crossovers import CHALLENGERS, FILE, PROVEN, device_class
 from flexdilated.core.hardware import detect

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import commit
+from benchmarks.environment import commit, save
 from flexdilated import DilatedPattern
 from flexdilated.analysis.strategies import Layer, layer_plan, memory, strategies
 from flexdilated.distributed.planner import cost_model
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name = f"{pattern}/{tokens}/{ranks}"
                 if name not in kept["cells"]:
                     kept["cells"][name] = {**cell(pattern, tokens, ranks), "commit": commit()}
-                    given.output.write_text(json.dumps(kept, indent=1) + "\n")
+                    save(kept, given.output)
                     print(name, kept["cells"][name], flush=True)
     return 0
 

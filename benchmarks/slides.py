@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, save
 from flexdilated import DilatedPattern
 from flexdilated.hub.gigapath import LongNetViT
 from flexdilated.hub.slides import store
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
             path.unlink()
     report = {part: _merged(kept[part], rows) for part, rows in found.items()}
     if not options.quick:
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, RESULTS)
 
 
 if __name__ == "__main__":

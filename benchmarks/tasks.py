@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.environment import provenance
+from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.draw.pattern import multiplicity
 
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for found in results([(cell["task"], cell["kind"], cell["seed"]) for cell in wanted], options.workers):
         report["runs"].append(found | about)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, options.output)
         print(f"{found['task']:8} {found['kind']:18} seed {found['seed']}: {found['accuracy']:.3f}", flush=True)
     return 0
 

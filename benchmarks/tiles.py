@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.environment import provenance
+from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.backends.triton.tiles import Tiles
 
@@ -186,7 +185,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         reasons = list(pool.map(compile_one, wanted))
     report: dict[str, Any] = {**provenance("tiles", "cuda", words, options.commit), "tokens": options.tokens, "measurements": []}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     x: list[Tensor] = []
     for candidate, reason in zip(wanted, reasons, strict=True):
         entry = {**candidate._asdict(), "tiles": candidate.tiles[:4], **dict(zip(("described", "host"), candidate.tiles[4:]))}
@@ -195,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 x = inputs(candidate.head_dim, options.tokens, "cuda")
             entry["ms"] = round(milliseconds(candidate, x, pattern), 4)
         report["measurements"].append(entry if reason is None else entry | {"reason": reason})
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, options.output)
     Console().print(table(report))
     return 0
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.environment import provenance
+from benchmarks.environment import provenance, save
 from flexdilated import DilatedPattern, LongNetConfig, LongNetLM
 
 OUTPUT = Path("runs/training.json")
@@ -125,10 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     sizes = {name: getattr(options, name) for name in ("layers", "embed_dim", "heads", "backend")}
     report = {**provenance("training", options.device, words, options.commit), "quick": options.quick, **sizes, "measurements": []}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     for kind, num_tokens in [*(("dilated", n) for n in options.dilated), *(("dense", n) for n in options.dense)]:
         report["measurements"].append(measure(kind, num_tokens, options))
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, options.output)
     Console().print(table(report))
     return 0
 

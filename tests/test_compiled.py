@@ -12,6 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 from flexdilated import (
     DilatedPattern,
@@ -251,6 +253,54 @@ def test_a_compiled_module_under_a_function_equals_eager() -> None:
         found.append([out, *torch.autograd.grad(out.square().mean(), list(module.parameters()))])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, **SINGLE)
+
+
+MODS: dict[str, dict[str, Any]] = {"plain": {}, "score_mod": {"score_mod": relative}}
+
+
+def attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Queries and keys that the compiler may recompute."""
+    return dilated_attention(torch.tanh(q + 0.1), torch.tanh(k), v, PATTERN, dropout_p=0.5, backend="sdpa", **options)
+
+
+def assert_backward_drops_what_the_forward_dropped(call: Callable[..., Tensor], **options: Any) -> None:
+    """The output is linear in v, so that `<dout, out> = <dv, v>` for the weights of the forward."""
+    q, k, v = (draw(1, n, 4, 3, dtype=torch.float64)[:, :29].requires_grad_() for n in (29, 31, 37))
+    out = call(q, k, v, **options)
+    dout = torch.cos(out.detach())
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((dv * v).sum(), (dout * out).sum(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"activation_memory_budget": 0.5}, {"aggressive_recomputation": True}], ids=lambda x: next(iter(x))
+)
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own, at a break
+def test_dropout_is_refused_where_the_backward_would_draw_again(mods: str, setting: dict[str, Any]) -> None:
+    with functorch_config.patch(**setting):
+        compiled = torch.compile(attend_with_dropout, fullgraph=True, backend="aot_eager")
+        x = draw(1, 29, 4, 3).requires_grad_()
+        with pytest.raises(
+            Exception, match=r"dropout_p must be 0 in training compiled with .*, got 0.5: .*use torch.utils.checkpoint"
+        ):
+            compiled(x, x, x, **MODS[mods])
+        with torch.no_grad():
+            assert compiled(x, x, x, **MODS[mods]).isfinite().all()
+        assert_backward_drops_what_the_forward_dropped(attend_with_dropout, **MODS[mods])
+        torch._dynamo.reset()
+        assert_backward_drops_what_the_forward_dropped(torch.compile(attend_with_dropout, backend="aot_eager"), **MODS[mods])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mods", MODS)
+def test_compiled_backwards_drop_what_the_forward_dropped(mods: str, checkpointed: bool) -> None:
+    def call(*x: Tensor) -> Tensor:
+        if checkpointed:
+            return checkpoint(attend_with_dropout, *x, use_reentrant=False, **MODS[mods])
+        return attend_with_dropout(*x, **MODS[mods])
+
+    assert_backward_drops_what_the_forward_dropped(torch.compile(call, fullgraph=True, backend="aot_eager"))
 
 
 @pytest.mark.sweep  # of inductor, which test_longnet.py shows in training

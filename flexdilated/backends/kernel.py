@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexdilated.core.hardware import answers_while_traced
 from flexdilated.core.pieces import Piece
 from flexdilated.core.request import Request
 
@@ -48,7 +49,28 @@ def draw_seed(dropout_p: float, first_sequence: int) -> Tensor | None:
 
     Generators that are seeded alike give shards of a batch, told apart by their first sequence, seeds that have nothing in common.
     """
+    refuse_draws_again(dropout_p)
     return torch.randint(1 << 62, (1,), device="cpu") ^ spread(0, first_sequence) if dropout_p > 0.0 else None
+
+
+def refuse_draws_again(dropout_p: float) -> None:
+    """Raise where a compiled backward may draw random numbers again, and others (torch 2.13, pytorch/pytorch#190717).
+
+    Raises:
+        NotImplementedError: If there is dropout, and the compiler may recompute it.
+    """
+    if dropout_p > 0.0 and torch.compiler.is_compiling() and torch.is_grad_enabled() and _draws_again():
+        raise NotImplementedError(
+            "dropout_p must be 0 in training compiled with torch._functorch.config.activation_memory_budget < 1 or "
+            f"aggressive_recomputation, got {dropout_p}: the backward would drop other weights; use torch.utils.checkpoint instead"
+        )
+
+
+@answers_while_traced
+def _draws_again() -> bool:
+    from torch._functorch import config  # loaded by compilers
+
+    return config.activation_memory_budget < 1 or config.aggressive_recomputation
 
 
 def spread(seed: int, ordinal: int) -> int:

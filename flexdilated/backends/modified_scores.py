@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexdilated.backends.combine import heads_of, mix, read, tokens_of
-from flexdilated.backends.kernel import draw_seed, draws_of_its_own, spread
+from flexdilated.backends.kernel import draw_seed, draws_of_its_own, refuse_draws_again, spread
 from flexdilated.backends.padded_grids import Grid, draw_grids, num_parts
 from flexdilated.backends.recorded import attend_recorded
 from flexdilated.core.branch import Kept
@@ -42,6 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             for documents, and before torch 2.11 for a dynamic number of tokens.
     """
     refuse_traced_derivatives(of_operators=False)
+    refuse_draws_again(call.dropout_p)
     if call.part_of_heads(k.shape[2]) is not None and call.dropout_p > 0.0:
         if torch.compiler.is_compiling():
             raise NotImplementedError(

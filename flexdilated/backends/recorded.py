@@ -64,10 +64,11 @@ def _refuse_script(name: str, node: Any, start: int) -> None:
 class _Record(TorchDispatchMode):
     """The operations of one call of a function, and the tensors that they read besides the arguments."""
 
-    def __init__(self, name: str, function: Callable[..., Tensor]) -> None:
+    def __init__(self, name: str, function: Callable[..., Tensor], *, learns: bool) -> None:
+        """`learns`: whether the scores have a gradient."""
         super().__init__()
         self.held: dict[_Slot, Tensor] = {}  # tensors that the function reads
-        self._name, self._function = name, function
+        self._name, self._function, self._learns = name, function, learns
         self._slots: Any = WeakTensorKeyDictionary()
         self._steps: list[tuple[Any, ...]] = []  # operator, arguments, keyword arguments, results, slots that nothing reads later
         self._result = _Slot(0)
@@ -79,9 +80,13 @@ class _Record(TorchDispatchMode):
         for x in arguments:
             self._new_slot(x)
         self._read_only |= {_storage(x) for x in arguments[-4:]}  # positions; scores are computed again
-        start = torch._C._autograd._get_sequence_nr()
-        with torch.enable_grad(), self:  # with gradients on, __torch_dispatch__ sees where the function switches them off
-            result = self._function(*arguments)
+        # With gradients on, __torch_dispatch__ sees where the function switches them off. The graph is not used: it keeps nothing.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+            if self._learns and self._name == "score_mod":  # or numpy could read scores, and what it computes would be constant
+                arguments[0][:0].sub_(torch.zeros((), requires_grad=True))  # not a leaf, which could not be modified in place
+            start = torch._C._autograd._get_sequence_nr()
+            with self:
+                result = self._function(*arguments)
         if isinstance(result, Tensor):  # else the caller raises
             _refuse_script(self._name, result.grad_fn, start)
             self._result, result = self._slot(result), result.detach()
@@ -160,8 +165,9 @@ def attend_recorded(attend: Attend, tensors: Sequence[Tensor | None], call: Call
     assert tensors[0] is not None
     device = tensors[0].device
     state = _random_state(device) if call.dropout_p > 0.0 else None
+    learns = any(x is not None and x.requires_grad for x in tensors[:2])
     records: dict[str, Any] = {
-        name: _Record(name, function)
+        name: _Record(name, function, learns=learns)
         for name, function in (("score_mod", call.score_mod), ("mask_mod", call.mask_mod))
         if function is not None
     }
@@ -226,9 +232,13 @@ class _Recomputed(torch.autograd.Function):
             tensors = [_alone(x, create_graph=create_graph) if need else x for x, need in zip(tensors, needs)]
             results = ctx.again(tensors[: ctx.count], tensors[ctx.count :])
         inputs = [x for x, need in zip(tensors, needs) if need]
-        outputs, given = zip(*((x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad))
-        grads = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
-        return None, None, None, *(next(grads) if need else None for need in needs)
+        pairs = [(x, dx) for x, dx in zip(results, (dout, dlse)) if x.requires_grad]
+        outputs, given = zip(*pairs) if pairs else ((), ())
+        found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=create_graph, allow_unused=True))
+        grads = [next(found) if need else None for need in needs]
+        # A score function may ignore the scores: the gradient of q and k is then 0.
+        own = [torch.zeros_like(x) if need and dx is None else dx for x, need, dx in zip(tensors[: ctx.count], needs, grads)]
+        return None, None, None, *own, *grads[ctx.count :]
 
 
 def _alone(x: Tensor, *, create_graph: bool) -> Tensor:

@@ -12,7 +12,7 @@ import typer
 from flexdilated.cli import slide_options
 from flexdilated.cli.options import DeviceOption, device_named
 from flexdilated.cli.refusal import refuse
-from flexdilated.draw.figure import replaced
+from flexdilated.core.files import replaced
 from flexdilated.hub.slides.encode import FailedSlide, encode_slides
 from flexdilated.hub.slides.grid import Reading
 

@@ -27,6 +27,7 @@ from flexdilated.cli.options import (
     require_matplotlib,
 )
 from flexdilated.cli.refusal import first_line, refuse
+from flexdilated.core.files import replaced
 from flexdilated.core.hardware import detect
 from flexdilated.core.pattern import DilatedPattern
 from flexdilated.draw.figure import write
@@ -223,7 +224,8 @@ def _finish(trainers: dict[str, Trainer], corpus: Corpus, output: Path, console:
     write(draw_losses(histories, bytes_per_step=options.batch_size * options.sequence_length), output / PICTURE)
     prompt = bytes(corpus.held_out[:PROMPT_BYTES].tolist())
     written = continued(model, prompt, num_bytes=SAMPLE_BYTES, temperature=0.7, seed=options.seed)
-    (output / SAMPLE).write_bytes(written)
+    with replaced(output / SAMPLE) as file:
+        file.write(written)
     console.print(table)
     console.print("sample (prompt in bold):")
     shown = Text(prompt.decode("utf-8", "replace"), style="bold")

@@ -273,7 +273,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) -> bool:
-    """Raise for a wrong score or mask function, by calling it for the first pair of q `(B, N, H, D)`.
+    """Raise for a wrong score or mask function, by calling it as `first_pair` says.
 
     Returns:
         Whether a gradient may be asked of what the score function holds; not told of traced functions.
@@ -297,9 +297,10 @@ def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, q: Tensor) 
 
 
 def first_pair(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Score, sequence, head and positions of the first pair of q `(B, N, H, D)`, as score functions take them."""
+    """Score, sequence, head and positions of the first pair of q `(B, N, H, D)`, for score functions; no pair if B is 0."""
+    batch = 1 if torch.compiler.is_compiling() else min(q.shape[0], 1)  # for B = 0 a table that is read by b may have no row
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=q.device)
-    return torch.zeros((1, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device), zero, zero, zero, zero
+    return torch.zeros((batch, 1, 1, 1), dtype=accumulated(q.dtype), device=q.device), zero[:batch], zero, zero, zero
 
 
 def check_seen(seen: Tensor) -> None:
@@ -334,7 +335,7 @@ def _call(name: str, function: Any, parameters: tuple[str, ...], *arguments: Ten
         raise TypeError(f"{name} must return a tensor, got {type(result).__name__}")
     if result.device != arguments[0].device:
         raise ValueError(f"{name} must use tensors on the device of q={arguments[0].device}, got a result on {result.device}")
-    if result.numel() != 1 or result.dim() > len(arguments[0].shape):
+    if not arguments[0].numel() <= result.numel() <= 1 or result.dim() > len(arguments[0].shape):
         raise ValueError(f"{name} must return one value per pair, got shape {tuple(result.shape)} for one pair")
     return result
 

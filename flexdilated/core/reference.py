@@ -119,7 +119,7 @@ def _branch(
     b, h = torch.arange(q.shape[0], device=q.device)[:, None, None, None], torch.arange(num_heads, device=q.device)[:, None, None]
     position = start + p.clamp(max=num_tokens - 1)  # rows of zeros have none, and nobody sees them here
     if score_mod is not None:
-        scores = score_mod(scores, b, h, position[:, None], position)
+        scores = score_mod(scores, b, h, position[:, None], position).to(scores.dtype).expand_as(scores)
     if mask_mod is not None:
         seen = mask_mod(b, h, position[:, None], position)
         if seen.dtype != torch.bool:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
+
+from flexdilated.core.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "grid_of", "new", "plain", "replaced", "wrapped", "write"]
+__all__ = ["INK", "grid_of", "new", "plain", "wrapped", "write"]
 
 INK = "#222222"
 
@@ -36,29 +36,6 @@ def write(figure: Figure, path: Path) -> None:
     """
     with replaced(path) as file:
         figure.savefig(file, format=path.suffix[1:].lower())
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside the final name, renamed at the end of the block: a reader never sees half of it.
-
-    A link stays, and the file that it leads to is replaced.
-
-    Raises:
-        OSError: If it cannot be written. What was there stays.
-    """
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("xb") as file:
-            yield file
-        partial.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # the name that the user knows
-        raise
-    finally:
-        with suppress(OSError):  # there is none after the rename, or where the folder is none
-            partial.unlink()
 
 
 def plain(text: str) -> str:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flexdilated.core.files import sync
 from flexdilated.core.hardware import autocast_dtype, holds_values
 from flexdilated.core.pattern import as_integer
 from flexdilated.decode import DilatedKVCache
@@ -336,8 +337,11 @@ class LongNetLM(nn.Module):
         try:
             save_file(_apart(self.state_dict()), weights)
             config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+            sync(weights)
+            sync(config)
             weights.replace(path / WEIGHTS_FILE)
             config.replace(path / CONFIG_FILE)
+            sync(path)
         finally:
             weights.unlink(missing_ok=True)
             config.unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""Checkpoints in a folder: a state of JSON types and named tensors, written whole or not at all."""
+"""Checkpoints in a folder: a state of JSON types and named tensors, written whole or not at all, also at a power failure."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flexdilated.core.files import sync
 from flexdilated.training.options import UserError
 
 STATE_FILE, TENSORS_FILE = "state.json", "model-00001-of-00001.safetensors"
@@ -33,11 +33,11 @@ def save(folder: Path, step: int, state: dict[str, Any], tensors: dict[str, Tens
             shutil.rmtree(left)
         part.mkdir()
         save_file(tensors, part / TENSORS_FILE)
-        with (part / STATE_FILE).open("w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (part / STATE_FILE).write_text(json.dumps(state))
+        for written in (part / TENSORS_FILE, part / STATE_FILE, part):
+            sync(written)
         part.replace(target)
+        sync(folder)  # before earlier checkpoints go
         for old in _all(folder):
             if old != target:
                 shutil.rmtree(old)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,21 @@ def test_attention_never_replaces_a_named_engine() -> None:
         pytest.raises(NotImplementedError, match=r"backend 'sdpa' cannot .* switched off"),
     ):
         dilated_attention(q, k, v, PATTERN, backend="sdpa")
+
+
+@pytest.mark.parametrize("mods", [{"score_mod": lambda s, *_: s}, {"mask_mod": lambda b, h, i, j: i >= j}])
+def test_functions_run_as_the_math_backend(mods: dict[str, Any]) -> None:
+    q, k, v, _, _ = Case(PATTERN).tensors()
+    message = (
+        "backend 'sdpa' cannot run this on cpu: no SDPA kernel has score_mod or mask_mod, and torch operations count as "
+        "SDPBackend.MATH: it is switched off (torch.nn.attention.sdpa_kernel)"
+    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as error:
+        dilated_attention(q, k, v, PATTERN, backend="sdpa", **mods)
+    assert str(error.value) == message
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        out = dilated_attention(q, k, v, PATTERN, backend="sdpa", **mods)
+    torch.testing.assert_close(out, reference.dilated_attention(q, k, v, PATTERN, **mods)[0], **EXACT)
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------------------

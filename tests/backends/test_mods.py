@@ -136,6 +136,49 @@ def test_the_oracle_calls_functions_as_torch_does(is_causal: bool) -> None:
     torch.testing.assert_close(out, expected, **EXACT)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda s, b, h, i, j: s.float() - 0.25 * (i - j).abs(),
+        lambda s, b, h, i, j: (s - 0.25 * (i - j).abs()).bfloat16(),
+        lambda s, b, h, i, j: (0.25 * j).half(),  # ignores the scores: fewer dims, too
+    ],
+)
+def test_scores_of_another_dtype_are_cast_to_that_of_the_scores(score_mod: Any, backend: str) -> None:
+    qkv = [x.requires_grad_() for x in Case(PATTERN).tensors()[:3]]
+
+    def dense(s: Tensor, *pair: Tensor) -> Tensor:
+        return score_mod(s, *pair).double() + 0 * s
+
+    results = []
+    for out, lse in (
+        with_lse(*qkv, PATTERN, score_mod=score_mod, backend=backend),
+        reference.dilated_attention(*qkv, PATTERN, score_mod=dense),
+    ):
+        grads = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), qkv, allow_unused=True, materialize_grads=True)
+        results.append((out, lse, *grads))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_functions_are_called_for_the_sequences_that_there_are(batch: int, backend: str) -> None:
+    table, bias = (torch.ones(size, dtype=torch.float64, requires_grad=True) for size in (batch, 13))
+    x = torch.randn(batch, 13, 2, 3, dtype=torch.float64)
+    functions: list[dict[str, Any]] = [
+        {"score_mod": lambda s, b, h, i, j: s * table[b] + bias[i - j]},
+        {"score_mod": lambda s, b, h, i, j: bias[j], "mask_mod": lambda b, h, i, j: table[b] > 0},
+    ]
+    for mods in functions:
+        out, lse = with_lse(x, x, x, DilatedPattern((7, 13), (1, 2)), backend=backend, **mods)
+        expected, _ = reference.dilated_attention(x, x, x, DilatedPattern((7, 13), (1, 2)), **mods)
+        torch.testing.assert_close(out, expected, **EXACT)
+        assert lse.shape == (batch, 2, 13)
+        assert (torch.autograd.grad(out.sum(), bias)[0].abs().sum() > 0) == (batch > 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     case, mods = Case(PATTERN, batch=2, group=2, kv_heads=2, head_dim=16, is_causal=True), Mods("alibi", None)
@@ -667,6 +710,14 @@ def attend(**options: Any) -> Tensor:
 def test_refuses_what_is_no_score_or_mask_function(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attend(**options)
+
+
+def test_refuses_what_is_no_function_for_an_empty_batch() -> None:
+    x = torch.randn(0, 12, 2, 4)
+    with pytest.raises(TypeError, match=r"mask_mod must take \(b, h, q_idx, kv_idx\), got \(b\)"):
+        dilated_attention(x, x, x, PATTERN, mask_mod=lambda b: b > 0)
+    with pytest.raises(ValueError, match=r"score_mod must return one value per pair, got shape \(3,\) for one pair"):
+        dilated_attention(x, x, x, PATTERN, score_mod=lambda s, b, h, i, j: torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])

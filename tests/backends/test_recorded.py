@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,26 @@ def scores_of_functions_alone(of: Any) -> Tensor:
     return of(q.detach(), k.detach(), v, PATTERN, score_mod=lambda s, b, h, i, j: torch.zeros_like(s) + 0.1 * j)[0]
 
 
+def values_of_numpy(of: Any) -> Tensor:
+    """Values of scores, computed outside of torch: constants if the function says so, or if scores have no gradient."""
+    q, k, v = tensors()
+    table = torch.linspace(0.1, 1.0, H, dtype=torch.float64).requires_grad_()
+    q, _ = of(q, k, v, PATTERN, score_mod=lambda s, b, h, i, j: s / 4 + torch.from_numpy(numpy.tanh(s.detach().numpy())))
+    mods = {"score_mod": lambda s, b, h, i, j: s + table[h] * torch.from_numpy(numpy.tanh(s.numpy()))}
+    return q + of(q.detach(), k.detach(), v, PATTERN, **mods)[0]
+
+
+def scores_in_place(of: Any) -> Tensor:
+    """Scores modified in place, and a result that keeps none of them."""
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s *= 2
+        s.tanh_()
+        return torch.where(i >= j, s, s.detach() ** 2)
+
+    return of(*tensors(), PATTERN, score_mod=score_mod)[0]
+
+
 def several_results(of: Any) -> Tensor:
     """Operators with several results, some unused, and a result that is an argument."""
     table = torch.linspace(0.0, 1.0, N, dtype=torch.float64)
@@ -126,6 +147,8 @@ def several_results(of: Any) -> Tensor:
         written_literals,
         dependent_tensors,
         scores_of_functions_alone,
+        values_of_numpy,
+        scores_in_place,
     ],
 )
 def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
@@ -138,6 +161,27 @@ def test_gradients_are_those_of_the_functions_as_the_forward_called_them(
     assert all(torch.equal(*pair) for pair in zip(gradients(ours), gradients(ours)))  # the record serves twice
     for ours_i, definition_i in zip(gradients(ours), gradients(definition), strict=True):
         torch.testing.assert_close(ours_i, definition_i, **EXACT)
+
+
+def ignoring(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 0.1 * j.to(s.dtype)
+
+
+def ignoring_some(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.where(i % 2 == 0, s, 0.1 * j)
+
+
+@pytest.mark.parametrize("score_mod", [ignoring, ignoring_some])
+@pytest.mark.parametrize("differentiated", ["q", "k", "v", "qk", "qkv"])
+def test_scores_that_a_function_ignores_have_a_gradient_of_0(score_mod: Any, differentiated: str) -> None:
+    qkv = [x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", tensors())]
+    inputs = [x for x in qkv if x.requires_grad]
+    out, lse = dilated_attention(*qkv, PATTERN, score_mod=score_mod, return_lse=True)
+    found = torch.autograd.grad((out.sin().sum(), lse.sin().sum()), inputs)
+    out, lse = reference.dilated_attention(*qkv, PATTERN, score_mod=score_mod)
+    tied = 0.0 * sum(x.sum() for x in inputs)  # torch differentiates nothing that does not depend on the inputs
+    for actual, expected in zip(found, torch.autograd.grad(out.sin().sum() + lse.sin().sum() + tied, inputs)):
+        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @pytest.mark.parametrize("model", [module, dependent_tensors])
@@ -238,6 +282,37 @@ def test_functions_that_no_record_can_repeat_are_refused(function: Any, message:
         return
     with torch.no_grad():  # nothing is computed again
         assert dilated_attention(*tensors(), PATTERN, score_mod=function).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("outside", "message"),
+    [
+        (lambda s: torch.from_numpy(numpy.tanh(s.numpy())), "Can't call numpy"),
+        (lambda s: torch.from_numpy(numpy.tanh(numpy.asarray(s * 2))), "Can't call numpy"),
+        (lambda s: torch.from_dlpack(numpy.from_dlpack(s)), "Can't export tensors that require gradient"),
+    ],
+)
+@pytest.mark.parametrize("differentiated", [0, 1])
+def test_scores_with_a_gradient_do_not_leave_torch(outside: Any, message: str, differentiated: int) -> None:
+    qkv = [x.detach().requires_grad_(i == differentiated) for i, x in enumerate(tensors())]
+    for of in (dilated_attention, reference.dilated_attention):
+        with pytest.raises((RuntimeError, BufferError), match=message):
+            of(*qkv, PATTERN, score_mod=lambda s, *_: s / 4 + outside(s))
+
+
+def test_a_recorded_function_keeps_no_tensors_for_the_backward() -> None:
+    """The record is differentiated when it runs again, so the graph of the first run keeps nothing."""
+    alive: list[bool] = []
+
+    def score_mod(s: Tensor, *_: Tensor) -> Tensor:
+        larger = s.exp()
+        ref, s = weakref.ref(larger), larger.log()
+        del larger
+        alive.append(ref() is not None)
+        return s
+
+    dilated_attention(*tensors(), PATTERN, score_mod=score_mod)
+    assert not any(alive)
 
 
 def test_a_table_of_inference_mode_may_be_held() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -380,7 +381,8 @@ def test_a_full_disk_is_named_and_leaves_whole_files_alone(
     synced: list[int] = []
 
     def fill(descriptor: int) -> None:
-        synced.append(descriptor)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            synced.append(descriptor)
         if len(synced) == 3:
             raise OSError(28, "No space left on device")
 

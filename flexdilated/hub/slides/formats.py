@@ -22,13 +22,15 @@ from flexdilated.hub.slides import spatialdata
 # What embeddings are called: by Prov-GigaPath's pipeline, by CLAM and its descendants, by STAMP, by others.
 EMBEDDINGS = ("tile_embeds", "features", "feats", "embeddings")
 COORDINATES = "coords"
-# Of coordinates in .h5, what is read unless it is a text: HDF5 may loop for ever at the heap of texts of a damaged file.
+# Of coordinates in .h5, what is read. Texts other than `TEXTS` are not: HDF5 may loop for ever at the heap of a damaged file.
 ATTRIBUTES = (
     *("patch_size", "patch_size_level0", "target_magnification", "level0_width", "level0_height"),  # TRIDENT's
     *("downsample", "level_dim", "patch_level", "custom_downsample"),  # CLAM's
     *("mpp", "native_mpp"),  # Mussel's: micrometres per pixel of a tile, and of level 0
 )
-FILE_ATTRIBUTES = ("tile_size_um", "tile_size_px", "tile_size")  # STAMP's, of the file, with a text `unit` beside
+FILE_ATTRIBUTES = ("tile_size_um", "tile_size_px", "tile_size", "unit", "patch_size_level0")  # of the file; STAMP's first
+TEXTS = ("unit", "patch_size_level0")
+MICROMETRES, PIXEL_UNITS = "um", ("px", "pixel", "pixels")  # the unit of STAMP's reader, and units that are written by hand
 INDEX = ".index.npz"  # slideflow's file of the centres of tiles
 SUFFIXES = (".pt", ".h5", ".npz")
 STORE_SUFFIX = ".zarr"
@@ -172,14 +174,32 @@ def _open(path: Path) -> _Found:
     import h5py  # an extra
 
     with h5py.File(path, "r") as file:
+        if (elsewhere := stored_elsewhere(file)) is not None:
+            raise SlideError(f"arrays must be stored in '{path.name}' itself, got {elsewhere}; copy them into the file")
         # A group, which is no array, has no shape.
         arrays = {key: file[key][()] if key in wanted and hasattr(file[key], "shape") else None for key in file}
-        attributes = _numbers(file.attrs, FILE_ATTRIBUTES) | {"has_unit": "unit" in file.attrs}
-        return _Found(arrays, attributes | (_numbers(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
+        attributes = _attributes(file.attrs, FILE_ATTRIBUTES)
+        return _Found(arrays, attributes | (_attributes(file[COORDINATES].attrs, ATTRIBUTES) if COORDINATES in file else {}))
 
 
-def _numbers(attributes: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: attributes[name] for name in names if name in attributes and attributes.get_id(name).dtype != object}
+def stored_elsewhere(file: Any) -> str | None:
+    """What an open HDF5 file would read from other files, or None: a file from elsewhere could name any file of this machine."""
+    import h5py  # an extra
+
+    def found(name: str, link: object) -> str | None:
+        if isinstance(link, h5py.ExternalLink):
+            return f"'{name}' as a link to '{link.filename}'"
+        held = file[name] if isinstance(link, h5py.HardLink) else None
+        if isinstance(held, h5py.Dataset) and (held.is_virtual or held.external):
+            return f"'{name}' in external storage" if held.external else f"'{name}' as a virtual dataset"
+        return None
+
+    result: str | None = file.visititems_links(found)
+    return result
+
+
+def _attributes(stored: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: stored[name] for name in names if name in stored and (name in TEXTS or stored.get_id(name).dtype != object)}
 
 
 def _coordinates(
@@ -275,18 +295,35 @@ def _of_slideflow(index: Path, tile_size_level0: float | None) -> Tensor:
     return centres - int(tile_size_level0 / 2)
 
 
-def _number(value: object) -> float | None:
-    """A number above 0 of an attribute, which may be an array of equal ones, or TRIDENT's `'None'`."""
+def _values(value: object) -> set[float]:
+    """The numbers of an attribute, which may be a text, an array, or TRIDENT's `'None'`."""
     try:
-        values = set(np.asarray(value, dtype=np.float64).reshape(-1).tolist())
+        return set(np.asarray(value, dtype=np.float64).reshape(-1).tolist())
     except (TypeError, ValueError):
-        return None
+        return set()
+
+
+def _number(value: object) -> float | None:
+    """A number above 0 of an attribute."""
+    values = _values(value)
     return values.pop() if len(values) == 1 and 0 < min(values) < math.inf else None
 
 
 def _micrometres(attributes: Mapping[str, Any]) -> float | None:
     """Side of a tile where coordinates are micrometres, as STAMP's are: version 2.0 calls it `tile_size` and names the unit."""
-    return _number(attributes.get("tile_size_um")) or (_number(attributes.get("tile_size")) if attributes.get("has_unit") else None)
+    unit, side = attributes.get("unit"), _number(attributes.get("tile_size_um"))
+    if unit is None:
+        return side
+    text = unit.decode(errors="replace") if isinstance(unit, bytes) else str(unit)
+    if text in PIXEL_UNITS:
+        return None
+    if text != MICROMETRES:
+        raise SlideError(f"unit must be {MICROMETRES} or px, got {text!r}; write coordinates in pixels of level 0, without a unit")
+    said = [attributes[name] for name in ("tile_size_um", "tile_size") if name in attributes]
+    side = next((size for size in map(_number, said) if size is not None), None)
+    if side is None:
+        raise SlideError(f"tile_size_um must be a number above 0 beside the unit {MICROMETRES}, got {said[0] if said else 'none'}")
+    return side
 
 
 def _magnification(attributes: Mapping[str, Any]) -> float | None:
@@ -310,9 +347,12 @@ def _tile_side(attributes: Mapping[str, Any], given: float | None) -> float | No
     CLAM steps by the whole part of the downsample, which is 4.00003 for one slide and 4 for another. With `custom_downsample` a
     patch is that many times as wide, as TRIDENT reads it; some tools write the wide patch itself, so a side that is given counts.
     """
-    side = _number(attributes.get("patch_size_level0"))
+    said = attributes.get("patch_size_level0")
+    side = _number(said)
     if side is not None:
         return side
+    if given is None and said is not None and _values(said):
+        raise SlideError(f"patch_size_level0 must be a number above 0, got {said}; give --tile-size-level0")
     size, downsample = _number(attributes.get("patch_size")), _downsample(attributes)
     whole = _number(np.floor(downsample)) if isinstance(downsample, (np.ndarray, np.number, int, float)) else None
     custom = _number(attributes.get("custom_downsample")) or 1.0

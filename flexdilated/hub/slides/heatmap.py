@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.attention import dilated_attention
+from flexdilated.core.files import replaced
 from flexdilated.core.lse import accumulated
 from flexdilated.core.pattern import DilatedPattern, is_integer
-from flexdilated.draw.figure import replaced
 from flexdilated.hub.slide_encoder import LongNetViT
 from flexdilated.ordering import coordinate_order
 

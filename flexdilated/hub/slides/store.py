@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flexdilated.draw.figure import replaced
+from flexdilated.core.files import replaced
 from flexdilated.hub.slides.encode import EncodedSlide
+from flexdilated.hub.slides.formats import stored_elsewhere
 from flexdilated.hub.slides.source import Source
 
 FORMAT = "flexdilated slide 1"
@@ -50,8 +50,6 @@ def write_slide(output: Path, slide: EncodedSlide, settings: Mapping[str, Any], 
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as target:
         target.write(buffer.getvalue())
-        target.flush()
-        os.fsync(target.fileno())
 
 
 def read_source(path: Path, settings: Mapping[str, Any]) -> Source:
@@ -113,7 +111,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
     try:
         with h5py.File(path, "r") as file:
-            if file.attrs.get("format") == FORMAT:
+            if file.attrs.get("format") == FORMAT and stored_elsewhere(file) is None:
                 yield file
                 return
     except OSError as error:

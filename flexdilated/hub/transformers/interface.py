@@ -19,17 +19,17 @@ from flexdilated.attention import attend_with_sinks
 from flexdilated.core.call import Call
 from flexdilated.core.hardware import autocast_dtype
 from flexdilated.core.pieces import uncached
+from flexdilated.core.reference import ScoreMod
 from flexdilated.distributed.sharding import local_shard_lengths
 from flexdilated.hub.transformers.cache import DilatedCacheLayer, layer_of
 from flexdilated.hub.transformers.context import Context, context_of
 from flexdilated.hub.transformers.heads import HeadShard, find_head_shard, sinks_here
 from flexdilated.hub.transformers.patterns import NAME, check_type, pattern_of, record_implementation, refuse_crossing
-from flexdilated.hub.transformers.positions import borders_of, first_real, refuse_documents, shifted
+from flexdilated.hub.transformers.positions import borders_of, borders_of_positions, first_real, refuse_documents, shifted
 from flexdilated.masks import dilated_score_mod
 
 # Options of a call that change what is computed, and what to say when one is set.
 REFUSED = {
-    "softcap": "dilated attention does not cap its scores",
     "sliding_window": "the pattern says what is seen; set config.sliding_window above the longest sequence",
     "sinks": "dilated attention has one sink for each head, called s_aux, and none for each token",
     "position_bias": "dilated attention takes no bias of scores",
@@ -73,6 +73,7 @@ def dilated_attention_forward(
     is_causal: bool | None = None,
     first_head: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function, under the pattern of `module.config.dilated_pattern`.
@@ -97,6 +98,7 @@ def dilated_attention_forward(
         is_causal: Whether a query sees only keys at its own position and before.
         first_head: Index in the model of the first query head here. Default: as `module` and its config say.
         s_aux: Sinks, `(H,)`: the score of one more key, of value 0, that every query of a head sees once.
+        softcap: Caps scores at `softcap * tanh(score / softcap)`, as Gemma 2 does.
         **options: `cu_seq_lens_q`, `cu_seq_lens_k`: borders of packed documents, for B = 1. Others of the library's options.
 
     Returns:
@@ -106,9 +108,9 @@ def dilated_attention_forward(
         ValueError: If the config has no pattern or a malformed one, borders are given twice and differ, or there are more or fewer
             sinks than query heads.
         TypeError: If the pattern is not a mapping.
-        NotImplementedError: If the call asks for softcap, windows, biases, weights, a paged cache, cross-attention, a mask
-            that is no padding mask, or an option that is not known; if positions alone pack documents beside a mask or a cache; if
-            nothing says whether it is causal; or if it holds some of the heads, and nothing says which.
+        NotImplementedError: If the call asks for windows, a soft cap with a DilatedCache, biases, weights, a paged cache,
+            cross-attention, a mask that is no padding mask, or an option that is not known; if positions alone pack documents
+            beside padding or a cache; if nothing says whether it is causal; or if it holds some heads, and nothing says which.
     """
     layer, context = layer_of(key), context_of(module)
     _refuse_options(options, _tokens_seen(key, layer, context, options))
@@ -140,6 +142,7 @@ def dilated_attention_forward(
         dropout,
         first_head=0 if shard is None else shard.first_key,
         num_heads=None if shard is None else shard.total_key,
+        score_mod=None if softcap is None else uncached(_capped)(float(softcap)),
     )
     if context is None:
         if options.get("shard_lengths") is not None:
@@ -150,7 +153,12 @@ def dilated_attention_forward(
                 "seq_idx must come with cu_seq_lens_q and cu_seq_lens_k, or position_ids that pack documents, got it alone"
             )
         if borders is None and num_keys == q.shape[1]:
-            refuse_documents(options.get("position_ids"), attention_mask, num_keys, is_causal=call.is_causal)
+            # Values that no cache concatenated are a view of a projection. A cache would mix documents at the next token.
+            is_cached = layer is not None or torch.compiler.is_compiling() or not value._is_view()
+            if attention_mask is None and call.is_causal and not is_cached:
+                borders = borders_of_positions(options.get("position_ids"), q)
+            else:
+                refuse_documents(options.get("position_ids"), attention_mask, num_keys, is_causal=call.is_causal)
         if layer is not None:
             _refuse_with_cache(borders, call)
             seen = None if attention_mask is None or attention_mask.shape[3] == 0 else attention_mask[:, 0, 0, :num_keys] >= 0
@@ -243,6 +251,8 @@ def _refuse_with_cache(borders: Tensor | None, call: Call) -> None:
         raise NotImplementedError("is_causal must be True with a DilatedCache, got False")
     if call.dropout_p:
         raise NotImplementedError(f"dropout must be 0 with a DilatedCache, got {call.dropout_p}")
+    if call.score_mod is not None:
+        raise NotImplementedError("softcap must be None with a DilatedCache, got a cap; use a dynamic or static cache")
 
 
 def _decode(
@@ -291,6 +301,11 @@ def _decode(
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
         bias = torch.cat([bias, sinks.to(dtype)[None, :, None, None].expand(*bias.shape[:3], 1)], dim=-1)
     q_, k, v = (x.transpose(1, 2) for x in (q.to(dtype), k, v))
+    if call.score_mod is not None:  # SDPA has no place for it
+        k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
+        scores = call.score_mod(q_ @ k.mT * call.checked_scale(), batch, heads, query_positions, key_positions) + bias
+        out = F.dropout(scores.softmax(-1), call.dropout_p) @ v
+        return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q_, k, v, attn_mask=bias, dropout_p=call.dropout_p, scale=call.checked_scale(), enable_gqa=num_heads != k.shape[1]
     )
@@ -312,6 +327,14 @@ def _attend_whole(
     shift = first_real(real)
     q, k, v, padding = (shifted(x, shift) for x in (q, k, v, ~real))
     return shifted(attend_with_sinks(q, k, v, call._replace(key_padding_mask=padding), sinks), -shift)
+
+
+@functools.lru_cache(maxsize=64)  # one function for all layers and steps
+def _capped(softcap: float) -> ScoreMod:
+    def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def _is_causal(module: nn.Module, config: Any) -> bool:

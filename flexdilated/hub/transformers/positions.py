@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -178,26 +178,47 @@ def refuse_documents(position_ids: Any, mask: Tensor | None, num_tokens: int, *,
     Raises:
         NotImplementedError: If a real token stands elsewhere than one behind the real token before it.
     """
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != num_tokens or num_tokens < 2:
-        return
-    if torch.compiler.is_compiling() or not holds_values(position_ids):
-        return
-    version = None if position_ids.is_inference() else position_ids._version
-    if version is not None and getattr(position_ids, RISES, None) == version:
+    if not _are_read(position_ids, num_tokens):
         return
     jumps = position_ids.diff(dim=-1) != 1
     if mask is not None and mask.shape[3] > 0:
         real = mask[:, 0, 0, :num_tokens] >= 0
         jumps = jumps & (real[:, 1:] & real[:, :-1]).to(jumps.device)
     if bool(jumps.any()):
-        where, remedy = " and a cache or a mask", "use_cache=False and no mask, or "
+        where, remedy = " and a cache or padding", "use_cache=False and no padding, or "
         if not is_causal:
             where, remedy = " that is not causal", ""
         raise NotImplementedError(
             f"position_ids must rise by 1 with {NAME!r} attention{where}, got others: to pack documents pass {remedy}"
             "cu_seq_lens_q and cu_seq_lens_k"
         )
-    setattr(position_ids, RISES, version)
+    setattr(position_ids, RISES, _version(position_ids))
+
+
+def _are_read(position_ids: Any, num_tokens: int) -> TypeGuard[Tensor]:
+    """Whether positions of tokens must be read: they have one axis and values, and were not found to rise before."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != num_tokens or num_tokens < 2:
+        return False
+    if torch.compiler.is_compiling() or not holds_values(position_ids):
+        return False
+    version = _version(position_ids)
+    return version is None or getattr(position_ids, RISES, None) != version
+
+
+def _version(positions: Tensor) -> int | None:
+    return None if positions.is_inference() else positions._version
+
+
+def borders_of_positions(position_ids: Any, q: Tensor) -> Tensor | None:
+    """`cu_seqlens` over the flattened batch, of positions beside a mask of ones, where the library does not look for documents."""
+    if not _are_read(position_ids, q.shape[1]):
+        return None
+    jumps = position_ids.diff(dim=-1) != 1
+    if not bool(jumps.any()):
+        setattr(position_ids, RISES, _version(position_ids))
+        return None
+    starts = F.pad(jumps, (1, 0), value=True).expand(q.shape[0], -1).flatten()
+    return F.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0]).to(q.device)
 
 
 def borders_of(mask: Tensor | None, q: Tensor, options: Mapping[str, Any]) -> Tensor | None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles
+from flexdilated.hub.slides import SlideError, grid_cells, list_slides, read_tiles, store
 from flexdilated.hub.slides.formats import files_beside
 from tests.hub.slides.tools import (
     IN_CHANS,
@@ -244,6 +244,66 @@ def test_texts_beside_the_coordinates_are_not_read(tmp_path: Path, monkeypatch: 
     assert sorted(read) == numbers[1:]
 
 
+SECRET = 7.0
+
+
+def link(file: Any, other: Path) -> None:
+    file["features"] = h5py.ExternalLink(str(other), "features")
+
+
+def link_through_a_group(file: Any, other: Path) -> None:
+    file["features"], file["inner"] = h5py.SoftLink("/inner/features"), h5py.ExternalLink(str(other), "/")
+
+
+def link_in_a_group(file: Any, other: Path) -> None:
+    file.create_group("inner")["x"] = h5py.ExternalLink(str(other), "features")
+    file["features"] = h5py.SoftLink("/inner/x")
+
+
+def store_externally(file: Any, other: Path) -> None:
+    file.create_dataset("features", (3, IN_CHANS), "f4", external=[(str(other.with_suffix(".raw")), 0, h5py.h5f.UNLIMITED)])
+
+
+def map_virtually(file: Any, other: Path) -> None:
+    layout = h5py.VirtualLayout((3, IN_CHANS), "f4")
+    layout[:] = h5py.VirtualSource(str(other), "features", (3, IN_CHANS))
+    file.create_virtual_dataset("features", layout)
+
+
+@pytest.mark.parametrize(
+    ("lead_elsewhere", "got"),
+    [
+        (link, "'features' as a link to '.*/secret'"),
+        (link_through_a_group, "'inner' as a link to '.*/secret'"),
+        (link_in_a_group, "'inner/x' as a link to '.*/secret'"),
+        (store_externally, "'features' in external storage"),
+        (map_virtually, "'features' as a virtual dataset"),
+    ],
+)
+def test_arrays_of_other_files_are_refused(tmp_path: Path, lead_elsewhere: Callable[[Any, Path], None], got: str) -> None:
+    values = np.full((3, IN_CHANS), SECRET, np.float32)
+    with h5py.File(tmp_path / "secret", "w") as file:
+        file["features"] = values
+    (tmp_path / "secret.raw").write_bytes(values.tobytes())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        lead_elsewhere(file, tmp_path / "secret")
+        file["coords"] = draw_tiles(3)[1].numpy()
+        assert file["features"][0, 0] == SECRET  # HDF5 follows it
+    with pytest.raises(SlideError, match=f"^arrays must be stored in 'a.h5' itself, got {got}; copy them into the file$"):
+        read_tiles(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file.attrs["format"] = store.FORMAT
+    with pytest.raises(store.StoreError, match=r"must hold files that encode-slides wrote, got '.*a\.h5'"):
+        store.collect(tmp_path, ["a"], tmp_path / "all.h5")
+
+
+def test_a_link_inside_of_a_file_is_followed(tmp_path: Path) -> None:
+    path = write_plain(tmp_path, "a", *draw_tiles(3), ".h5", "stored")
+    with h5py.File(path, "r+") as file:
+        file["features"] = h5py.SoftLink("/stored")
+    assert torch.equal(read_tiles(path).x, draw_tiles(3)[0])
+
+
 def damage(path: Path, kept: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
 
@@ -377,9 +437,72 @@ def test_a_magnification_that_is_no_number_is_not_said(tmp_path: Path, spacing: 
     assert read_tiles(path).magnification is None
 
 
-@pytest.mark.parametrize("attributes", [{"patch_size_level0": np.inf}, {"patch_size_level0": "x", "downsample": "y"}])
-def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, attributes: dict[str, object]) -> None:
-    assert read_tiles(write_trident(tmp_path, "a", *draw_tiles(3), **attributes)).tile_size_level0 is None
+@pytest.mark.parametrize("side", ["x", "None", "", b"x"])
+def test_a_side_that_is_no_number_is_not_said(tmp_path: Path, side: object) -> None:
+    path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side, downsample="y")
+    assert read_tiles(path).tile_size_level0 is None
+
+
+@pytest.mark.parametrize("side", [512, 512.0, "512", b"512", np.array([512, 512])])
+@pytest.mark.parametrize("is_of_file", [False, True])
+def test_a_side_is_read_as_a_number_or_text_of_the_coordinates_or_of_the_file(
+    tmp_path: Path, side: object, is_of_file: bool
+) -> None:
+    path = write_plain(tmp_path, "a", *draw_tiles(3), ".h5", "features")
+    with h5py.File(path, "r+") as file:
+        (file if is_of_file else file["coords"]).attrs["patch_size_level0"] = side
+    assert read_tiles(path).tile_size_level0 == 512
+
+
+@pytest.mark.parametrize("side", [0, -512, np.inf, np.nan, "0", "-512", np.array([512, 256])])
+def test_a_side_that_no_tile_has_is_refused_unless_another_is_given(tmp_path: Path, side: object) -> None:
+    path = write_trident(tmp_path, "a", *draw_tiles(3), patch_size_level0=side)
+    message = f"patch_size_level0 must be a number above 0, got {side}; give --tile-size-level0"
+    with pytest.raises(SlideError, match=f"^{re.escape(message)}$"):
+        read_tiles(path)
+    found = read_tiles(path, tile_size_level0=SIDE)
+    assert torch.equal(grid_cells(found, tile_size_level0=SIDE), found.coords // SIDE)
+
+
+STATED_UM, STATED_PX = [[1536, 1536], [512, 1024]], [[384, 384], [128, 256]]  # at 0.25 micrometres a pixel
+
+
+@pytest.mark.parametrize("unit", ["um", b"um", "px", "pixel", b"pixels", None])
+@pytest.mark.parametrize("sizes", [{"tile_size_um": 128.0, "tile_size_px": 256}, {"tile_size": 128.0}, {"tile_size_px": 256}, {}])
+def test_coordinates_are_read_in_the_unit_that_the_file_names(
+    tmp_path: Path, unit: str | bytes | None, sizes: dict[str, object]
+) -> None:
+    stated = np.array(STATED_PX)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["feats"], file["coords"] = torch.randn(2, IN_CHANS).numpy(), stated
+        file.attrs.update({**sizes, **({} if unit is None else {"unit": unit})})
+    names_micrometres = unit in ("um", b"um") or (unit is None and "tile_size_um" in sizes)
+    if unit in ("um", b"um") and not {"tile_size_um", "tile_size"} & set(sizes):
+        with pytest.raises(SlideError, match=r"^tile_size_um must be a number above 0 beside the unit um, got none$"):
+            read_tiles(tmp_path / "a.h5", tile_size_level0=SIDE)
+        return
+    found = read_tiles(tmp_path / "a.h5", tile_size_level0=SIDE)
+    assert found.coords.tolist() == (STATED_UM if names_micrometres else STATED_PX)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"unit": "mm"}, "unit must be um or px, got 'mm'; write coordinates in pixels of level 0, without a unit"),
+        ({"unit": ""}, "unit must be um or px, got ''"),
+        ({"unit": 3}, "unit must be um or px, got '3'"),
+        ({"unit": b"\xff"}, "unit must be um or px, got '\\udcff'"),
+        ({"tile_size_um": 0}, "tile_size_um must be a number above 0 beside the unit um, got 0"),
+        ({"tile_size_um": np.nan}, "tile_size_um must be a number above 0 beside the unit um, got nan"),
+    ],
+)
+@pytest.mark.parametrize("given", [None, SIDE])
+def test_a_unit_that_cannot_be_converted_is_refused(
+    tmp_path: Path, attributes: dict[str, object], message: str, given: int | None
+) -> None:
+    path = write_stamp(tmp_path, "a", *draw_tiles(3), **attributes)
+    with pytest.raises(SlideError, match=f"^{re.escape(message)}"):
+        read_tiles(path, tile_size_level0=given)
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

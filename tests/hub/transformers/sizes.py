@@ -18,11 +18,11 @@ SIZES: dict[str, Any] = _read["all"]
 SPARSER: list[dict[str, Any]] = _read["sparser"]  # other proportions, for what the first do not fit
 OWN_SIZES: dict[str, dict[str, Any]] = _read["own"]  # where a type's sizes must agree in a way of their own
 
-# Fields by which a model has what a dilated pattern does not have, and what turns it off. A window is as long as no sequence
+# Fields by which a model has a window, which a dilated pattern does not have. A window is as long as no sequence
 # is: to have none its layers need another type, which in some models changes their rotary positions.
 WINDOWS = ("sliding_window", "attention_chunk_size")
 NARROW, LONGEST = 2, 1 << 20
-FIELDS: dict[str, Any] = {**dict.fromkeys(WINDOWS, LONGEST), "attn_logit_softcapping": None}
+FIELDS: dict[str, Any] = dict.fromkeys(WINDOWS, LONGEST)
 
 
 def _normal(*shape: int) -> Tensor:

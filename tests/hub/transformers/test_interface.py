@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flexdilated import DilatedPattern, convert, dilated_attention, reference
 from tests.hub.transformers.models import (
     BATCH,
+    DECODER,
     DECODERS,
     DENSE,
     INTERLEAVED,
@@ -156,11 +157,15 @@ def test_packed_documents_equal_the_documents_alone(name: str, how: str) -> None
     torch.testing.assert_close(logits, expected, **(SINGLE if how == "cu_seq_lens" else EXACT))
 
 
-def test_packed_documents_in_several_rows_equal_the_documents_alone() -> None:
+@pytest.mark.parametrize("ones", [None, torch.ones(BATCH, TOKENS, dtype=torch.int64), torch.ones(BATCH, TOKENS, dtype=torch.bool)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_packed_documents_in_several_rows_equal_the_documents_alone(ones: Tensor | None, trained: bool) -> None:
+    """Beside a mask of ones, as collators make it, too."""
     model, lengths = build("Llama").double(), [[9, 14], [23], [3, 4, 16]]
     tokens = draw_tokens()
     position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    logits = model(tokens, position_ids=position_ids, use_cache=False).logits
+    with torch.set_grad_enabled(trained):
+        logits = model(tokens, position_ids=position_ids, attention_mask=ones, use_cache=False).logits
     for b, row in enumerate(lengths):
         expected = torch.cat([model(part).logits for part in tokens[b : b + 1].split(row, dim=1)], dim=1)
         torch.testing.assert_close(logits[b : b + 1], expected, **EXACT)
@@ -183,10 +188,10 @@ def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache
     expected = model(tokens, use_cache=False).logits
     for mask in (None, ones, mask_of([TOKENS, 17], "left"), mask_of([TOKENS, 17], "right")):
         options = {"use_cache": cache != "none", "attention_mask": mask}
-        if mask is None and cache == "none":
+        if cache == "none" and (mask is None or bool(mask.all())):
             continue
         with pytest.raises(
-            NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no mask, or cu_"
+            NotImplementedError, match=r"position_ids must rise by 1 with .* pass use_cache=False and no padding, or cu_"
         ):
             model(tokens, position_ids=packed, past_key_values=make[cache](), **options)
         if cache == "bounded" and mask is not None and not mask[1, -1]:
@@ -196,9 +201,49 @@ def test_documents_that_the_library_does_not_notice_are_refused(name: str, cache
         torch.testing.assert_close(logits[0], expected[0], **SINGLE)  # of relative positions
 
 
-def test_positions_are_read_once_for_all_layers_and_again_when_changed() -> None:
-    from flexdilated.hub.transformers.positions import RISES, refuse_documents
+@pytest.mark.parametrize("how", ["whole", "left", "right", "packed", "dynamic", "static"])
+def test_a_soft_cap_of_scores_is_the_librarys(how: str) -> None:
+    """A dense pattern, and a cap that nearly all scores exceed, against the library's eager attention."""
+    sizes = {**DECODER, "head_dim": 8, "sliding_window": 64, "attn_logit_softcapping": 0.5, "initializer_range": 0.3}
+    config = transformers.Gemma2Config(**sizes)
+    hub.set_pattern(config, DilatedPattern((64,), (1,)))
+    model, tokens = transformers.Gemma2ForCausalLM(config).eval(), draw_tokens()
+    mask = mask_of([TOKENS, 17, 5], how) if how in ("left", "right") else None
+    options: dict[str, Any] = {"use_cache": False, "attention_mask": mask}
+    if how == "packed":
+        options["position_ids"] = torch.cat([torch.arange(9), torch.arange(14)])[None].expand(BATCH, -1)
 
+    def outputs() -> Tensor:
+        if how not in ("dynamic", "static"):
+            logits = model(tokens, **options).logits
+            return logits if mask is None else logits[mask.bool()]
+        make = transformers.DynamicCache if how == "dynamic" else transformers.StaticCache
+        cache = make(config=config) if how == "dynamic" else make(config=config, max_cache_len=TOKENS + 5)
+        with torch.no_grad():
+            logits = [model(part, past_key_values=cache).logits for part in tokens.split((11, 1, TOKENS - 12), dim=1)]
+        return torch.cat(logits, dim=1)
+
+    found = outputs()
+    if how == "dynamic":
+        with pytest.raises(NotImplementedError, match="softcap must be None with a DilatedCache, got a cap; use a dynamic"):
+            model(tokens, past_key_values=hub.DilatedCache())
+    config.dilated_pattern = None
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, outputs(), **SINGLE)
+    config.attn_logit_softcapping = None
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (found - outputs()).abs().max() > 1e-3
+
+
+def test_positions_are_read_once_for_all_layers_and_again_when_changed() -> None:
+    from flexdilated.hub.transformers.positions import RISES, borders_of_positions, refuse_documents
+
+    rising, q = torch.arange(5)[None], torch.zeros(2, 5, 1, 1)
+    assert borders_of_positions(rising, q) is None
+    assert getattr(rising, RISES) == rising._version
+    rising[0, 3:] = torch.arange(2)
+    assert borders_of_positions(rising, q).tolist() == [0, 3, 5, 8, 10]
     positions = torch.arange(5)[None]
     refuse_documents(positions, None, 5, is_causal=True)
     assert getattr(positions, RISES) == positions._version
@@ -295,7 +340,6 @@ def test_missing_and_malformed_patterns_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("softcap", 30.0),
         ("sliding_window", 4),
         ("sinks", torch.zeros(6)),
         ("indices", torch.zeros(1, dtype=torch.int64)),
