@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
@@ -100,6 +100,7 @@ def assert_as_the_oracle(case: Case, mods: Mods, attend: Callable[..., tuple[Ten
 
 
 @pytest.mark.slow
+@settings(max_examples=60)
 @given(case=calls(), mods=MODS, scores=st.sampled_from((1, 40, 3000, 1 << 24)))
 def test_materialised_attention_equals_the_oracle(case: Case, mods: Mods, scores: int) -> None:
     whole = flexdilated.backends.modified_scores.SCORES
@@ -246,20 +247,18 @@ def test_autocast_leaves_the_backward_in_float32(how: str) -> None:
         out, lse = with_lse(q, k, v, case.pattern, **case.options(), **mods.functions(table))
         return (out * dout).double().sum() + torch.where(lse > -math.inf, lse * dlse, 0.0).sum()
 
-    call = torch.compile(loss, backend="aot_eager", fullgraph=True) if how == "compiled" else loss
-
-    def gradients() -> tuple[Tensor, ...]:
+    def gradients(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         inputs = [x.detach().clone().requires_grad_(how != "func") for x in (q, k, v, mods.table(2).float())]
         if how == "func":
             found: tuple[Tensor, ...] = torch.func.grad(call, (0, 1, 2, 3))(*inputs)
             return found
         return torch.autograd.grad(call(*inputs), inputs)
 
-    expected = gradients()
+    expected = gradients(loss)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = gradients()
+        actual = gradients(torch.compile(loss, backend="aot_eager", fullgraph=True) if how == "compiled" else loss)
     for a, e in zip(actual, expected):
-        assert torch.equal(a, e)
+        assert torch.equal(a, e) if how != "compiled" else torch.testing.assert_close(a.float(), e.float(), **SINGLE) is None
 
 
 def test_functions_are_differentiated_twice() -> None:
@@ -381,7 +380,7 @@ def test_compiled_functions_equal_the_oracle_for_every_length() -> None:
 @pytest.mark.usefixtures("_forget_graphs")
 def test_a_second_graph_serves_every_other_length() -> None:
     """Traced alone; what is differentiated when it is compiled, the test above shows."""
-    pattern = replace(SHORT, heads="grouped", offsets="interleaved", detach_weights=True)
+    pattern = DilatedPattern((20,), (3,), heads="grouped", offsets="interleaved")
     graphs, counts = CompileCounterWithBackend("eager"), []
     compiled = torch.compile(with_lse, fullgraph=True, backend=graphs)
     for n in LENGTHS[:3]:
@@ -432,7 +431,7 @@ def test_functions_are_exported_for_every_length() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return dilated_attention(x, x, x, DilatedPattern((20,), (3,)), **Mods("alibi", "thirds").functions(x))
 
-    module, shapes = Attention(), {"x": {1: torch.export.Dim("n", min=2, max=512)}}
+    module, shapes = Attention(), {"x": {1: torch.export.Dim("n", min=2, max=64)}}
     with torch.enable_grad():  # as a caller who thinks of nothing
         exported = torch.export.export(module, (torch.randn(2, 29, 4, 3),), dynamic_shapes=shapes, strict=True)
     for n in LENGTHS:
