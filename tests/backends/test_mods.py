@@ -312,7 +312,7 @@ def test_modules_pass_functions_on() -> None:
 
 # -- compiled, for every number of tokens ---------------------------------------------------------------------------------------
 
-LENGTHS = (29, 43, 37, 17, 23, 7, 31, 11, 53, 19)
+LENGTHS = (29, 43, 17, 7, 53)
 SHORT = DilatedPattern((7, 20), (1, 3))
 
 
@@ -380,8 +380,8 @@ def test_a_second_graph_serves_every_other_length() -> None:
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 64 tokens in one part, and up to 512 in 15."""
-    limit = 8200
+    """Up to 64 tokens in one part, and up to 512 in 4."""
+    limit = 32000
     monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", limit)
     pattern, held, counts = DilatedPattern((100,), (2,)), [], []
 
@@ -401,7 +401,7 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
         x = torch.randn(2, n, 4, 3, dtype=torch.float64)
         torch._dynamo.mark_dynamic(x, 1)
         torch.testing.assert_close(compiled(x), attend(x), **EXACT)
-    assert counts == [3, 17]  # two more than the parts: the checks of the function
+    assert counts == [3, 6]  # two more than the parts: the checks of the function
     for n in (43, 91, 300):
         x = torch.randn(2, n, 4, 3)
         flexdilated.backends.modified_scores._padded(x, x, x, Call(pattern, scale=1.0, score_mod=score_mod))
