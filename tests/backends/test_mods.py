@@ -381,7 +381,7 @@ def test_a_second_graph_serves_every_other_length() -> None:
 @torch.no_grad()
 def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 64 tokens in one part, and up to 512 in 4."""
-    limit = 32000
+    limit = 30000
     monkeypatch.setattr(flexdilated.backends.modified_scores, "SCORES", limit)
     pattern, held, counts = DilatedPattern((100,), (2,)), [], []
 
@@ -412,16 +412,16 @@ def test_compiled_functions_see_a_bounded_number_of_scores(monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
 @torch.no_grad()
-def test_functions_are_exported_for_every_length() -> None:
+def test_functions_are_exported_for_every_batch_and_length() -> None:
     class Attention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return dilated_attention(x, x, x, DilatedPattern((20,), (3,)), **Mods("alibi", "thirds").functions(x))
 
-    module, shapes = Attention(), {"x": {1: torch.export.Dim("n", min=2, max=64)}}
+    module, shapes = Attention(), {"x": {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("n", min=2, max=64)}}
     with torch.enable_grad():  # as a caller who thinks of nothing
         exported = torch.export.export(module, (torch.randn(2, 29, 4, 3),), dynamic_shapes=shapes, strict=True)
-    for n in LENGTHS:
-        x = torch.randn(2, n, 4, 3)
+    for batch, n in ((1, 43), (2, 7), (7, 53)):
+        x = torch.randn(batch, n, 4, 3)
         torch.testing.assert_close(exported.module()(x), module(x), **SINGLE)
 
 
@@ -433,7 +433,7 @@ def test_compiled_functions_beside_zero_keys_are_refused_for_the_lengths_that_ha
     def attend(x: Tensor) -> Tensor:
         return dilated_attention(x, x, x, DilatedPattern.torchscale((6,), (2,)), score_mod=lambda s, b, h, i, j: s * 0.5)
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
     for n in (12, 18):
         x = torch.randn(2, n, 4, 3)
         torch._dynamo.mark_dynamic(x, 1)
@@ -509,7 +509,8 @@ def test_scores_that_are_far_away_alike_weigh_alike(attend: Callable[..., tuple[
     torch.testing.assert_close(out, torch.ones_like(out), **SINGLE)
 
 
-@pytest.mark.skipif(not TRACES_UNKNOWN_SIZES, reason="needs torch 2.11, for a dynamic number of tokens under functions")
+@needs_unknown_sizes
+@pytest.mark.slow
 def test_grouped_branches_compile_for_any_number_of_heads() -> None:
     torch._dynamo.reset()
     pattern = DilatedPattern((8, 32), (1, 2), heads="grouped")

@@ -322,17 +322,6 @@ def test_dynamic_shapes_compile_where_the_graph_may_break() -> None:
     assert_compiled_equals_eager(compiled, module)
 
 
-@pytest.mark.slow
-def test_functions_are_exported_with_a_dynamic_batch() -> None:
-    module = Sloped(0.3, DilatedPattern((N,), (2,)))
-    batch = {0: torch.export.Dim("batch", max=64)}
-    with torch.no_grad():
-        program = torch.export.export(module, tensors(), dynamic_shapes=(batch, batch, batch), strict=True).module()
-        for size in (1, 2, 7):
-            x = tuple(x[:1].expand(size, -1, -1, -1) * torch.rand(size, 1, 1, 1, dtype=x.dtype) for x in tensors())
-            torch.testing.assert_close(program(*x), module(*x), **EXACT)
-
-
 def gate(w: Tensor, h: Tensor, s: Tensor) -> Tensor:
     return torch.tanh(w[h]) * torch.sigmoid(s)
 

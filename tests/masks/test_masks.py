@@ -179,7 +179,7 @@ def test_traced_flex_attention_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(calls(), st.booleans())
 def test_softmax_under_the_functions_has_the_gradients_of_the_reference(case: Case, masked: bool) -> None:
     attend = dense(case, part(dilated_score_mod, case), part(dilated_mask_mod, case) if masked else None)
@@ -255,6 +255,7 @@ def test_block_mask_lists_the_blocks_that_torch_finds(name: str, size: int | tup
 
 
 @pytest.mark.slow
+@settings(max_examples=60)
 @given(calls(), st.integers(1, 11), st.integers(1, 11))
 def test_block_mask_of_any_call_lists_the_blocks_that_torch_finds(case: Case, q_size: int, kv_size: int) -> None:
     size, n = (q_size, kv_size), case.num_tokens
@@ -465,7 +466,7 @@ def test_zero_padding_without_zero_keys_is_accepted_and_equals_the_reference(
     assert_close(differentiate(attend, *case.tensors()), differentiate(attend_by_reference(case), *case.tensors()))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(calls())
 def test_zero_padding_is_refused_wherever_it_changes_the_reference(case: Case) -> None:
     case = replace(case, pattern=replace(case.pattern, zero_padding=True))
