@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from itertools import combinations
 
 import numpy as np
@@ -80,10 +79,8 @@ def test_sentences() -> None:
     )
 
 
-def test_the_longest_sequence_and_the_most_heads_take_seconds() -> None:
-    start = time.perf_counter()
-    choose_pattern(2**40, 1024)
-    assert time.perf_counter() - start < 2  # 0.1 s where nobody else computes
+def test_the_longest_sequence_and_the_most_heads_try_few_patterns() -> None:
+    assert len(choose_pattern(2**40, 1024).tried) < 2000
 
 
 def test_numbers_in_the_picture_do_not_overlap() -> None:

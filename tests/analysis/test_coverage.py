@@ -51,7 +51,7 @@ def test_what_is_seen_after_layers_equals_a_look_at_every_pair(question: Questio
 @example((DilatedPattern((5, 7, 61), (1, 1, 7)), 31, 7), True)
 @example((DilatedPattern((2, 6, 24), (1, 2, 2)), 24, 2), False)
 @example((DilatedPattern((6, 12, 48), (2, 3, 6), offsets="interleaved"), 47, 6), False)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_layers_and_uncovered_tokens_equal_a_look_at_every_pair(question: Question, is_causal: bool) -> None:
     pattern, num_tokens, num_heads = question
     joined = joined_by(pattern, num_tokens, num_heads, is_causal=False)

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import flexdilated.backends.flex.engine
@@ -28,22 +27,13 @@ from flexdilated.backends.kernel import GRID_LIMIT
 from flexdilated.core.call import Call
 from flexdilated.masks.blocks import block_lists, head_branches
 from tests.backends import flex_emulation
-from tests.cases import Case, calls, least_heads, patterns
+from tests.cases import Case, calls, dense_attention, least_heads, patterns
 from tests.hardware import simulate
 from tests.tolerances import SINGLE, assert_twice_naive
 
 PATTERN = DilatedPattern((100, 200, 400), (1, 2, 4))
 LONGNET = DilatedPattern.longnet()
-COMPILED = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's own use of it
-]
-
-
-def compiled(test: Any) -> Any:
-    for mark in COMPILED:
-        test = mark(test)
-    return test
+inductor = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # its own use of it
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +69,21 @@ def assert_equals_the_oracle(case: Case, functions: dict[str, Any]) -> None:
     torch.testing.assert_close(out.double(), expected, **SINGLE)
 
 
-@compiled
-def test_two_graphs_equal_the_oracle_for_every_length() -> None:
-    before = counters["stats"]["unique_graphs"]
-    for num_tokens in (300, 700, 345, 1301):
-        case = Case(PATTERN, batch=2, num_tokens=num_tokens, kv_heads=2, group=3, head_dim=48, is_causal=True, ignored=0.3)
+@inductor
+@pytest.mark.slow
+def test_compiled_flex_equals_the_oracle() -> None:
+    pattern = DilatedPattern.grouped((131, 257), (1, 5))
+    case = Case(pattern, batch=2, num_tokens=345, kv_heads=3, group=2, head_dim=48, is_causal=True, ignored=0.3)
+    assert_equals_the_oracle(case, {"score_mod": relative})
+
+
+@pytest.mark.slow
+def test_two_graphs_equal_the_oracle_for_every_length(eagerly: CompileCounter) -> None:
+    for num_tokens in (300, 700, 345):
+        case = Case(PATTERN, batch=2, num_tokens=num_tokens, kv_heads=2, group=3, head_dim=16, is_causal=True, ignored=0.3)
         # A function written anew for every call, as in a model's forward, is no new graph.
         assert_equals_the_oracle(case, {"score_mod": lambda *pair: relative(*pair)})
-    assert counters["stats"]["unique_graphs"] - before <= 2
+    assert eagerly.frame_count <= 2
 
 
 @pytest.mark.slow
@@ -104,16 +101,13 @@ def test_traced_flex_equals_the_oracle(case: Case, functions: dict[str, Any], gr
     assert eagerly.frame_count == graphs
 
 
-@compiled
-def test_low_precision_by_the_twice_naive_rule() -> None:
+def test_low_precision_by_the_twice_naive_rule(eagerly: CompileCounter) -> None:
     case = Case(PATTERN, num_tokens=345, kv_heads=3, head_dim=32)
     q, k, v, _, _ = case.tensors(torch.bfloat16)
     expected, _ = reference.dilated_attention(q, k, v, PATTERN)
     with torch.no_grad():
         out = dilated_attention(q, k, v, PATTERN, backend="flex")
     assert out.dtype == torch.bfloat16
-    from tests.cases import dense_attention
-
     assert_twice_naive(out, dense_attention(q, k, v, PATTERN), expected)
 
 
@@ -153,7 +147,7 @@ HELD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mask": lambda rate: {"mask_mod": lambda b, h, i, j: (i - j).abs() < 9 * rate},
     "window": lambda rate: {"mask_mod": (lambda window: lambda b, h, i, j: i - j < window)(int(10 * rate))},
 }
-CHANGING = (0.5, 0.75, 0.5, 0.3)
+CHANGING = (0.5, 0.75, 0.5)
 
 
 def attend_with(options: dict[str, Any]) -> None:
@@ -167,31 +161,24 @@ def test_batches_and_lengths_are_no_kinds_of_their_own(eagerly: CompileCounter, 
     """On the meta device: what is traced counts, not what it computes."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     monkeypatch.setattr(flexdilated.backends.flex.engine, "_layout", lambda *args: "packed")
-    pattern = DilatedPattern((128, 256, 512), (1, 2, 4))
-    for batch, num_tokens in ((1, 512), (1, 4096), (2, 4096), (3, 512)):
+    pattern = DilatedPattern((128, 256), (1, 2))
+    for batch, num_tokens in ((1, 512), (2, 4096), (3, 512)):
         q, k, v = (torch.empty(batch, num_tokens, 12, 16, device="meta") for _ in range(3))
         flexdilated.backends.flex.engine.attend(q, k, v, Call(pattern, False, 1.0))
     kinds = flex._compiled.cache_info().currsize
-    assert kinds == 3  # 12, 6 or 3 heads have an offset
+    assert kinds == 2  # 12 or 6 heads have an offset
     assert eagerly.frame_count <= 4 * kinds
-
-
-@compiled
-@pytest.mark.sweep  # by inductor, what ever new numbers show of the tracer below
-def test_numbers_may_change_from_call_to_call() -> None:
-    for rate in CHANGING[:3]:
-        attend_with(HELD["closure"](rate))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HELD)
 def test_functions_written_anew_are_compiled_once_per_number(name: str, eagerly: CompileCounter) -> None:
-    for rate in (*CHANGING, *CHANGING):
+    for rate in CHANGING:
         attend_with(HELD[name](rate))
     assert eagerly.frame_count <= len(set(CHANGING))
 
 
-@pytest.mark.parametrize("name", ["closure", "partial", "object"])
+@pytest.mark.parametrize("name", ["closure", "object"])
 def test_tensors_that_change_need_no_graphs(name: str, eagerly: CompileCounter) -> None:
     for rate in CHANGING:
         attend_with(HELD[name](torch.tensor(rate)))
@@ -200,16 +187,16 @@ def test_tensors_that_change_need_no_graphs(name: str, eagerly: CompileCounter) 
 
 @pytest.mark.parametrize("name", ["closure", "object"])
 def test_ever_new_numbers_are_refused(name: str, eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 3)
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
     for rate in CHANGING:
         attend_with(HELD[name](rate))
-    with pytest.raises(NotImplementedError, match=r"must hold what changes .* in tensors for backend='flex'.* got more than 3 of"):
+    with pytest.raises(NotImplementedError, match=r"must hold what changes .* in tensors for backend='flex'.* got more than 2 of"):
         attend_with(HELD[name](0.1))
-    attend_with(HELD[name](0.3))
+    attend_with(HELD[name](0.75))
 
 
 def test_scales_do_not_wear_out_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
+    monkeypatch.setattr(flex, "GRAPHS_LIMIT", 1)
     for scale in CHANGING:
         attend_with({"scale": scale})
 
@@ -218,11 +205,11 @@ def test_scales_do_not_wear_out_recompilations(eagerly: CompileCounter, monkeypa
 def test_kinds_do_not_wear_out_one_another_s_recompilations(eagerly: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "GRAPHS_LIMIT", 2)
     x = torch.randn(3, 1, 40, 2, 16)
-    for length in (4, 5, 7, 11, 13):
+    for length in (4, 5, 7):
         pattern = DilatedPattern((length,), (1,))
         out = dilated_attention(*x, pattern, backend="flex")
         torch.testing.assert_close(out.double(), reference.dilated_attention(*x, pattern)[0], **SINGLE)
-    assert eagerly.frame_count == 5
+    assert eagerly.frame_count == 3
 
 
 def test_functions_that_cannot_be_compiled_are_refused_in_their_names(eagerly: CompileCounter) -> None:
@@ -245,7 +232,8 @@ class Model(nn.Module):
         return self.attention(x, x, x, is_causal=True)[0]
 
 
-@compiled
+@inductor
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "backend"), [(1, "aot_eager"), (3, "inductor")])
 @torch.no_grad()
 def test_a_compiled_model_runs_flex_without_a_graph_break(num_heads: int, backend: str) -> None:
@@ -254,7 +242,8 @@ def test_a_compiled_model_runs_flex_without_a_graph_break(num_heads: int, backen
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(x), peer(x), **SINGLE)
 
 
-@compiled
+@inductor
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # the exported graph runs in eager
 @torch.no_grad()
 def test_an_exported_model_holds_flex() -> None:
@@ -363,7 +352,7 @@ def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, kind: object, want_lse: bool,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "what"),
-    [(None, "plain"), ("packed", "padding"), ("packed", "functions"), ("fused", "functions")],
+    [(None, "plain"), ("packed", "padding and functions"), ("fused", "functions")],
 )
 def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a layout, both layouts, masks and functions, down to the operator; on a CPU only the fused one runs."""
@@ -377,12 +366,12 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
     model = MultiheadDilatedAttention(32, 2, DilatedPattern((32, 64), (1, 2)), is_causal=True, backend="flex")
     table = torch.randn(2, 200, requires_grad=True)
     options: dict[str, Any] = {}
-    if what == "padding":
-        options["key_padding_mask"] = torch.rand(2, 100) < 0.3
-    elif what == "functions":
+    if "padding" in what:
+        options["key_padding_mask"] = torch.rand(2, 64) < 0.3
+    if "functions" in what:
         options["score_mod"] = lambda s, b, h, i, j: s + table[h, i - j + 100]
         options["mask_mod"] = lambda b, h, i, j: (i + j) % 3 > 0
-    x = torch.randn(2, 100, 32)
+    x = torch.randn(2, 64, 32)
     found = []
     for module, backend in ((torch.compile(model, fullgraph=True, backend="aot_eager"), "flex"), (model, "sdpa")):
         model.attention.backend = backend
@@ -396,7 +385,7 @@ def test_compilers_trace_what_a_gpu_runs(layout: str | None, what: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [slice(0, 150), slice(1, None, 2)], ids=["first", "every other"])
-def test_padding_masks_of_any_strides(columns: slice) -> None:
+def test_padding_masks_of_any_strides(columns: slice, eagerly: CompileCounter) -> None:
     q = torch.randn(2, 150, 2, 16)
     mask = (torch.rand(2, 300) < 0.3)[:, columns]
     out = dilated_attention(q, q, q, PATTERN, key_padding_mask=mask, backend="flex")

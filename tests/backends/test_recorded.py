@@ -378,19 +378,13 @@ def _forget_graphs() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forget_graphs")
-def test_layers_compiled_one_by_one_have_numbers_of_their_own() -> None:
-    for slope in (0.1, 0.4):
-        module = Sloped(slope, DilatedPattern((N,), (2,)))
-        assert_compiled_equals_eager(torch.compile(module, backend="aot_eager"), module)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_forget_graphs")
-def test_a_number_of_a_compiled_module_may_change() -> None:
-    module = Sloped(0.1, DilatedPattern((N,), (2,)))
-    compiled = torch.compile(module, backend="aot_eager")
-    for module.slope in (0.1, 0.4):
+def test_compiled_layers_have_numbers_of_their_own_which_may_change() -> None:
+    first, second = (Sloped(slope, DilatedPattern((N,), (2,))) for slope in (0.1, 0.4))
+    for module in (first, second):
+        compiled = torch.compile(module, backend="aot_eager")
         assert_compiled_equals_eager(compiled, module)
+    second.slope = 0.7
+    assert_compiled_equals_eager(compiled, second)
 
 
 @pytest.mark.slow
@@ -401,17 +395,6 @@ def test_dynamic_shapes_compile_where_the_graph_may_break() -> None:
     module = Sloped(0.3, DilatedPattern((N,), (2,)))
     compiled = torch.compile(module, backend="eager", dynamic=True)
     assert_compiled_equals_eager(compiled, module)
-
-
-@pytest.mark.slow
-def test_functions_are_exported_with_a_dynamic_batch() -> None:
-    module = Sloped(0.3, DilatedPattern((20, N), (1, 2)))
-    batch = {0: torch.export.Dim("batch", max=64)}
-    with torch.no_grad():
-        program = torch.export.export(module, tensors(), dynamic_shapes=(batch, batch, batch), strict=True).module()
-        for size in (1, 2, 7):
-            x = tuple(x[:1].expand(size, -1, -1, -1) * torch.rand(size, 1, 1, 1, dtype=x.dtype) for x in tensors())
-            torch.testing.assert_close(program(*x), module(*x), **EXACT)
 
 
 def gate(w: Tensor, h: Tensor, s: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ needs_functions = pytest.mark.skipif(not TRACES_FUNCTIONS, reason="torch 2.9 rea
 
 @pytest.mark.slow
 @needs_functions
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(calls(), st.sampled_from((SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)))
 @example(Case(PATTERN, group=2, is_causal=True, ignored=0.4), SDPBackend.FLASH_ATTENTION)
 @example(Case(DETACHED, num_tokens=61, batch=2), SDPBackend.FLASH_ATTENTION)
@@ -367,7 +367,6 @@ SCORED: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s * 0.7 + 0.01 * (i
 # Per name: what torch.func makes of a call, and whether the operators can be traced in it.
 TRANSFORMED: dict[str, tuple[Callable[[Attend], Attend], bool]] = {
     "grad": (lambda call: grad(lambda q: call(q).square().sum()), False),
-    "jacrev": (lambda call: jacrev(lambda q: call(q).sum(dim=1)), False),
     "vmap": (lambda call: lambda q: vmap(call)(torch.stack([q, 2 * q])), True),
     "grad_vmap": (lambda call: grad(lambda q: vmap(call)(torch.stack([q, 2 * q])).square().sum()), False),
 }

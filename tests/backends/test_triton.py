@@ -37,32 +37,40 @@ pytest.importorskip("triton")
 if not engine.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1, which is not set where there is a GPU", allow_module_level=True)
 
-from flexdilated.backends.triton import backward, forward, groups, launch
+from flexdilated.backends.triton import forward, groups, launch
 from tests.hardware import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")  # of pairs that do not see each other
 
-PATTERN = DilatedPattern((16, 23, 47), (1, 2, 5))
+PATTERN = DilatedPattern((19, 43), (1, 3))
+TILED = DilatedPattern((37, 43), (1, 3))  # tiles of 32 keys
 SHIFTED = DilatedPattern.torchscale((11, 23), (3, 5))
+NESTED = DilatedPattern((8, 16), (1, 2))
 CASES = {
-    "plain": Case(PATTERN, batch=2, kv_heads=3, head_dim=16),
-    "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=5, head_dim=16),
-    "grouped_queries": Case(PATTERN, kv_heads=2, group=3, head_dim=16, is_causal=True),
-    "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), kv_heads=3, group=2, head_dim=16),
-    "mask": Case(PATTERN, batch=2, kv_heads=2, head_dim=16, ignored=0.5),
-    "causal_mask": Case(PATTERN, kv_heads=2, group=2, head_dim=16, ignored=0.5, is_causal=True),
+    "plain": Case(PATTERN, batch=2, kv_heads=2, head_dim=16),
+    "no_branch_keeps_all": Case(DilatedPattern((17, 43), (2, 3), offsets="interleaved"), kv_heads=3, head_dim=16),
+    "grouped_queries": Case(TILED, kv_heads=1, group=2, head_dim=16, is_causal=True),
+    "grouped_heads": Case(DilatedPattern((11, 29), (2, 3), heads="grouped"), num_tokens=31, kv_heads=3, group=2, head_dim=16),
+    "mask": Case(PATTERN, batch=2, kv_heads=1, head_dim=16, ignored=0.5),
+    "causal_mask": Case(TILED, kv_heads=1, group=2, head_dim=16, ignored=0.5, is_causal=True),
     "all_ignored": Case(PATTERN, kv_heads=1, head_dim=16, ignored=1.0),
-    "documents": Case(PATTERN, kv_heads=2, head_dim=16, borders=(0, 13, 13, 43), is_causal=True),
-    "zero_keys": Case(DilatedPattern.torchscale((29, 11, 17), (1, 3, 5)), num_tokens=41, kv_heads=3, head_dim=16),
-    "shifted": Case(SHIFTED, kv_heads=3, group=2, head_dim=16),
-    "shifted_causal_mask": Case(SHIFTED, kv_heads=3, head_dim=16, is_causal=True, ignored=0.3),
+    "documents": Case(PATTERN, kv_heads=1, head_dim=16, borders=(0, 13, 13, 43), is_causal=True),
+    "zero_keys": Case(DilatedPattern.torchscale((23, 11, 17), (1, 3, 5)), num_tokens=31, kv_heads=2, head_dim=16),
+    "shifted": Case(SHIFTED, num_tokens=29, kv_heads=2, head_dim=16),
+    "shifted_causal_mask": Case(SHIFTED, num_tokens=23, kv_heads=2, head_dim=16, is_causal=True, ignored=0.3),
     "zero_scale": Case(PATTERN, kv_heads=1, head_dim=16, scale=0.0),
     "negative_scale": Case(replace(PATTERN, detach_weights=True), kv_heads=1, group=2, head_dim=16, scale=-0.4, is_causal=True),
+    "detached": Case(replace(TILED, detach_weights=True), batch=2, kv_heads=1, head_dim=16),
     "head_dim_1": Case(PATTERN, kv_heads=1, head_dim=1),
-    "head_dim_48": Case(PATTERN, kv_heads=2, head_dim=48, is_causal=True),
-    "strided": Case(PATTERN, batch=2, kv_heads=2, head_dim=24, strided=True, is_causal=True),
+    "head_dim_48": Case(TILED, kv_heads=1, head_dim=48, is_causal=True),
+    "strided": Case(PATTERN, batch=2, kv_heads=1, group=2, head_dim=24, strided=True, is_causal=True),
     "one_token": Case(PATTERN, num_tokens=1, kv_heads=2, head_dim=16),
+    "batch_continues_segments": Case(NESTED, batch=2, num_tokens=16, kv_heads=2, head_dim=16),
+    "many_documents": Case(NESTED, num_tokens=37, kv_heads=1, head_dim=16, borders=(0, 1, 3, 6, 10, 15, 21, 28, 33, 37)),
 }
+# What the forms to measure leave to the others: nothing is described under a mask and in tables.
+BY_POINTERS = ("causal_mask", "all_ignored", "shifted_causal_mask", "zero_scale", "head_dim_1", "strided", "one_token")
+HOSTED = {"mask": 0, "many_documents": 0, "batch_continues_segments": 2}  # launches, if not any number
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,20 +91,57 @@ def tile(patch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
     patch.setattr(launch, "tiles_of", lambda *arguments, **options: Tiles(queries, keys, 4, 2))
 
 
-def assert_oracle(case: Case, factor: float = 1.0) -> None:
+def watch(patch: pytest.MonkeyPatch, runs: bool = True) -> list[tuple[str, dict[str, Any]]]:
+    """The kernel and the constants of each launch from now on."""
+    launched: list[tuple[str, dict[str, Any]]] = []
+    run = launch._launch
+
+    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
+        launched.append((kernel.__name__, constants))
+        if runs:
+            run(kernel, programs, arguments, constants, *more)
+
+    patch.setattr(launch, "_launch", noted)
+    return launched
+
+
+def assert_close(actual: tuple[Tensor, ...], case: Case, factor: float = 1.0) -> None:
     allowed = {name: factor * value for name, value in SINGLE.items()}
-    for actual, expected in zip(run_engine(case, "triton", torch.float32), run_reference(case, torch.float32)):
-        torch.testing.assert_close(actual.double(), expected, **allowed)
+    for a, e in zip(actual, run_reference(case, torch.float32), strict=True):
+        torch.testing.assert_close(a.double(), e, **allowed)
+
+
+def assert_oracle(case: Case, factor: float = 1.0) -> None:
+    with poisoned_memory():
+        actual = run_engine(case, "triton", torch.float32)
+    assert_close(actual, case, factor)
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_option_equals_the_oracle(name: str) -> None:
+    assert_oracle(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BY_POINTERS])
+def test_forms_to_measure_equal_the_others_and_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the forward by descriptors of the host, and one kernel for all gradients: another order of sums."""
+    expected = run_engine(CASES[name], "triton", torch.float32)
+    monkeypatch.setattr(launch, "HOSTS", True)
+    monkeypatch.setattr(launch, "SUMS", True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
+    launched = watch(monkeypatch)
     with poisoned_memory():
-        assert_oracle(CASES[name])
+        actual = run_engine(CASES[name], "triton", torch.float32)
+    assert_close(actual, CASES[name])
+    for a, e in zip(actual[:2], expected[:2]):
+        assert torch.equal(a, e)
+    hosted = sum(constants.get("HOST", False) for _, constants in launched)
+    assert hosted == HOSTED[name] if name in HOSTED else hosted > 0
+    assert ("differentiate_queries" in dict(launched)) == (name == "mask")
 
 
 @pytest.mark.parametrize("scale", [2.4e38, -3.4e38])
@@ -104,22 +149,15 @@ def test_a_scale_that_is_infinite_in_base_2_equals_the_oracle(scale: float) -> N
     case, small = replace(CASES["grouped_queries"], scale=scale), 3e-20
     q, k, v, dout, dlse = case.tensors(torch.float32)
     tensors = (q * small, k * small, v, dout, dlse)
-    run = lambda attend, **options: lambda q, k, v: attend(q, k, v, PATTERN, **case.options(), **options)  # noqa: E731
+    run = lambda attend, **options: lambda q, k, v: attend(q, k, v, case.pattern, **case.options(), **options)  # noqa: E731
     actual = differentiate(run(dilated_attention, return_lse=True, backend="triton"), *tensors)
     expected = differentiate(run(reference.dilated_attention), *(x.double() for x in tensors))
     for a, e, unit in zip(actual, expected, (1.0, 1.0, small, small, 1.0)):
         torch.testing.assert_close(a.double() * unit, e * unit, **SINGLE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tiles"),
-    [
-        ("grouped_queries", (16, 64)),
-        ("causal_mask", (16, 16)),
-        ("shifted", (64, 16)),
-    ],
-    ids=str,
+    ("name", "tiles"), [("grouped_queries", (16, 64)), ("causal_mask", (16, 16)), ("shifted", (64, 16))], ids=str
 )
 def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, *tiles)
@@ -127,89 +165,15 @@ def test_tiles_of_any_size_equal_the_oracle(name: str, tiles: tuple[int, int], m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grouped_queries", "documents"])
-def test_rows_by_tensor_descriptors_equal_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_of, launches = launch.tiles_of, launch._launch
-    described: list[bool] = []
+def test_rows_by_tensor_descriptors_equal_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles_of, launched = launch.tiles_of, watch(monkeypatch)
 
     def described_tiles(*arguments: Any, described_rows: int = 0, group: int = 1) -> Tiles:
         return tiles_of(*arguments)._replace(described=described_rows > 0)
 
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        described.append(constants.get("DESCRIBED", False))
-        launches(kernel, programs, arguments, constants, *more)
-
     monkeypatch.setattr(launch, "tiles_of", described_tiles)
-    monkeypatch.setattr(launch, "_launch", noted)
-    with poisoned_memory():
-        assert_oracle(CASES[name])
-    assert described.count(False) == 1  # prepare reads every row once
-
-
-LONE = DilatedPattern((8, 16), (1, 2))
-HOSTED = {
-    **{name: CASES[name] for name in ("plain", "no_branch_keeps_all", "grouped_queries", "zero_keys", "shifted", "head_dim_48")},
-    **{name: CASES[name] for name in ("strided", "one_token", "mask", "head_dim_1")},
-    "heads_of_a_branch": replace(CASES["grouped_heads"], batch=2),
-    "detached": replace(CASES["negative_scale"], batch=2),
-    "batch_continues_segments": Case(LONE, batch=3, num_tokens=48, kv_heads=4, head_dim=16),
-    "many_documents": Case(LONE, num_tokens=43, kv_heads=2, head_dim=16, borders=(0, 1, 3, 6, 10, 15, 21, 28, 36, 43)),
-}
-LAUNCHES = {"batch_continues_segments": 2, "mask": 0, "head_dim_1": 0, "many_documents": 0}  # by descriptors of the host
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTED)
-def test_descriptors_of_the_host_equal_pointers_and_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, expected = launch._launch, run_engine(HOSTED[name], "triton", torch.float32)
-    hosted = 0
-
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        nonlocal hosted
-        hosted += constants.get("HOST", False)
-        launches(kernel, programs, arguments, constants, *more)
-
-    monkeypatch.setattr(launch, "_launch", noted)
-    monkeypatch.setattr(launch, "HOSTS", True)
-    with poisoned_memory():
-        actual = run_engine(HOSTED[name], "triton", torch.float32)
-    assert hosted == LAUNCHES[name] if name in LAUNCHES else hosted > 0
-    for a, e, exact in zip(actual, expected, run_reference(HOSTED[name], torch.float32), strict=True):
-        assert torch.equal(a, e)
-        torch.testing.assert_close(a.double(), exact, **SINGLE)
-
-
-SUMMED = {
-    **{
-        name: CASES[name] for name in ("plain", "no_branch_keeps_all", "grouped_queries", "grouped_heads", "documents", "zero_keys")
-    },
-    **{name: CASES[name] for name in ("shifted", "negative_scale", "head_dim_48", "strided", "one_token", "mask", "head_dim_1")},
-    "many_documents": replace(HOSTED["many_documents"], group=2),
-}
-TWO_KERNELS = ("mask", "head_dim_1")
-
-
-def backward_kernels(patch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels that are launched from now on."""
-    launches, found = launch._launch, set[str]()
-    patch.setattr(launch, "_launch", lambda kernel, *more: (found.add(kernel.__name__), launches(kernel, *more)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SUMMED)
-def test_one_kernel_for_all_gradients_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two do, but for the order of sums."""
-    two = run_engine(SUMMED[name], "triton", torch.float32)
-    monkeypatch.setattr(launch, "SUMS", True)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as poisoned memory asks for
-    launched = backward_kernels(monkeypatch)
-    with poisoned_memory():
-        one = run_engine(SUMMED[name], "triton", torch.float32)
-    assert ("differentiate_queries" in launched) == (name in TWO_KERNELS)
-    for a, e, exact in zip(one, two, run_reference(SUMMED[name], torch.float32), strict=True):
-        torch.testing.assert_close(a, e, **SINGLE)
-        torch.testing.assert_close(a.double(), exact, **SINGLE)
+    assert_oracle(CASES["grouped_queries"])
+    assert [name for name, constants in launched if not constants.get("DESCRIBED")] == ["prepare"]  # which reads each row once
 
 
 def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +189,13 @@ def test_sums_take_no_part_of_keys_after_the_end(monkeypatch: pytest.MonkeyPatch
 
 def test_deterministic_algorithms_take_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SUMS", True)
-    launched = backward_kernels(monkeypatch)
+    launched = watch(monkeypatch)
     torch.use_deterministic_algorithms(True)
     try:
         run_engine(CASES["one_token"], "triton", torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert "differentiate_queries" in launched
+    assert "differentiate_queries" in dict(launched)
 
 
 @pytest.mark.slow
@@ -251,40 +215,25 @@ def test_grouped_heads_may_lie_four_gigabytes_apart() -> None:
 def test_drawn_calls_equal_the_oracle(case: Case) -> None:
     assume(sum(ceil_div(case.num_tokens, length) for length in case.pattern.segment_lengths) < 10)  # a program for each segment
     # Drawn scales do not fall with the head dim: logits are of order 10.
-    assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=min(case.group, 2)), factor=4.0)
+    assert_oracle(replace(case, batch=1, kv_heads=min(case.kv_heads, 3), group=1), factor=4.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("plain", torch.float16),
-        ("grouped_queries", torch.bfloat16),
-        ("strided", torch.bfloat16),
-        ("documents", torch.float16),
-    ],
-    ids=str,
-)
-def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name: str, dtype: torch.dtype) -> None:
-    case = replace(CASES[name], batch=1, lse_gradient=False)
-    actual, expected = run_engine(case, "triton", dtype), run_reference(case, dtype)
-    whole = replace(case, borders=None)
-    naive, exact = run_plain(whole, dtype), run_reference(whole, dtype)
+@pytest.mark.parametrize("forms", [(), ("HOSTS", "SUMS")], ids=["pointers", "forms_to_measure"])
+@pytest.mark.parametrize(("name", "dtype"), [("plain", torch.float16), ("grouped_queries", torch.bfloat16)], ids=str)
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(
+    name: str, dtype: torch.dtype, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tiles that a GPU would take."""
+    for form in forms:
+        monkeypatch.setattr(launch, form, True)
+    launched, case = watch(monkeypatch), replace(CASES[name], batch=1, lse_gradient=False)
+    actual, expected, naive = run_engine(case, "triton", dtype), run_reference(case, dtype), run_plain(case, dtype)
     for i in (0, 2, 3, 4):
         assert actual[i].dtype == dtype
-        assert_twice_naive(actual[i].double() - expected[i], naive[i].double() - exact[i], torch.zeros_like(expected[i]))
+        assert_twice_naive(actual[i], naive[i], expected[i])
     torch.testing.assert_close(actual[1].double(), expected[1], **HALF_LSE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("plain", torch.float16), ("grouped_queries", torch.bfloat16)], ids=str)
-def test_forms_to_measure_err_as_little(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the tiles that a GPU would take."""
-    for form in ("HOSTS", "SUMS"):
-        monkeypatch.setattr(launch, form, True)
-    launched = backward_kernels(monkeypatch)
-    test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(name, dtype)
-    assert "differentiate_queries" not in launched
+    assert ("differentiate_queries" in dict(launched)) == (not forms)
 
 
 def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:
@@ -293,14 +242,13 @@ def test_the_patched_interpreter_rounds_bfloat16_to_nearest() -> None:
     torch.testing.assert_close(bits, x.bfloat16(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.slow
 def test_dense_rows_equal_the_math_kernel() -> None:
     """As the tasks of a rank call it: more keys than queries or fewer, ignored keys, a gradient of lse."""
     torch.manual_seed(0)
     ignored = torch.rand(2, 37) < 0.3
     for rows, hidden, is_causal in ((29, None, False), (37, ignored, False), (53, ignored, False), (37, ignored, True)):
-        q, dout, dlse = torch.randn(2, 6, rows, 24), torch.randn(2, 6, rows, 24), torch.randn(2, 6, rows)
-        k, v = (torch.randn(2, 3, 37, 24) for _ in range(2))
+        q, dout, dlse = torch.randn(2, 2, rows, 24), torch.randn(2, 2, rows, 24), torch.randn(2, 2, rows)
+        k, v = (torch.randn(2, 1, 37, 24) for _ in range(2))
         options = Options(is_causal, 0.3, hidden)
         if hidden is not None:
             k, v = (x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v))
@@ -340,7 +288,6 @@ def poisoned(x: Tensor, kind: str) -> Tensor:
 KINDS = {"every other token": 0, "a slice of packed elements": 0, "an odd place": 1, "every third element": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["grouped_queries"]
@@ -355,7 +302,7 @@ def test_strided_inputs_are_read_in_place_and_misaligned_ones_copied_once(kind: 
 
     launch_readable = launch.readable
     monkeypatch.setattr(launch, "readable", watch)
-    run = lambda q, k, v: dilated_attention(q, k, v, PATTERN, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
+    run = lambda q, k, v: dilated_attention(q, k, v, case.pattern, is_causal=True, return_lse=True, backend="triton")  # noqa: E731
     actual = differentiate(run, *(poisoned(x, kind) for x in (q, k, v, dout)), dlse)
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a.double(), e, **SINGLE)
@@ -371,7 +318,6 @@ def test_rows_far_apart_are_addressed_in_64_bits() -> None:
     assert launch._constants(far, far, group=Group(wide, wide), **same)["WIDE"] is True
 
 
-@pytest.mark.slow
 def test_wide_steps_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = launch._constants
     monkeypatch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "WIDE": True})
@@ -431,16 +377,13 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- launches and memory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_piece_is_one_launch_forward_and_two_or_three_backward(detaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = watch(monkeypatch, runs=False)
     case = Case(DilatedPattern((8, 16, 32), (1, 2, 4), detach_weights=detaches), num_tokens=32, kv_heads=4, head_dim=16)
-    launches: list[str] = []
-    run = launch._launch
-    monkeypatch.setattr(launch, "_launch", lambda kernel, *more: (launches.append(kernel.__name__), run(kernel, *more)))
     run_engine(case, "triton", torch.float32)
     one = ["differentiate_keys", "differentiate_queries"]
-    assert launches == ["attend"] * 3 + ["prepare", *(["attend", *one] if detaches else one) * 3]
+    assert [name for name, _ in launched] == ["attend"] * 3 + ["prepare", *(["attend", *one] if detaches else one) * 3]
 
 
 class Allocated(TorchDispatchMode):
@@ -459,7 +402,8 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def test_memory_does_not_grow_with_branches() -> None:
+def test_memory_does_not_grow_with_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch(monkeypatch, runs=False)
     q, k, v, dout, dlse = Case(PATTERN, num_tokens=32, kv_heads=2, head_dim=16).tensors(torch.float32)
     assert dlse is not None
     used = []
@@ -494,33 +438,21 @@ def least(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     groups._groups.cache_clear()
 
 
-def tables(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each launch over pieces has a table, as they come."""
-    tabled: list[bool] = []
-    run = launch._launch
-
-    def noted(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        tabled.extend([constants["TABLED"]] if "TABLED" in constants else [])
-        run(kernel, programs, arguments, constants, *more)
-
-    patch.setattr(launch, "_launch", noted)
-    return tabled
-
-
-BORDERS = (0, 3, 3, 10, 23)
+BORDERS = (0, 3, 3, 7, 17)
 MANY = {
-    **{name: replace(CASES[name], batch=1, num_tokens=23, borders=BORDERS) for name in ("grouped_heads", "mask", "shifted")},
+    **{name: replace(CASES[name], batch=1, group=1, num_tokens=17, borders=BORDERS) for name in ("mask", "shifted")},
+    "grouped_heads": replace(CASES["grouped_heads"], num_tokens=17, borders=BORDERS),
     "zero_keys": replace(CASES["zero_keys"], num_tokens=18, borders=(0, 5, 18)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "described"), [*((name, False) for name in MANY), ("grouped_heads", True)])
+@pytest.mark.parametrize("name", MANY)
 def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
-    name: str, described: bool, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    name: str, least: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles_of, tabled, found = launch.tiles_of, tables(monkeypatch), []
-    if described:  # some kernels of each launch, those of the longer segments
+    tiles_of, launched, found = launch.tiles_of, watch(monkeypatch), []
+    if name == "grouped_heads":  # descriptors in some kernels of each launch, those of the longer segments
         monkeypatch.setattr(groups, "LEAST_DESCRIBED_ROWS", 5)
         monkeypatch.setattr(
             launch,
@@ -529,14 +461,13 @@ def test_pieces_that_share_a_launch_are_equal_in_every_bit_to_each_alone(
         )
     for number in (1, 1 << 20):
         least(number)
-        tabled.clear()
+        launched.clear()
         with poisoned_memory():
             found.append(run_engine(MANY[name], "triton", torch.float32))
-        assert any(tabled) == (number == 1)
+        assert any(constants.get("TABLED") for _, constants in launched) == (number == 1)
     for together, alone in zip(*found):
         assert torch.equal(together, alone)
-    for actual, expected in zip(found[0], run_reference(MANY[name], torch.float32)):
-        torch.testing.assert_close(actual.double(), expected, **SINGLE)
+    assert_close(found[0], MANY[name])
 
 
 def test_launches_do_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +488,7 @@ def test_launches_do_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) ->
         assert programs[-1] == sum(
             piece.segments * piece.offsets * piece.heads * ceil_div(piece.out_rows, tile) for piece in pieces
         )
-    assert launches == [3, 3]
+    assert launches == [2, 2]
 
 
 def test_plans_of_many_pieces_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +581,7 @@ def test_runs_are_equal_in_every_bit() -> None:
 
 def test_compiled_attention_equals_eager() -> None:
     torch._dynamo.reset()
-    case = Case(PATTERN, num_tokens=23, kv_heads=2, head_dim=16)
+    case = Case(PATTERN, num_tokens=23, kv_heads=1, head_dim=16)
     run = lambda q, k, v: dilated_attention(q, k, v, PATTERN, return_lse=True, backend="triton")  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for a, e in zip(differentiate(compiled, *case.tensors(torch.float32)), differentiate(run, *case.tensors(torch.float32))):
@@ -664,92 +595,6 @@ def test_tangents_are_those_of_the_oracle() -> None:
     _, actual = torch.func.jvp(lambda *x: dilated_attention(*x, pattern, backend="triton"), *given)
     _, expected = torch.func.jvp(lambda *x: reference.dilated_attention(*x, pattern)[0], *given)
     torch.testing.assert_close(actual.double(), expected.double(), **SINGLE)
-
-
-# -- bugs that must show ------------------------------------------------------------------------------------------------------
-
-
-def swap_strides(patch: pytest.MonkeyPatch) -> None:
-    strides = launch._strides
-    patch.setattr(launch, "_strides", lambda q, k, *more: strides(q, k.transpose(1, 2), *more))
-
-
-def forget_offsets(patch: pytest.MonkeyPatch) -> None:
-    numbers = launch._numbers
-    patch.setattr(launch, "_numbers", lambda piece, *more: numbers(piece._replace(offset_head_step=0), *more))
-
-
-def forget_the_segment(patch: pytest.MonkeyPatch) -> None:
-    numbers = launch._numbers
-    patch.setattr(launch, "_numbers", lambda piece, *more: numbers(piece._replace(segment_stride=piece.segment_stride - 1), *more))
-
-
-def drop_the_mask(patch: pytest.MonkeyPatch) -> None:
-    constants = launch._constants
-    patch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "IGNORES": False})
-
-
-def drop_causality(patch: pytest.MonkeyPatch) -> None:
-    constants = launch._constants
-    patch.setattr(launch, "_constants", lambda *x, **y: {**constants(*x, **y), "CAUSAL": False})
-
-
-def take_another_base(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forward, "LN2", 1.0)
-
-
-def forget_the_base_backward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backward, "LOG2E", 1.0)
-
-
-def replace_constants(patch: pytest.MonkeyPatch, **wrong: Any) -> None:
-    run = launch._launch
-
-    def launched(kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], *more: Any) -> None:
-        run(kernel, programs, arguments, {name: wrong.get(name, value) for name, value in constants.items()}, *more)
-
-    patch.setattr(launch, "_launch", launched)
-
-
-def write_instead_of_merging(patch: pytest.MonkeyPatch) -> None:
-    replace_constants(patch, END="write")
-
-
-def write_instead_of_adding(patch: pytest.MonkeyPatch) -> None:
-    replace_constants(patch, ADDS=False)
-
-
-def forget_the_gradient_of_lse(patch: pytest.MonkeyPatch) -> None:
-    replace_constants(patch, HAS_DLSE=False)
-
-
-def plan_for_other_pieces(patch: pytest.MonkeyPatch) -> None:
-    planned = launch._planned
-    patch.setattr(launch, "_planned", lambda make, pieces, *more: planned(make, pieces[:1], *more))
-
-
-BUGS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
-    swap_strides: "plain",
-    forget_offsets: "plain",
-    forget_the_segment: "plain",
-    drop_the_mask: "mask",
-    drop_causality: "grouped_queries",
-    take_another_base: "plain",
-    forget_the_base_backward: "plain",
-    write_instead_of_merging: "plain",
-    write_instead_of_adding: "plain",
-    forget_the_gradient_of_lse: "plain",
-    plan_for_other_pieces: "plain",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.sweep  # of bugs that test_every_option_equals_the_oracle must notice
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_planted_bugs_show(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)
-    with poisoned_memory(), pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        assert_oracle(replace(CASES[BUGS[bug]], batch=1))
 
 
 # -- where it runs ------------------------------------------------------------------------------------------------------------

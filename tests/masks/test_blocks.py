@@ -83,7 +83,7 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     patterns(),
     st.integers(1, 200),
@@ -259,7 +259,7 @@ def head_branch(draw: st.DrawFn) -> HeadBranch:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.lists(head_branch(), min_size=2, max_size=6),
     st.integers(1, 90),
