@@ -25,7 +25,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size, several
 
-RANDOM_CASES = 12
+RANDOM_CASES = 14
 
 
 def drawn(number: int, size: int) -> tuple[ShardedCase, str]:
