@@ -12,17 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate, poisoned_memory
-from tests.distributed.cases import (
-    ShardedCase,
-    arguments,
-    assert_expected,
-    cut,
-    expected_of,
-    random_case,
-    results,
-    shards,
-    simple,
-)
+from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards, simple
 from tests.distributed.processes import WORLD_SIZES, Ranks, each_size, exactly, one_size, several
 
 RANDOM_CASES = 14

@@ -18,41 +18,13 @@ from flexdilated.core.lse import accumulated
 from flexdilated.distributed.planner import cost_model
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
-from tests.distributed.cases import (
-    ShardedCase,
-    arguments,
-    assert_expected,
-    cut,
-    expected_of,
-    random_case,
-    results,
-    shards,
-    simple,
-)
+from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, random_case, results, shards, simple
 from tests.distributed.processes import Ranks, at_least, one_size, several
 
 COLLECTIVES = (
-    "isend",
-    "irecv",
-    "send",
-    "recv",
-    "batch_isend_irecv",
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
+    *("isend", "irecv", "send", "recv", "batch_isend_irecv", "all_reduce", "all_gather", "all_gather_into_tensor"),
+    *("all_gather_object", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     "scatter_object_list",
 )
 

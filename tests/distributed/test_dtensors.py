@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flexdilated import DilatedPattern, dilated_attention
 from flexdilated.distributed.planner.plan import EXCHANGES
-from tests.distributed.cases import (
-    NAMES,
-    ShardedCase,
-    arguments,
-    assert_expected,
-    expected_of,
-    grid,
-    shards,
-)
+from tests.distributed.cases import NAMES, ShardedCase, arguments, assert_expected, expected_of, grid, shards
 from tests.distributed.processes import Ranks, exactly, one_size, several
 from tests.tolerances import EXACT
 

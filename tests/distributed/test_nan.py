@@ -12,15 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexdilated import DilatedPattern, dilated_attention, reference
 from flexdilated.distributed.planner.plan import EXCHANGES
 from tests.cases import differentiate
-from tests.distributed.cases import (
-    ShardedCase,
-    arguments,
-    assert_expected,
-    cut,
-    expected_of,
-    shards,
-    simple,
-)
+from tests.distributed.cases import ShardedCase, arguments, assert_expected, cut, expected_of, shards, simple
 from tests.distributed.processes import Ranks, one_size
 from tests.tolerances import EXACT
 
